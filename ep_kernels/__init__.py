@@ -1,0 +1,57 @@
+"""Crossdock's data plane: move each token to its experts (dispatch) and bring the weighted results home (combine).
+
+Knows torch; knows nothing of gRPC, Kubernetes or Prometheus, reads no environment, and runs under plain torchrun.
+Importing it does nothing but define names.
+"""
+
+from ep_kernels.communicator import MoECommunicator
+from ep_kernels.config import Group, MoEConfig
+from ep_kernels.errors import (
+    AbortedError,
+    ArgumentError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    EpError,
+    HandleError,
+    PeerTimeout,
+    TransportError,
+)
+from ep_kernels.groups import StoreGroup, TorchGroup
+from ep_kernels.routing import ExpertMap
+from ep_kernels.types import (
+    Capabilities,
+    DispatchHandle,
+    DispatchOutput,
+    LatencySample,
+    Layout,
+    Mode,
+    Overflow,
+    ScaleFormat,
+)
+
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "Capabilities",
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "DispatchHandle",
+    "DispatchOutput",
+    "EpError",
+    "ExpertMap",
+    "Group",
+    "HandleError",
+    "LatencySample",
+    "Layout",
+    "MoECommunicator",
+    "MoEConfig",
+    "Mode",
+    "Overflow",
+    "PeerTimeout",
+    "ScaleFormat",
+    "StoreGroup",
+    "TorchGroup",
+    "TransportError",
+]

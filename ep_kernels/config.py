@@ -1,0 +1,176 @@
+"""Every knob of the data plane, with unit, default and reason. Reads no environment and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+
+from ep_kernels.errors import ConfigError
+from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
+
+MAX_TOPK = 32
+"""Ids and weights of a token fit one warp."""
+ROW_ALIGN_BYTES = 16
+"""Rows travel as 16-byte words; other hidden sizes are refused."""
+FP8_BLOCK = 128
+"""Columns that share one fp8 scale."""
+
+
+@runtime_checkable
+class Group(Protocol):
+    """Who the ranks are and how opaque bytes are exchanged once, at bring-up. The only thing asked of a bootstrap."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < size."""
+
+    @property
+    def size(self) -> int:
+        """Number of rank slots R (dead ranks keep their slot)."""
+
+    @property
+    def epoch(self) -> int:
+        """Membership counter, owned by whoever owns the group. 0 where nobody counts."""
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Give `payload`, get everybody's, in rank order. Collective. Raises TransportError past the deadline."""
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of one MoECommunicator. Checked when built; raises ConfigError naming the field.
+
+    All ranks of a group must give equal values, `group` and its rank apart; a mismatch is refused at bring-up.
+    """
+
+    group: Any
+    """A `Group`: `ep_kernels.groups.TorchGroup`, `StoreGroup`, or the session's own."""
+    num_experts: int
+    """E, logical experts. Need not divide by R: the first E % R ranks own one more."""
+    hidden_size: int
+    """H, columns of a row. H * element size must be a multiple of 16 bytes."""
+    topk: int
+    """K, experts per token, at most 32 (one warp holds a token's ids)."""
+    max_tokens_per_rank: int
+    """M, most tokens that one dispatch may bring. Sizes the regions: R * M rows per buffer."""
+    mode: Mode = Mode.LL
+    layout: Layout | None = None
+    """None: EXPERT_MAJOR for LL, FLAT for HT, GROUPED for AUTO."""
+    dtype: Any = torch.bfloat16
+    """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
+    quantize: bool = False
+    """Quantise x to fp8 e4m3 (block 128 along H) inside dispatch."""
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    """Rounding and layout of the scales that `quantize` makes."""
+    scale_columns: int = 0
+    """S, columns of the caller's own scales when x comes already quantised as (x, scales); 0 = x comes alone."""
+    scale_dtype: Any = torch.float32
+    """torch.dtype of the caller's own scales."""
+    combine_dtype: Any = None
+    """What a rank's partial is rounded to before it moves. None: the output dtype. torch.float8_e4m3fn: block-128
+    scaled fp8. torch.float32: no rounding (cpu only)."""
+    output_dtype: Any = None
+    """dtype of combine's result and of the expert output. None: `dtype`, or bfloat16 when dtype is a byte format."""
+    exact_combine: bool = False
+    """Every routed row travels and is summed at home in ascending k; no pre-reduction per rank. Per-expert layouts only."""
+    expert_map: Any = None
+    """None: contiguous blocks. Else a `routing.ExpertMap`: logical expert -> (rank, slot) replicas."""
+    expert_alignment: int = 1
+    """Rows to which each expert's group is padded (GROUPED). Grouped GEMMs want 8 to 128."""
+    max_recv_rows: int | None = None
+    """Receive capacity in rows: slots per expert (EXPERT_MAJOR) or N (GROUPED, FLAT). None: the worst case."""
+    exact_shapes: bool = True
+    """GROUPED and FLAT: True trims N to what arrived (one host read); False gives worst-case rows + `num_rows`."""
+    overflow: Overflow = Overflow.RAISE
+    max_in_flight: int = 2
+    """Dispatches that may be open at once (2 = dual-batch overlap); buffers are recycled after so many."""
+    timeout_s: float = 10.0
+    """Deadline of every wait, seconds. A healthy step takes micro- to milliseconds; 10 s forgives a paging host."""
+    validate: bool = False
+    """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
+    ll_max_tokens: int | None = None
+    """AUTO: steps of at most so many tokens per rank run LL. None: the transport's measured default."""
+    transport: str = "cpu"
+    """Folder name under `ep_kernels/transports`."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def resolved_layout(self) -> Layout:
+        """The layout with the default applied."""
+        defaults = {Mode.LL: Layout.EXPERT_MAJOR, Mode.HT: Layout.FLAT, Mode.AUTO: Layout.GROUPED}
+        return self.layout or defaults[self.mode]
+
+    @property
+    def resolved_output_dtype(self) -> torch.dtype:
+        """dtype of expert outputs and of combine's result."""
+        if self.output_dtype is not None:
+            return self.output_dtype  # type: ignore[no-any-return]
+        return self.dtype if self.dtype in _FLOATS else torch.bfloat16
+
+    @property
+    def resolved_combine_dtype(self) -> torch.dtype:
+        """dtype in which a rank's partial moves."""
+        return self.combine_dtype or self.resolved_output_dtype
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        """dtype of `DispatchOutput.tokens`."""
+        return torch.float8_e4m3fn if self.quantize else self.dtype
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+
+
+def _require(ok: bool, field: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ConfigError(field, expected, got)
+
+
+def _check(c: MoEConfig) -> None:
+    _require(isinstance(c.group, Group), "group", "an object with rank, size, epoch, all_gather", type(c.group).__name__)
+    _require(0 <= c.group.rank < c.group.size, "group", "0 <= rank < size", (c.group.rank, c.group.size))
+    for name, low, high in (
+        ("num_experts", 1, 1 << 20),
+        ("hidden_size", 1, 1 << 20),
+        ("topk", 1, MAX_TOPK),
+        ("max_tokens_per_rank", 1, 1 << 24),
+        ("expert_alignment", 1, 4096),
+        ("max_in_flight", 1, 64),
+        ("scale_columns", 0, 1 << 20),
+    ):
+        value = getattr(c, name)
+        _require(type(value) is int and low <= value <= high, name, f"an int in {low}..{high}", value)
+    _require(c.topk <= c.num_experts, "topk", f"at most num_experts = {c.num_experts}", c.topk)
+    _check_dtypes(c)
+    _check_shapes(c)
+
+
+def _check_dtypes(c: MoEConfig) -> None:
+    _require(c.dtype in _FLOATS + _BYTES, "dtype", f"one of {_FLOATS + _BYTES}", c.dtype)
+    _require(not c.quantize or c.dtype in _FLOATS, "quantize", f"False when dtype is {c.dtype}", c.quantize)
+    _require(not (c.quantize and c.scale_columns), "scale_columns", "0 when quantize is on", c.scale_columns)
+    _require(c.output_dtype in (None, *_FLOATS), "output_dtype", f"None or one of {_FLOATS}", c.output_dtype)
+    combine = (None, torch.float8_e4m3fn, *_FLOATS)
+    _require(c.combine_dtype in combine, "combine_dtype", f"one of {combine}", c.combine_dtype)
+    for name in ("dtype", "resolved_output_dtype", "payload_dtype"):
+        row = c.hidden_size * getattr(c, name).itemsize
+        _require(row % ROW_ALIGN_BYTES == 0, "hidden_size", f"rows of a multiple of 16 bytes as {name}", f"{row} bytes")
+    if c.scale_format is ScaleFormat.UE8M0_PACKED:
+        _require(c.quantize, "scale_format", "fp32 or ue8m0 unless quantize is on", c.scale_format.value)
+
+
+def _check_shapes(c: MoEConfig) -> None:
+    per_expert = c.resolved_layout.per_expert
+    _require(per_expert or not c.exact_combine, "exact_combine", "False with rank-wise layouts", c.exact_combine)
+    aligned = c.resolved_layout is Layout.GROUPED or c.expert_alignment == 1
+    _require(aligned, "expert_alignment", "1 unless the layout is GROUPED", c.expert_alignment)
+    _require(c.max_recv_rows is None or c.max_recv_rows > 0, "max_recv_rows", "None or > 0", c.max_recv_rows)
+    bounded = c.max_recv_rows is None or c.resolved_layout is not Layout.RANK_MAJOR
+    _require(bounded, "max_recv_rows", "None with RANK_MAJOR (its slots are fixed)", c.max_recv_rows)
+    _require(0 < c.timeout_s <= 3600, "timeout_s", "seconds in (0, 3600]", c.timeout_s)
+    _require(c.ll_max_tokens is None or c.ll_max_tokens >= 0, "ll_max_tokens", "None or >= 0", c.ll_max_tokens)

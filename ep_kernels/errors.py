@@ -1,0 +1,93 @@
+"""Everything the data plane can refuse or lose, as one tree.
+
+    EpError
+    ├── ConfigError        a MoEConfig that can never work; raised before anything is allocated
+    ├── ArgumentError      a call's argument is wrong: shape, dtype, stride, device, value
+    ├── HandleError        a handle or view from another communicator, or whose buffer was recycled
+    ├── CapacityError      more rows arrived than the receive buffer holds, and overflow is RAISE
+    ├── ClosedError        the communicator was closed, or its graph refused to run
+    └── TransportError     the transport could not be set up, or broke
+        ├── AbortedError   this rank's waits were ended by abort(): the group is re-forming
+        └── PeerTimeout    a peer stayed silent past the deadline, or its process is gone
+
+ConfigError and ArgumentError are also ValueErrors, PeerTimeout is also a TimeoutError, so callers that know only
+Python's own names still do the right thing. Each message says argument, expected, got.
+"""
+
+
+class EpError(Exception):
+    """Base of every error that `ep_kernels` raises on purpose."""
+
+
+class ConfigError(EpError, ValueError):
+    """A configuration that can never work.
+
+    Args:
+        field: name of the MoEConfig field.
+        expected: what the field may be.
+        got: what it was.
+    """
+
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got!r}")
+        self.field = field
+
+
+class ArgumentError(EpError, ValueError):
+    """An argument of a call is wrong; nothing was sent and the communicator is still usable.
+
+    Args:
+        argument: name of the argument.
+        expected: what it may be.
+        got: what it was.
+    """
+
+    def __init__(self, argument: str, expected: str, got: object) -> None:
+        super().__init__(f"{argument}: expected {expected}, got {got}")
+        self.argument = argument
+
+
+class HandleError(EpError):
+    """A handle of another communicator, or a view of a buffer that has been recycled since."""
+
+
+class CapacityError(EpError):
+    """More rows arrived than the receive capacity. Only the receiving rank raises; the rows past the capacity were
+    dropped and counted, no memory was overwritten, and the group can go on."""
+
+
+class ClosedError(EpError):
+    """The communicator was closed; no call works any more."""
+
+
+class TransportError(EpError):
+    """The transport could not be set up, or broke underneath."""
+
+
+class AbortedError(TransportError):
+    """`abort(reason)` ended this rank's waits. The communicator can only be closed now."""
+
+
+class PeerTimeout(TransportError, TimeoutError):
+    """A peer did not do its part before the deadline (or its process is known to be gone).
+
+    Attributes:
+        peer: rank of the silent peer.
+        op: "dispatch", "combine", "barrier" or "exchange".
+        phase: what was waited for, e.g. "counts", "payload", "credit".
+        expected: sequence number waited for.
+        seen: sequence number last seen from that peer.
+        waited_s: seconds waited.
+        gone: True if the peer's process was seen dead, False if it is merely silent.
+    """
+
+    def __init__(
+        self, *, peer: int, op: str, phase: str, expected: int, seen: int, waited_s: float, gone: bool = False
+    ) -> None:
+        why = "its process is gone" if gone else "deadline passed"
+        super().__init__(
+            f"{op}: rank {peer} did not deliver {phase} (expected seq {expected}, seen {seen}, "
+            f"waited {waited_s:.3f} s): {why}"
+        )
+        self.peer, self.op, self.phase = peer, op, phase
+        self.expected, self.seen, self.waited_s, self.gone = expected, seen, waited_s, gone

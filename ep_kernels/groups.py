@@ -1,0 +1,87 @@
+"""Bootstraps: small objects that know who the ranks are and exchange a few opaque bytes once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_kernels.errors import TransportError
+
+
+class StoreGroup:
+    """A group over a torch Store (FileStore, TCPStore): no process group and no backend needed.
+
+    Args:
+        store: any `torch.distributed.Store`, shared by all ranks.
+        rank, size: this rank and the number of ranks.
+        epoch: membership counter; a new epoch uses new keys, so one store serves many re-formings.
+        name: distinguishes several groups over one store.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, epoch: int = 0, name: str = "crossdock") -> None:
+        self._store = dist.PrefixStore(f"{name}/{epoch}", store)
+        self._rank, self._size, self._epoch, self._round = rank, size, epoch, 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """See `config.Group`."""
+        number, self._round = self._round, self._round + 1
+        self._store.set(f"{number}/{self._rank}", payload)
+        keys = [f"{number}/{rank}" for rank in range(self._size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise TransportError(f"bring-up: ranks {missing} did not arrive within {timeout_s} s") from error
+        return [bytes(self._store.get(key)) for key in keys]
+
+
+class TorchGroup:
+    """A group over an initialised torch.distributed process group (any backend that has CPU or CUDA all_gather).
+
+    Args:
+        group: a ProcessGroup, or None for the default one.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    @property
+    def epoch(self) -> int:
+        return 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """See `config.Group`. The deadline is the process group's own."""
+        device = torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        length = torch.tensor([len(payload)], device=device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        longest = max(int(n) for n in lengths)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
+        rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        dist.all_gather(rows, mine.to(device), group=self._group)
+        return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]

@@ -1,0 +1,144 @@
+"""What a transport must supply. This page is the porting guide; `communicator.py` is the only caller.
+
+A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
+assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
+except `wake`, `abort` and `close`, which any thread may call at any time.
+
+Order of a life: `allocate` -> tickets travel by the group -> `import_regions` -> `barrier` -> operations -> `close`.
+Every wait obeys `config.timeout_s` and ends in PeerTimeout (naming the peer), AbortedError or ClosedError; none hangs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import ConfigError
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode
+
+EXCHANGE_WORDS = 8
+"""int64 words per rank in one `exchange`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchArgs:
+    """One dispatch, checked.
+
+    Attributes:
+        x: [T, H] contiguous payload.
+        scales: [T, S] contiguous, the caller's own, or None.
+        topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
+        topk_weights: float32 [T, K] contiguous.
+        mode: LL or HT, already resolved.
+        previous: handle whose routing is used again (topk_ids then are its own), or None.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    mode: Mode
+    previous: DispatchHandle | None
+
+
+@dataclass(frozen=True, slots=True)
+class CombineArgs:
+    """One combine, checked.
+
+    Attributes:
+        y: expert rows in the shape of the handle's `DispatchOutput.tokens`, output dtype. Either anywhere in memory or
+            the very tensor `combine_input` gave (zero copy).
+        handle: the dispatch to undo.
+        row_weights: float32 [N, K] | [R, M, K] to be carried home beside the rows (weight gradients), or None.
+            Per-expert layouts: float32 [L, slots] | [N], one number per row.
+        apply_weights: False sums a rank's rows unweighted (backward of dispatch). Ignored by rank-wise layouts.
+    """
+
+    y: torch.Tensor
+    handle: DispatchHandle
+    row_weights: torch.Tensor | None
+    apply_weights: bool
+
+
+class PendingDispatch(Protocol):
+    """A dispatch whose send half is done. `wait` runs the receive half; a second call returns the same result."""
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        """Finish. Raises PeerTimeout, CapacityError, AbortedError."""
+
+
+class PendingCombine(Protocol):
+    """A combine whose send half is done."""
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given)."""
+
+
+class Transport(Protocol):
+    """One backend between the ranks of one group."""
+
+    capabilities: Capabilities
+
+    def allocate(self) -> bytes:
+        """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB."""
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """Map every peer's region. Raises TransportError naming the rank and why (ABI mismatch, gone, no permission)."""
+
+    def barrier(self) -> None:
+        """Meet all active ranks."""
+
+    def dispatch(self, args: DispatchArgs) -> PendingDispatch:
+        """Run the send half. Never waits for a peer's *payload*; may wait for buffer credit."""
+
+    def combine(self, args: CombineArgs) -> PendingCombine:
+        """Run the send half: pre-reduce, then rows straight home."""
+
+    def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
+        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into."""
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """Collective of the survivors: from the next operation on, ranks with mask False take no part."""
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """Host-side all-gather of EXCHANGE_WORDS int64 among active ranks (None for the others). A rank in it is
+        visible to its peers' `wait_for_peer` at once."""
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """Sleep without spinning until a peer is in an `exchange` that this rank has not entered (True), until
+        `wake()` (True; a wake before the call counts) or until the timeout (False)."""
+
+    def wake(self) -> None:
+        """End this rank's `wait_for_peer` from another thread."""
+
+    def samples(self) -> list[LatencySample]:
+        """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
+
+    def ll_max_tokens(self) -> int:
+        """Measured crossover for AUTO: most tokens per rank at which LL wins."""
+
+    def abort(self, reason: str) -> None:
+        """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
+
+    def close(self) -> None:
+        """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
+
+
+def names() -> list[str]:
+    """The transports in this installation, by folder name."""
+    package = importlib.import_module("ep_kernels.transports")
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg)
+
+
+def create(config: MoEConfig) -> Transport:
+    """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
+    if config.transport not in names():
+        raise ConfigError("transport", f"one of {names()}", config.transport)
+    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
+    return module.create(config)  # type: ignore[no-any-return]

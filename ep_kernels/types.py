@@ -1,0 +1,163 @@
+"""Plain frozen records that cross the public API. No behaviour beyond what a record needs.
+
+Letters: T tokens on this rank, H hidden size, K experts per token, E experts, R ranks, L experts on this rank,
+M most tokens per rank, N rows received, S scale columns.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Mode(enum.Enum):
+    """Which algorithm moves the tokens."""
+
+    LL = "ll"
+    """Low latency: fixed slots, no count exchange before the payload. Decode."""
+    HT = "ht"
+    """High throughput: counts first, then every row straight to its final compact place. Prefill, training."""
+    AUTO = "auto"
+    """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks."""
+
+
+class Layout(enum.Enum):
+    """What the rows of `DispatchOutput.tokens` are, and so who applies the weights."""
+
+    EXPERT_MAJOR = "expert_major"
+    """[L, slots, H], one row per (token, expert); combine applies the weights."""
+    GROUPED = "grouped"
+    """[N, H] compact, rows of one expert together, groups padded to `expert_alignment`; combine applies the weights."""
+    RANK_MAJOR = "rank_major"
+    """[R, M, H], one row per (token, rank); the caller weights and reduces its experts, combine sums over ranks."""
+    FLAT = "flat"
+    """[N, H] compact, one row per (token, rank), by (source rank, token); weights as RANK_MAJOR."""
+
+    @property
+    def per_expert(self) -> bool:
+        """True where there is one row per (token, expert) and combine applies the weights."""
+        return self in (Layout.EXPERT_MAJOR, Layout.GROUPED)
+
+
+class Overflow(enum.Enum):
+    """What happens to rows past the receive capacity."""
+
+    RAISE = "raise"
+    """The receiving rank raises CapacityError at wait()."""
+    DROP = "drop"
+    """Rows past the capacity are dropped in canonical order and counted in `DispatchOutput.num_dropped`."""
+
+
+class ScaleFormat(enum.Enum):
+    """How fp8 block scales are rounded and laid out."""
+
+    FP32 = "fp32"
+    """scale = amax / 448 in fp32, row-major [rows, ceil(H/128)] float32."""
+    UE8M0 = "ue8m0"
+    """scale = amax / 448 rounded up to a power of two, row-major [rows, ceil(H/128)] float32."""
+    UE8M0_PACKED = "ue8m0_packed"
+    """UE8M0 exponents, 4 to an int32, column-major (the row index is the fast one), as DeepGEMM reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchOutput:
+    """What dispatch delivered to this rank. Rows past the counts hold unspecified bytes and must not be read.
+
+    Attributes:
+        layout: what the rows are.
+        tokens: [L, slots, H] | [N, H] | [R, M, H] | [N, H] for EXPERT_MAJOR | GROUPED | RANK_MAJOR | FLAT;
+            dtype of the payload (float8_e4m3fn when quantised, the caller's dtype when passed through). May be a view
+            of a registered buffer, which is recycled `max_in_flight` dispatches later: see `HandleError`.
+        scales: block scales beside `tokens` (same leading shape; see ScaleFormat), or None.
+        counts: int32; [L] rows per local expert (EXPERT_MAJOR, GROUPED, without padding) or [R] rows per source rank.
+        offsets: int32 [L+1], start row of each expert's group with padding included (GROUPED), else None.
+        topk_ids: local expert ids, -1 = not here; int32 [R, M, K] | [N, K] (RANK_MAJOR | FLAT), else None.
+        topk_weights: float32, same shape as topk_ids, 0 where the id is -1; else None.
+        num_rows: int32 [1], rows delivered (GROUPED: padding included). The device-side truth when shapes are worst-case.
+        valid: bool [T] of the *source* tokens of this rank: False where every copy of a chosen expert is gone.
+        num_dropped: int32 [1], rows dropped here by Overflow.DROP.
+        num_invalid_ids: int32 [1], ids of this rank's topk_ids that were out of range and acted as -1.
+    """
+
+    layout: Layout
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    offsets: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_rows: torch.Tensor
+    valid: torch.Tensor
+    num_dropped: torch.Tensor
+    num_invalid_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DispatchHandle:
+    """Carries the routing of one dispatch; opaque. Reusable: for combine, for `previous_handle`, for backward.
+
+    Attributes:
+        owner: id of the communicator that made it.
+        seq: sequence number of the dispatch.
+        num_tokens: T of the dispatch.
+        mode: the algorithm that ran (never AUTO).
+        epoch: membership under which the routing was made; a handle of an older epoch is refused.
+        state: what the transport needs to find its rows again.
+    """
+
+    owner: int
+    seq: int
+    num_tokens: int
+    mode: Mode
+    epoch: int
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySample:
+    """One operation as the kernel's own clock saw it.
+
+    Attributes:
+        op: "dispatch" or "combine".
+        mode: "ll" or "ht".
+        seq: sequence number of the operation.
+        tokens: T.
+        start_ns: monotonic time at entry of the send half.
+        send_ns: nanoseconds until this rank's own sends were done, from start.
+        peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
+            (0 for itself and for inactive ranks).
+        total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
+    """
+
+    op: str
+    mode: str
+    seq: int
+    tokens: int
+    start_ns: int
+    send_ns: int
+    peer_wait_ns: tuple[int, ...]
+    total_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do; tests and the communicator ask this, never the transport's name.
+
+    Attributes:
+        device_type: torch device type of payload tensors.
+        cross_host: True if ranks may live on several hosts.
+        dtypes: payload dtypes.
+        modes: algorithms.
+        graphs: True if operations can be captured in a CUDA graph.
+        abi: hash of the region's byte map; ranks with different hashes must not form a group.
+    """
+
+    device_type: str
+    cross_host: bool
+    dtypes: tuple[torch.dtype, ...]
+    modes: tuple[Mode, ...]
+    graphs: bool
+    abi: str

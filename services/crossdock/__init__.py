@@ -1,0 +1,3 @@
+"""Crossdock: a mixture-of-experts model's experts, served expert-parallel."""
+
+__version__ = "0.1.0"
