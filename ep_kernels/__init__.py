@@ -18,6 +18,7 @@ from ep_kernels.errors import (
     TransportError,
 )
 from ep_kernels.groups import StoreGroup, TorchGroup
+from ep_kernels.requests import CombineRequest, DispatchRequest
 from ep_kernels.routing import ExpertMap
 from ep_kernels.types import (
     Capabilities,
@@ -36,9 +37,11 @@ __all__ = [
     "Capabilities",
     "CapacityError",
     "ClosedError",
+    "CombineRequest",
     "ConfigError",
     "DispatchHandle",
     "DispatchOutput",
+    "DispatchRequest",
     "EpError",
     "ExpertMap",
     "Group",

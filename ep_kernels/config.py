@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ep_kernels.errors import ConfigError
+from ep_kernels.routing import ExpertMap
 from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
 
 MAX_TOPK = 32
@@ -74,7 +75,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_dtype: Any = None
     """dtype of combine's result and of the expert output. None: `dtype`, or bfloat16 when dtype is a byte format."""
     exact_combine: bool = False
-    """Every routed row travels and is summed at home in ascending k; no pre-reduction per rank. Per-expert layouts only."""
+    """Every routed row travels and is summed at home in ascending k, without pre-reduction. Per-expert layouts only."""
     expert_map: Any = None
     """None: contiguous blocks. Else a `routing.ExpertMap`: logical expert -> (rank, slot) replicas."""
     expert_alignment: int = 1
@@ -84,6 +85,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exact_shapes: bool = True
     """GROUPED and FLAT: True trims N to what arrived (one host read); False gives worst-case rows + `num_rows`."""
     overflow: Overflow = Overflow.RAISE
+    """RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
     max_in_flight: int = 2
     """Dispatches that may be open at once (2 = dual-batch overlap); buffers are recycled after so many."""
     timeout_s: float = 10.0
@@ -94,6 +96,12 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """AUTO: steps of at most so many tokens per rank run LL. None: the transport's measured default."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
+    num_sms: int | None = None
+    """GPUs: multiprocessors that one operation may fill, one block on each. None: all for LL, 64 for HT, which fill the
+    links. Results do not depend on it."""
+    kernel_cache_dir: str | None = None
+    """GPUs: folder for kernels compiled at first use, shared by processes; may differ between ranks. None:
+    `.cache/crossdock/kernels` in the home of this process's user."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -117,6 +125,11 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.combine_dtype or self.resolved_output_dtype
 
     @property
+    def resolved_expert_map(self) -> ExpertMap:
+        """The expert map with the default applied."""
+        return self.expert_map or ExpertMap.contiguous(self.num_experts, self.group.size)
+
+    @property
     def payload_dtype(self) -> torch.dtype:
         """dtype of `DispatchOutput.tokens`."""
         return torch.float8_e4m3fn if self.quantize else self.dtype
@@ -132,7 +145,7 @@ def _require(ok: bool, field: str, expected: str, got: object) -> None:
 
 
 def _check(c: MoEConfig) -> None:
-    _require(isinstance(c.group, Group), "group", "an object with rank, size, epoch, all_gather", type(c.group).__name__)
+    _require(isinstance(c.group, Group), "group", "an object like `Group`", type(c.group).__name__)
     _require(0 <= c.group.rank < c.group.size, "group", "0 <= rank < size", (c.group.rank, c.group.size))
     for name, low, high in (
         ("num_experts", 1, 1 << 20),
@@ -145,9 +158,27 @@ def _check(c: MoEConfig) -> None:
     ):
         value = getattr(c, name)
         _require(type(value) is int and low <= value <= high, name, f"an int in {low}..{high}", value)
+    _check_kinds(c)
     _require(c.topk <= c.num_experts, "topk", f"at most num_experts = {c.num_experts}", c.topk)
     _check_dtypes(c)
     _check_shapes(c)
+
+
+def _check_kinds(c: MoEConfig) -> None:
+    for name, kind in (("mode", Mode), ("scale_format", ScaleFormat), ("overflow", Overflow)):
+        _require(isinstance(getattr(c, name), kind), name, f"a {kind.__name__}", getattr(c, name))
+    _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
+    for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
+        _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
+    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("num_sms", 1)):
+        value = getattr(c, name)
+        fits = value is None or (type(value) is int and low <= value < 1 << 31)
+        _require(fits, name, f"None or an int in {low}..2^31-1", value)
+    timed = isinstance(c.timeout_s, int | float) and 0 < c.timeout_s <= 3600
+    _require(timed, "timeout_s", "seconds in (0, 3600]", c.timeout_s)
+    folder = c.kernel_cache_dir is None or isinstance(c.kernel_cache_dir, str)
+    _require(folder, "kernel_cache_dir", "None or a path as str", c.kernel_cache_dir)
+    _require(isinstance(c.scale_dtype, torch.dtype), "scale_dtype", "a torch.dtype", c.scale_dtype)
 
 
 def _check_dtypes(c: MoEConfig) -> None:
@@ -169,8 +200,12 @@ def _check_shapes(c: MoEConfig) -> None:
     _require(per_expert or not c.exact_combine, "exact_combine", "False with rank-wise layouts", c.exact_combine)
     aligned = c.resolved_layout is Layout.GROUPED or c.expert_alignment == 1
     _require(aligned, "expert_alignment", "1 unless the layout is GROUPED", c.expert_alignment)
-    _require(c.max_recv_rows is None or c.max_recv_rows > 0, "max_recv_rows", "None or > 0", c.max_recv_rows)
     bounded = c.max_recv_rows is None or c.resolved_layout is not Layout.RANK_MAJOR
     _require(bounded, "max_recv_rows", "None with RANK_MAJOR (its slots are fixed)", c.max_recv_rows)
-    _require(0 < c.timeout_s <= 3600, "timeout_s", "seconds in (0, 3600]", c.timeout_s)
-    _require(c.ll_max_tokens is None or c.ll_max_tokens >= 0, "ll_max_tokens", "None or >= 0", c.ll_max_tokens)
+    whole = c.max_recv_rows is None or c.max_recv_rows % c.expert_alignment == 0
+    _require(whole, "max_recv_rows", f"a multiple of expert_alignment = {c.expert_alignment}", c.max_recv_rows)
+    if c.expert_map is not None:
+        _require(isinstance(c.expert_map, ExpertMap), "expert_map", "an ExpertMap", type(c.expert_map).__name__)
+        shape = (c.expert_map.num_experts, c.expert_map.num_ranks)
+        want = (c.num_experts, c.group.size)
+        _require(shape == want, "expert_map", f"(num_experts, ranks) = {want}", shape)

@@ -14,6 +14,8 @@ ConfigError and ArgumentError are also ValueErrors, PeerTimeout is also a Timeou
 Python's own names still do the right thing. Each message says argument, expected, got.
 """
 
+from typing import Any
+
 
 class EpError(Exception):
     """Base of every error that `ep_kernels` raises on purpose."""
@@ -48,12 +50,24 @@ class ArgumentError(EpError, ValueError):
 
 
 class HandleError(EpError):
-    """A handle of another communicator, or a view of a buffer that has been recycled since."""
+    """A handle of another communicator, of another step than the one that the peers brought, or a view of a buffer that
+    has been recycled since."""
 
 
 class CapacityError(EpError):
     """More rows arrived than the receive capacity. Only the receiving rank raises; the rows past the capacity were
-    dropped and counted, no memory was overwritten, and the group can go on."""
+    dropped, no memory was overwritten, and the group can go on: peers still expect this rank in `combine`, for which
+    the error carries what the dispatch delivered.
+
+    Attributes:
+        num_dropped: rows dropped here.
+        output: the `DispatchOutput` without them.
+        handle: the `DispatchHandle` for combine.
+    """
+
+    def __init__(self, num_dropped: int, output: Any, handle: Any) -> None:
+        super().__init__(f"dispatch: {num_dropped} rows past the receive capacity (max_recv_rows) were dropped")
+        self.num_dropped, self.output, self.handle = num_dropped, output, handle
 
 
 class ClosedError(EpError):

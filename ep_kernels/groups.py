@@ -22,8 +22,8 @@ class StoreGroup:
         name: distinguishes several groups over one store.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, epoch: int = 0, name: str = "crossdock") -> None:
-        self._store = dist.PrefixStore(f"{name}/{epoch}", store)
+    def __init__(self, store: Any, rank: int, size: int, *, epoch: int = 0, name: str = "crossdock") -> None:
+        self._store: Any = dist.PrefixStore(f"{name}/{epoch}", store)  # type: ignore[attr-defined]
         self._rank, self._size, self._epoch, self._round = rank, size, epoch, 0
 
     @property

@@ -46,7 +46,8 @@ class Overflow(enum.Enum):
     """What happens to rows past the receive capacity."""
 
     RAISE = "raise"
-    """The receiving rank raises CapacityError at wait()."""
+    """The receiving rank raises CapacityError at wait(). On GPUs that costs one host read per dispatch, so decode loops
+    want DROP, and graph capture refuses RAISE."""
     DROP = "drop"
     """Rows past the capacity are dropped in canonical order and counted in `DispatchOutput.num_dropped`."""
 
@@ -76,7 +77,7 @@ class DispatchOutput:
         offsets: int32 [L+1], start row of each expert's group with padding included (GROUPED), else None.
         topk_ids: local expert ids, -1 = not here; int32 [R, M, K] | [N, K] (RANK_MAJOR | FLAT), else None.
         topk_weights: float32, same shape as topk_ids, 0 where the id is -1; else None.
-        num_rows: int32 [1], rows delivered (GROUPED: padding included). The device-side truth when shapes are worst-case.
+        num_rows: int32 [1], rows delivered (GROUPED: padding included); the truth when shapes are worst-case.
         valid: bool [T] of the *source* tokens of this rank: False where every copy of a chosen expert is gone.
         num_dropped: int32 [1], rows dropped here by Overflow.DROP.
         num_invalid_ids: int32 [1], ids of this rank's topk_ids that were out of range and acted as -1.
@@ -106,6 +107,10 @@ class DispatchHandle:
         mode: the algorithm that ran (never AUTO).
         epoch: membership under which the routing was made; a handle of an older epoch is refused.
         state: what the transport needs to find its rows again.
+        rows_shape: leading shape of `DispatchOutput.tokens` (all but H). Stamped by the communicator, as is `owner`.
+        topk_ids: int32 [T, K] and
+        topk_weights: float32 [T, K], as dispatched; used when the handle is a `previous_handle`. Not copies: the caller
+            must not overwrite them while the handle lives. Stamped by the communicator.
     """
 
     owner: int
@@ -114,6 +119,9 @@ class DispatchHandle:
     mode: Mode
     epoch: int
     state: Any
+    rows_shape: tuple[int, ...] = ()
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,10 @@ class World:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def _start(self) -> None:
-        context = mp.get_context("fork")
-        torch.set_num_threads(1)
+        # Forked from a server that has imported torch and nothing else: this process may hold locks of other threads
+        # (gRPC's, a garbage collector's finalisers), which a fork of it would inherit held for ever.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, self._folder, there), daemon=True)
@@ -72,7 +74,9 @@ class World:
             self._start()
         return [process.pid for process, _ in self._ranks]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, may_die: tuple[int, ...] = ()) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, may_die: tuple[int, ...] = ()
+    ) -> list[Any]:
         """Call fn on every rank. Ranks in `may_die` may be killed meanwhile; their result is RankDied()."""
         if not self._ranks:
             self._start()

@@ -1,8 +1,19 @@
 """What a transport must supply. This page is the porting guide; `communicator.py` is the only caller.
 
+Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_kernels/{reference,quant}.py`. Details:
+
+* Views of dispatch n (out.tokens, combine_input) stay good until dispatch n + max_in_flight *starts*; a transport lets
+  peers overwrite them no earlier. The communicator counts this and raises HandleError; handles themselves (routing)
+  live as long as the caller keeps them. At most max_in_flight dispatches, and as many combines, are pending at once;
+  their `wait` may come in any order.
+* Handles leave the transport with owner 0; the communicator stamps owner, rows_shape, topk_ids and topk_weights.
+* Receive capacity is `routing.receive_rows`. A row whose place (`reference.py`) lies past it is dropped: combine leaves
+  it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.
+* Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
+
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
 assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
-except `wake`, `abort` and `close`, which any thread may call at any time.
+except `samples`, `wake`, `abort` and `close`, which any thread may call at any time (but never two of these at once).
 
 Order of a life: `allocate` -> tickets travel by the group -> `import_regions` -> `barrier` -> operations -> `close`.
 Every wait obeys `config.timeout_s` and ends in PeerTimeout (naming the peer), AbortedError or ClosedError; none hangs.
@@ -34,8 +45,9 @@ class DispatchArgs:
         x: [T, H] contiguous payload.
         scales: [T, S] contiguous, the caller's own, or None.
         topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
-        topk_weights: float32 [T, K] contiguous.
+        topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.
         mode: LL or HT, already resolved.
+        at_once: `wait` follows immediately; a transport may then run both halves there, as one.
         previous: handle whose routing is used again (topk_ids then are its own), or None.
     """
 
@@ -45,6 +57,7 @@ class DispatchArgs:
     topk_weights: torch.Tensor
     mode: Mode
     previous: DispatchHandle | None
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,7 @@ class CombineArgs:
         handle: the dispatch to undo.
         row_weights: float32 [N, K] | [R, M, K] to be carried home beside the rows (weight gradients), or None.
             Per-expert layouts: float32 [L, slots] | [N], one number per row.
+        at_once: as in DispatchArgs.
         apply_weights: False sums a rank's rows unweighted (backward of dispatch). Ignored by rank-wise layouts.
     """
 
@@ -64,20 +78,25 @@ class CombineArgs:
     handle: DispatchHandle
     row_weights: torch.Tensor | None
     apply_weights: bool
+    at_once: bool = False
 
 
 class PendingDispatch(Protocol):
     """A dispatch whose send half is done. `wait` runs the receive half; a second call returns the same result."""
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """Finish. Raises PeerTimeout, CapacityError, AbortedError."""
+        """Finish. Raises PeerTimeout, AbortedError, ClosedError, TransportError where peers have gone on without this
+        rank, HandleError where ranks bring the routings of different steps (which breaks nothing). Rows past the
+        capacity are dropped and counted in `num_dropped` whatever `config.overflow` says: it is the communicator that
+        raises CapacityError."""
 
 
 class PendingCombine(Protocol):
     """A combine whose send half is done."""
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given)."""
+        """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given). Raises as
+        `PendingDispatch.wait`."""
 
 
 class Transport(Protocol):
@@ -89,7 +108,11 @@ class Transport(Protocol):
         """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB."""
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """Map every peer's region. Raises TransportError naming the rank and why (ABI mismatch, gone, no permission)."""
+        """Map every peer's region. Raises TransportError naming the rank and why (ABI, gone, no permission)."""
+
+    def check(self) -> None:
+        """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
+        each operation. A transport whose calls raise their own errors does nothing here."""
 
     def barrier(self) -> None:
         """Meet all active ranks."""
@@ -100,8 +123,17 @@ class Transport(Protocol):
     def combine(self, args: CombineArgs) -> PendingCombine:
         """Run the send half: pre-reduce, then rows straight home."""
 
+    def dispatch_input(self, num_tokens: int) -> torch.Tensor:
+        """A registered buffer [num_tokens, H] to write the next dispatch's x into, which then is not copied. From that
+        dispatch on it is lent to the peers: to write again, ask again."""
+
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
-        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into."""
+        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into.
+        After `combine(y=that)` peers may read it until this rank asks for the same buffer again (which may wait)."""
+
+    def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
+        """Weight of every row of the handle's tokens, for backward passes: float32 [L, slots] | [N] (per-expert layouts
+        only). A copy that does not expire; rows past the counts and padding hold 0."""
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """Collective of the survivors: from the next operation on, ranks with mask False take no part."""

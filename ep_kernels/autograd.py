@@ -1,0 +1,108 @@
+"""Dispatch and combine as differentiable functions: each is the other's backward, gradients of the weights included.
+
+    out, handle = autograd.dispatch(comm, x, topk_ids, topk_weights)
+    y = experts(out.tokens, ...)                       # rank-wise layouts: weight with out.topk_weights here
+    z = autograd.combine(comm, y, handle, out.topk_weights)
+
+Per-expert layouts: z_t = sum_k w_tk y_tk, so a row's gradient is w_tk dz_t (one dispatch of dz over the same routing),
+and the gradient of w_tk is <dz_t, y_tk>, computed where the row is and carried home beside dx by dispatch's backward.
+Rank-wise layouts: the caller's own graph weights the rows; only the sum over ranks is ours.
+
+Backward is collective too: every rank must run it, in the same order. One operation each way, no extra one for weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ep_kernels.communicator import MoECommunicator
+from ep_kernels.errors import ArgumentError
+from ep_kernels.routing import delivered
+from ep_kernels.types import DispatchHandle, DispatchOutput
+
+
+def dispatch(
+    comm: MoECommunicator,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    step_tokens: int | None = None,
+) -> tuple[DispatchOutput, DispatchHandle]:
+    """As `MoECommunicator.dispatch`, differentiable in x and topk_weights.
+
+    `out.tokens` is a copy (it does not expire) whose undelivered rows are 0; `out.topk_weights` is, for per-expert
+    layouts too, the weight of every row (float32 [L, slots] | [N]): the gradient of topk_weights flows through it.
+
+    Raises ArgumentError where rows are not plain floating point of one dtype both ways.
+    """
+    config = comm.config
+    if config.quantize or config.scale_columns or config.dtype != config.resolved_output_dtype:
+        raise ArgumentError("comm", "an unquantised communicator whose output_dtype is its dtype", config.dtype)
+    tokens, weights, out, handle = _Dispatch.apply(x, topk_weights, comm, topk_ids, step_tokens)
+    return replace(out, tokens=tokens, topk_weights=weights), handle
+
+
+def combine(
+    comm: MoECommunicator, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `MoECommunicator.combine`, differentiable in y and, per-expert layouts, in the weights.
+
+    Args:
+        row_weights: `out.topk_weights` of `dispatch` above. Needed by per-expert layouts, not looked at by others.
+    """
+    per_expert = comm.config.resolved_layout.per_expert
+    if per_expert and row_weights is None:
+        raise ArgumentError("row_weights", "out.topk_weights of autograd.dispatch", None)
+    z: torch.Tensor = _Combine.apply(y, row_weights if per_expert else None, comm, handle)
+    return z
+
+
+def _copy(out: DispatchOutput) -> torch.Tensor:
+    return torch.where(delivered(out)[..., None], out.tokens, 0)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, comm: MoECommunicator, ids: torch.Tensor, tokens: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, DispatchOutput, DispatchHandle]:
+        out, handle = comm.dispatch(x, ids, weights.detach().clone(), step_tokens=tokens)
+        ctx.comm, ctx.handle = comm, handle
+        rows = out.topk_weights.clone() if out.topk_weights is not None else comm.row_weights(handle)
+        return _copy(out), rows, out, handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_rows: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        request = ctx.comm.combine_async(
+            grad_tokens.contiguous(), ctx.handle, row_weights=grad_rows.contiguous(), apply_weights=False
+        )
+        return request.wait(), request.weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, rows: torch.Tensor | None, comm: MoECommunicator, handle: DispatchHandle
+    ) -> torch.Tensor:
+        ctx.comm, ctx.handle = comm, handle
+        ctx.save_for_backward(y, rows)
+        return comm.combine(y.contiguous(), handle)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: torch.Tensor) -> tuple[Any, ...]:
+        y, rows = ctx.saved_tensors
+        out, _ = ctx.comm.dispatch(grad_z.contiguous(), None, None, previous_handle=ctx.handle)
+        grad = _copy(out)
+        if rows is None:
+            return grad, None, None, None
+        wide = grad.float()
+        held = delivered(out)[..., None]
+        grad_rows = torch.where(held, wide * y.float(), 0.0).sum(-1)
+        return (wide * rows[..., None]).to(y.dtype), grad_rows, None, None

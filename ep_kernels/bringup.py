@@ -1,0 +1,103 @@
+"""How ranks find out, once, that they can work together: every rank says hello, and a mismatch is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import ConfigError, TransportError
+from ep_kernels.transports.base import Transport
+from ep_kernels.types import Mode
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a rank tells the others.
+
+    Attributes:
+        abi: hash of the region's byte map.
+        epoch: membership counter of its group.
+        fields: its configuration, field by field, as text.
+        ll_max_tokens: its measured crossover for AUTO.
+        ticket: how peers redeem its region; opaque.
+    """
+
+    abi: str
+    epoch: int
+    fields: dict[str, str]
+    ll_max_tokens: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the group agreed on: everybody's ticket in rank order, and one crossover for AUTO, equal on all ranks."""
+
+    tickets: tuple[bytes, ...]
+    ll_max_tokens: int
+
+
+def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> Agreement:
+    """Exchange hellos (collective). Raises ConfigError where a field differs, TransportError where the ABI does.
+
+    Every rank is compared with rank 0, so that all ranks raise the same error.
+    """
+    crossover = transport.ll_max_tokens() if config.ll_max_tokens is None else config.ll_max_tokens
+    mine = Hello(transport.capabilities.abi, config.group.epoch, fingerprint(config), crossover, ticket)
+    answers = config.group.all_gather(msgspec.msgpack.encode(mine), config.timeout_s)
+    if len(answers) != config.group.size:
+        raise TransportError(f"bring-up: expected {config.group.size} hellos, got {len(answers)}")
+    hellos = [_decode(rank, answer) for rank, answer in enumerate(answers)]
+    for rank, other in enumerate(hellos):
+        _compare(hellos[0], rank, other)
+    return Agreement(tuple(h.ticket for h in hellos), min(h.ll_max_tokens for h in hellos))
+
+
+def check_capabilities(config: MoEConfig, transport: Transport) -> None:
+    """Refuse what this transport cannot do, before anything is allocated."""
+    can = transport.capabilities
+    if config.dtype not in can.dtypes:
+        raise ConfigError("dtype", f"one of {can.dtypes} with transport {config.transport!r}", config.dtype)
+    wanted = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
+    for mode in wanted:
+        if mode not in can.modes:
+            raise ConfigError("mode", f"one of {can.modes} with transport {config.transport!r}", config.mode)
+
+
+def fingerprint(config: MoEConfig) -> dict[str, str]:
+    """Every field that must be equal on all ranks, defaults resolved, as text."""
+    own = ("group", "kernel_cache_dir")
+    fields = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in own}
+    # in the order of declaration: what others derive from (num_experts) is named before them (expert_map)
+    fields["layout"] = str(config.resolved_layout)
+    fields["output_dtype"] = str(config.resolved_output_dtype)
+    fields["combine_dtype"] = str(config.resolved_combine_dtype)
+    fields["expert_map"] = hashlib.sha256(repr(config.resolved_expert_map).encode()).hexdigest()[:16]
+    return fields
+
+
+def _decode(rank: int, answer: bytes) -> Hello:
+    try:
+        return msgspec.msgpack.decode(answer, type=Hello)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TransportError(f"bring-up: rank {rank} sent no hello that this version understands: {error}") from error
+
+
+def _compare(first: Hello, rank: int, other: Hello) -> None:
+    if first.abi != other.abi:
+        raise TransportError(
+            f"bring-up: region ABI {other.abi} of rank {rank} differs from {first.abi} of rank 0; "
+            "install the same version of crossdock everywhere"
+        )
+    if first.epoch != other.epoch:
+        raise TransportError(f"bring-up: rank {rank} is in epoch {other.epoch}, rank 0 in epoch {first.epoch}")
+    for name in _differing(first.fields, other.fields):
+        want, got = first.fields.get(name, "nothing"), other.fields.get(name, "nothing")
+        raise ConfigError(name, f"{want} as on rank 0", f"{got} on rank {rank}")
+
+
+def _differing(first: dict[str, str], other: dict[str, str]) -> Sequence[str]:
+    return [name for name in first | other if first.get(name) != other.get(name)]

@@ -1,0 +1,126 @@
+"""Checks of call arguments, made once per call and before anything is sent. Below this page nothing checks again.
+
+Each function raises ArgumentError (argument, expected, got) or returns what the transport wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import ArgumentError
+from ep_kernels.types import DispatchHandle, Mode
+
+_INT32 = torch.iinfo(torch.int32)
+
+
+def tensor(
+    name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
+) -> torch.Tensor:
+    """`value` if it is a contiguous tensor of this shape, dtype and device."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(name, "a torch.Tensor", type(value).__name__)
+    if tuple(value.shape) != shape:
+        raise ArgumentError(name, f"shape {list(shape)}", list(value.shape))
+    if value.dtype not in dtypes:
+        raise ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
+    if value.device.type != device_type:
+        raise ArgumentError(name, f"a tensor on {device_type}", value.device)
+    if value.layout is not torch.strided or not value.is_contiguous():
+        strides = list(value.stride()) if value.layout is torch.strided else value.layout
+        raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
+    return value
+
+
+def num_tokens(x: object, config: MoEConfig) -> int:
+    """T of x [T, H], at most M."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError("x", "a torch.Tensor", type(x).__name__)
+    if x.ndim != 2:
+        raise ArgumentError("x", f"shape [T, {config.hidden_size}]", list(x.shape))
+    if x.shape[0] > config.max_tokens_per_rank:
+        raise ArgumentError("x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", x.shape[0])
+    return x.shape[0]
+
+
+def payload(x: object, config: MoEConfig, device_type: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, or (x, scales) where `scale_columns` > 0."""
+    scales: object = None
+    if config.scale_columns:
+        if not isinstance(x, tuple) or len(x) != 2:
+            raise ArgumentError("x", "a pair (x, scales), since scale_columns > 0", type(x).__name__)
+        x, scales = x
+    rows = num_tokens(x, config)
+    body = tensor("x", x, (rows, config.hidden_size), (config.dtype,), device_type)
+    if not config.scale_columns:
+        return body, None
+    return body, tensor("scales", scales, (rows, config.scale_columns), (config.scale_dtype,), device_type)
+
+
+def topk_ids(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:
+    """int32 or int64 [T, K] -> int32. Ids out of range stay so (an int64 is clamped, not wrapped into the range)."""
+    ids = tensor("topk_ids", value, (rows, config.topk), (torch.int32, torch.int64), device_type)
+    if config.validate and ((ids < -1) | (ids >= config.num_experts)).any():
+        bad = ids[(ids < -1) | (ids >= config.num_experts)][0].item()
+        raise ArgumentError("topk_ids", f"-1 or 0..{config.num_experts - 1}", bad)
+    return ids if ids.dtype == torch.int32 else ids.clamp(_INT32.min, _INT32.max).int()
+
+
+def topk_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:
+    """float32 [T, K]. NaN propagates into the token's result; with `validate` it is refused."""
+    weights = tensor("topk_weights", value, (rows, config.topk), (torch.float32,), device_type)
+    if config.validate and weights.isnan().any():
+        raise ArgumentError("topk_weights", "no NaN", f"{int(weights.isnan().sum())} of them")
+    return weights
+
+
+def combine_arguments(
+    y: object, out: object, row_weights: object, handle: DispatchHandle, config: MoEConfig, device_type: str
+) -> None:
+    """Expert rows in the shape of the handle's tokens, z [T, H] or None, and a weight for each row (and k) or None."""
+    width, dtype = config.hidden_size, config.resolved_output_dtype
+    tensor("y", y, (*handle.rows_shape, width), (dtype,), device_type)
+    if out is not None:
+        tensor("out", out, (handle.num_tokens, width), (dtype,), device_type)
+    if row_weights is not None:
+        each = () if config.resolved_layout.per_expert else (config.topk,)
+        tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
+
+
+def int64_words(values: Sequence[int], count: int) -> None:
+    """Exactly `count` integers that fit int64."""
+    if len(values) != count or not all(-(1 << 63) <= value < 1 << 63 for value in values):
+        raise ArgumentError("words", f"{count} int64", list(values))
+
+
+def step_tokens(value: int | None, rows: int, config: MoEConfig) -> int:
+    """The step's agreed largest T, equal on all ranks; None means M."""
+    if value is None:
+        return config.max_tokens_per_rank
+    if type(value) is not int or not rows <= value <= config.max_tokens_per_rank:
+        raise ArgumentError("step_tokens", f"an int in {rows}..{config.max_tokens_per_rank}", repr(value))
+    return value
+
+
+def resolve_mode(config: MoEConfig, tokens: int, ll_max_tokens: int) -> Mode:
+    """The algorithm of one step: the configured one, or by AUTO's crossover."""
+    if config.mode is not Mode.AUTO:
+        return config.mode
+    return Mode.LL if tokens <= ll_max_tokens else Mode.HT
+
+
+def active_mask(mask: object, epoch: int, rank: int, size: int, current_epoch: int) -> tuple[bool, ...]:
+    """set_active's arguments: R bools, True for this rank, and an epoch that grew."""
+    try:
+        values = tuple(bool(v) for v in mask)  # type: ignore[attr-defined]
+    except TypeError:
+        raise ArgumentError("mask", f"{size} bools", type(mask).__name__) from None
+    if len(values) != size:
+        raise ArgumentError("mask", f"{size} bools", f"{len(values)} values")
+    if not values[rank]:
+        raise ArgumentError("mask", f"True for this rank ({rank})", list(values))
+    if type(epoch) is not int or epoch <= current_epoch:
+        raise ArgumentError("epoch", f"an int > {current_epoch}", repr(epoch))
+    return values

@@ -1,0 +1,311 @@
+"""From kernel sources to cubins: NVRTC through cuda-bindings, needing neither nvcc nor a GPU nor a driver.
+
+    variant = Variant("ll_dispatch", layout=Layout.FLAT)
+    binary = Compiler(cache_dir).get(variant, "sm_90a")      # from the wheel, from the disk cache, or compiled now
+
+A variant's source is one text: the records of `device/abi.py`, its constants, the device headers it needs, the
+kernel. The key is a hash of that text, the flags, the NVRTC version and the architecture, so an entry never goes
+stale. Knows nothing of torch tensors, streams or launches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ep_kernels.device import abi
+from ep_kernels.errors import TransportError
+
+ROOT = Path(__file__).parent
+NUM_THREADS = 256
+NUM_STAGES = 3
+
+_COMMON = ("ptx", "spin", "team")
+_HEADERS: Mapping[str, tuple[str, ...]] = {
+    "ll_dispatch": (*_COMMON, "numeric", "rows", "route", "dispatch", "clock"),
+    "ht_dispatch": (*_COMMON, "numeric", "rows", "route", "dispatch", "clock"),
+    "combine": (*_COMMON, "numeric", "rows", "clock"),
+    "barrier": _COMMON,
+}
+KERNELS = tuple(_HEADERS)
+_FLAGS = (
+    "--std=c++17",
+    "--device-as-default-execution-space",
+    "--fmad=false",
+    "--ptxas-options=-v",
+    "--diag-suppress=177",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel with its compile-time constants.
+
+    Attributes:
+        kernel: file name in `kernels/`, without suffix; also the entry point.
+        constants: (name, C++ text) pairs. Types are given as `using`, numbers as `constexpr`.
+        loopback: all ranks in one launch on one GPU (tests); the entry point then takes an array of arguments.
+    """
+
+    kernel: str
+    constants: tuple[tuple[str, str], ...] = ()
+    loopback: bool = False
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: kernel and the values of its constants."""
+        parts = [self.kernel, *(value for _, value in self.constants)]
+        return "-".join([*parts, "loopback"] if self.loopback else parts)
+
+
+def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
+    """mode ll | ht; layout 0..3 as in device/dispatch.cuh; quantized: u8 = rows as they are, or the type quantised to
+    fp8.
+    """
+    return Variant(f"{mode}_dispatch", (("LAYOUT", str(layout)), ("X", quantized)))
+
+
+def combine_variant(kind: int, output: str, moved: str) -> Variant:
+    """kind 0 per expert, 1 per rank, 2 exact; output dtype and the dtype in which partials move."""
+    return Variant("combine", (("KIND", str(kind)), ("Y", output), ("C", moved)))
+
+
+def shipped_variants() -> Iterator[Variant]:
+    """The variants that serving meets: compiled into the wheel."""
+    for mode in ("ll", "ht"):
+        for layout in range(4):
+            for quantized in ("u8", "bf16"):
+                yield dispatch_variant(mode, layout, quantized)
+    for kind in (0, 1, 2):
+        yield combine_variant(kind, "bf16", "bf16")
+    for kind in (0, 1):
+        yield combine_variant(kind, "bf16", "e4m3")
+    yield Variant("barrier")
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every variant that a legal MoEConfig can ask for."""
+    for mode in ("ll", "ht"):
+        for layout in range(4):
+            for quantized in ("u8", "bf16", "f16", "f32"):
+                yield dispatch_variant(mode, layout, quantized)
+    for kind in (0, 1, 2):
+        for output in ("bf16", "f16", "f32"):
+            for moved in ("bf16", "f16", "f32", "e4m3"):
+                yield combine_variant(kind, output, moved)
+    yield Variant("barrier")
+
+
+def source(variant: Variant) -> str:
+    """The whole C++ text of a variant."""
+    constants = dict(variant.constants)
+    parts = [abi.header(), f"#define THREADS {NUM_THREADS}\n#define STAGES {NUM_STAGES}\n"]
+    if variant.loopback:
+        parts.append("#define LOOPBACK\n")
+    for header in _HEADERS[variant.kernel]:
+        parts.append(_read("device", header))
+        if header == "numeric":
+            parts.append(_declare(constants))
+    parts.append(_read("kernels", variant.kernel))
+    return "\n".join(parts)
+
+
+def all_sources() -> str:
+    """Every device header and kernel: what two ranks must have in common."""
+    return "".join(_read(f, p.stem) for f in ("device", "kernels") for p in sorted((ROOT / f).glob("*.cuh")))
+
+
+def _declare(constants: Mapping[str, str]) -> str:
+    lines = [
+        f"constexpr i32 {name} = {value};" if value.isdigit() else f"using {name} = {value};"
+        for name, value in constants.items()
+    ]
+    if "C" in constants:
+        lines.append(f"constexpr bool kSameType = {str(constants['C'] == constants['Y']).lower()};")
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _read(folder: str, name: str) -> str:
+    path = ROOT / folder / f"{name}.cuh"
+    return f'#line 1 "{folder}/{name}.cuh"\n{path.read_text().replace("#pragma once", "")}'
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas reports for one entry point."""
+
+    entry: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A compiled variant.
+
+    Attributes:
+        cubin: machine code for one architecture.
+        log: NVRTC's and ptxas's output.
+    """
+
+    cubin: bytes
+    log: str
+
+    def resources(self) -> tuple[Resources, ...]:
+        """One entry per `__global__` function, from the log."""
+        found = []
+        for block in re.split(r"Compiling entry function '", self.log)[1:]:
+            numbers = [
+                int(match.group(1)) if (match := re.search(pattern, block)) else 0
+                for pattern in (
+                    r"Used (\d+) registers",
+                    r"(\d+) bytes stack frame",
+                    r"(\d+) bytes spill stores",
+                    r"(\d+) bytes smem",
+                )
+            ]
+            found.append(Resources(block.split("'")[0], *numbers))
+        return tuple(found)
+
+
+def compile_source(text: str, name: str, arch: str) -> Binary:
+    """Compile C++ for `arch` (sm_90a, ...). Raises TransportError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []), nvrtc)
+    options = [flag.encode() for flag in (*_FLAGS, f"--gpu-architecture={arch}")]
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        size = _check(nvrtc.nvrtcGetProgramLogSize(program), nvrtc)
+        log = bytearray(size)
+        _check(nvrtc.nvrtcGetProgramLog(program, log), nvrtc)
+        report = bytes(log).rstrip(b"\0").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise TransportError(f"compiling {name} for {arch} failed: {status.name}\n{report}")
+        cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program), nvrtc))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin), nvrtc)
+        return Binary(bytes(cubin), report)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check(result: tuple[Any, ...], nvrtc: Any) -> Any:
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise TransportError(f"NVRTC: {status.name}")
+    return values[0] if values else None
+
+
+@functools.cache
+def compiler_version() -> str:
+    """NVRTC's version, e.g. "13.2"."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise TransportError(f"NVRTC: {status.name}")
+    return f"{major}.{minor}"
+
+
+class Compiler:
+    """Gives cubins: shipped with the package, from the disk cache, or compiled now.
+
+    Args:
+        cache_dir: where compiled variants are kept; None = compile anew in each process. Many processes, also of
+        several
+            containers over one file system, may share it: one compiles a variant while the others wait for its file.
+        shipped_dir: cubins that came with the package.
+    """
+
+    def __init__(self, cache_dir: Path | None, shipped_dir: Path = ROOT / "cubins") -> None:
+        self._cache, self._shipped = cache_dir, shipped_dir
+
+    def get(self, variant: Variant, arch: str) -> bytes:
+        """The cubin of a variant. Raises TransportError when it does not compile."""
+        text = source(variant)
+        shipped = self._shipped / arch / f"{variant.name}-{_hash(text, arch)}.cubin"
+        if shipped.is_file():
+            return shipped.read_bytes()
+        if self._cache is None:
+            return compile_source(text, variant.name, arch).cubin
+        path = self._cache / f"{variant.name}-{_hash(text, arch, compiler_version())}.cubin"
+        if (found := _read_entry(path)) is not None:
+            return found
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = path.with_suffix(".lock").open("w")
+        except OSError:  # a read-only or full disk costs time, never the run
+            return compile_source(text, variant.name, arch).cubin
+        with lock, _locked(lock.fileno()):
+            if (found := _read_entry(path)) is not None:
+                return found
+            cubin = compile_source(text, variant.name, arch).cubin
+            _write_entry(path, cubin)
+            return cubin
+
+    def ship(self, arch: str) -> int:
+        """Compile every shipped variant for `arch` into `shipped_dir`; the number of files."""
+        folder = self._shipped / arch
+        folder.mkdir(parents=True, exist_ok=True)
+        for count, variant in enumerate(shipped_variants(), 1):  # noqa: B007
+            text = source(variant)
+            cubin = compile_source(text, variant.name, arch).cubin
+            (folder / f"{variant.name}-{_hash(text, arch)}.cubin").write_bytes(cubin)
+        return count
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join((*parts, *_FLAGS)).encode()).hexdigest()[:20]
+
+
+_MAGIC = b"\x7fELF"
+_DIGEST_BYTES = 32
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """A cache entry is digest + cubin; anything else (torn by a crash of the machine, say) counts as absent."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    whole = cubin.startswith(_MAGIC) and hashlib.sha256(cubin).digest() == digest
+    return cubin if whole else None
+
+
+def _write_entry(path: Path, cubin: bytes) -> None:
+    """Atomic: readers see nothing or all of it. A full disk is no error: the next process compiles again."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """An exclusive lock that the kernel drops when its owner dies."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -1,0 +1,203 @@
+"""The definition of dispatch and combine: all ranks in one process, plain torch, no speed. Transports give its bits.
+
+    outputs, step = reference.dispatch(config, xs, topk_ids, topk_weights)     # lists, one entry per rank
+    zs, _ = reference.combine(step, [experts(out) for out in outputs])
+
+What is bitwise equal everywhere: every delivered row, its scales, counts, offsets, local ids and weights, and the
+result of combine. What is not: rows past the counts (here zeros, elsewhere unspecified), and which of the NaN encodings
+a NaN in a result of combine has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ep_kernels import quant
+from ep_kernels.config import MoEConfig
+from ep_kernels.routing import Route, Rows, expert_rows, group_offsets, rank_rows, receive_rows, route
+from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What combine needs of a dispatch.
+
+    Attributes:
+        config, active: as given.
+        weights: float32 [T, K] of each source rank.
+        routes: the `Route` of each source rank.
+        places: places[destination][source] is int64 [T, K]: the row (leading shape flattened) that serves (token, k);
+            -1 = not there, or dropped. In rank-wise layouts it is the token's one row, at each k that it serves.
+    """
+
+    config: MoEConfig
+    active: tuple[bool, ...]
+    weights: list[torch.Tensor]
+    routes: list[Route]
+    places: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+def dispatch(
+    config: MoEConfig,
+    xs: Tensors,
+    topk_ids: Tensors,
+    topk_weights: Tensors,
+    *,
+    scales: Tensors | None = None,
+    active: Sequence[bool] | None = None,
+) -> tuple[list[DispatchOutput], Step]:
+    """Deliver x [T, H] of every rank (with its own scales [T, S], if any). Inactive ranks send and receive nothing."""
+    num_ranks, experts = config.group.size, config.resolved_expert_map
+    alive = tuple(active) if active is not None else (True,) * num_ranks
+    routes = [route(experts, ids[: None if alive[s] else 0], s, alive) for s, ids in enumerate(topk_ids)]
+    step = Step(config, alive, list(topk_weights), routes)
+    if config.quantize:
+        packed = config.scale_format is ScaleFormat.UE8M0_PACKED
+        pairs = [quant.quantize(x, ScaleFormat.UE8M0 if packed else config.scale_format) for x in xs]
+        xs, scales = [q for q, _ in pairs], [scale for _, scale in pairs]
+    return [_receive(step, xs, scales, rank) for rank in range(num_ranks)], step
+
+
+def _receive(step: Step, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
+    config, layout, here = step.config, step.config.resolved_layout, step.routes[rank]
+    num_local = config.resolved_expert_map.num_local_experts(rank)
+    rows = expert_rows(step.routes, rank, num_local) if layout.per_expert else rank_rows(step.routes, rank)
+    place, shape, offsets = _places(config, rows, num_local)
+    step.places.append(_place_tables(step, rows, place, rank))
+    counts = torch.bincount(rows.group[place >= 0], minlength=len(rows.counts))
+    tokens = _deliver(xs, rows, place, shape)
+    scale = None if scales is None else _deliver(scales, rows, place, shape)
+    if scale is not None and config.scale_format is ScaleFormat.UE8M0_PACKED:
+        scale = quant.pack(scale)
+    ids = weights = None
+    if not layout.per_expert:
+        mine = [r.rank == rank for r in step.routes]
+        local = [torch.where(m, r.slot, -1).int() for m, r in zip(mine, step.routes, strict=True)]
+        ids = _deliver(local, rows, place, shape)
+        pairs = zip(mine, step.weights, strict=True)
+        weights = _deliver([torch.where(m, w[: len(m)], 0.0) for m, w in pairs], rows, place, shape)
+    return DispatchOutput(
+        layout=layout,
+        tokens=tokens,
+        scales=scale,
+        counts=counts.int(),
+        offsets=offsets.int() if layout is Layout.GROUPED else None,
+        topk_ids=ids,
+        topk_weights=weights,
+        num_rows=(offsets[-1:] if layout is Layout.GROUPED else counts.sum(0, keepdim=True)).int(),
+        valid=here.valid,
+        num_dropped=(place < 0).sum(0, keepdim=True).int(),
+        num_invalid_ids=torch.tensor([here.num_invalid_ids], dtype=torch.int32),
+    )
+
+
+def _places(config: MoEConfig, rows: Rows, num_local: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+    """(place of each row, -1 past the capacity; leading shape of the output; group offsets cut at the capacity)."""
+    capacity = receive_rows(config, num_local)
+    if config.resolved_layout in (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR):
+        place = torch.where(rows.index < capacity, rows.group * capacity + rows.index, -1)
+        return place, (len(rows.counts), capacity), rows.counts
+    offsets = group_offsets(rows.counts, config.expert_alignment)
+    place = offsets[rows.group] + rows.index
+    offsets = offsets.clamp(max=capacity)
+    shape = (int(offsets[-1]) if config.exact_shapes else capacity,)
+    return torch.where(place < capacity, place, -1), shape, offsets
+
+
+def _place_tables(step: Step, rows: Rows, place: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    tables = []
+    for source, r in enumerate(step.routes):
+        table, here = torch.full_like(r.rank, -1), rows.source == source
+        if step.config.resolved_layout.per_expert:
+            table[rows.token[here], rows.k[here]] = place[here]
+        else:
+            table[rows.token[here]] = place[here][:, None]
+            table[r.rank != rank] = -1
+        tables.append(table)
+    return tables
+
+
+def _deliver(columns: Tensors, rows: Rows, place: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Gather columns[source][token] to `place`: bytes are moved, never converted."""
+    row_bytes = columns[0].shape[1] * columns[0].itemsize
+    flat = torch.zeros(math.prod(shape), row_bytes, dtype=torch.uint8)
+    for source, column in enumerate(columns):
+        chosen = (rows.source == source) & (place >= 0)
+        rows_as_bytes = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        flat[place[chosen]] = rows_as_bytes[rows.token[chosen]]
+    return flat.view(columns[0].dtype).reshape(*shape, columns[0].shape[1])
+
+
+def combine(
+    step: Step, ys: Tensors, *, row_weights: Tensors | None = None, apply_weights: bool = True
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Bring the expert rows of every rank home: (z [T, H] in the output dtype, per-row numbers as [T, K] or None)."""
+    pad = [torch.cat([y.flatten(0, -2).float(), torch.zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
+    gather = _exact_terms if step.config.exact_combine else _rank_terms
+    zs = []
+    for source, r in enumerate(step.routes):
+        weights = step.weights[source][: len(r.rank)] if apply_weights else torch.ones_like(r.rank).float()
+        total = _sum(gather(step, pad, source, weights), (len(r.rank), step.config.hidden_size))
+        zs.append(total.to(step.config.resolved_output_dtype))
+    return zs, None if row_weights is None else [_weights_home(step, row_weights, s) for s in range(len(zs))]
+
+
+Term = tuple[torch.Tensor, torch.Tensor]
+"""(value float32 [T, H], present bool [T])."""
+
+
+def _sum(terms: Iterable[Term], shape: tuple[int, int]) -> torch.Tensor:
+    """Sum in fp32 in the given order, from the first present value (not from 0, which would turn -0 into +0)."""
+    total, seen = torch.zeros(shape), torch.zeros(shape[0], 1, dtype=torch.bool)
+    for value, present in terms:
+        total = torch.where(present[:, None], torch.where(seen, total + value, value), total)
+        seen = seen | present[:, None]
+    return total
+
+
+def _rank_terms(step: Step, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
+    """One partial per rank that holds the token, ascending: its rows, weighted, in ascending k; rounded as it moves."""
+    for rank, y in enumerate(ys):
+        place = step.places[rank][source]
+        if step.config.resolved_layout.per_expert:
+            terms = ((y[p] * w[:, None], p >= 0) for p, w in zip(place.T, weights.T, strict=True))
+            partial = _sum(terms, (len(place), y.shape[1]))
+        else:
+            partial = y[place.amax(1)]
+        yield _moved(step.config, partial), (step.routes[source].rank == rank).any(1)
+
+
+def _exact_terms(step: Step, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
+    """Every routed row as it moves, weighted at home, in ascending k."""
+    destination = step.routes[source].rank
+    for k in range(destination.shape[1]):
+        row = torch.zeros(len(destination), step.config.hidden_size)
+        for rank, y in enumerate(ys):
+            row = torch.where((destination[:, k] == rank)[:, None], y[step.places[rank][source][:, k]], row)
+        yield _moved(step.config, row) * weights[:, k, None], destination[:, k] >= 0
+
+
+def _moved(config: MoEConfig, value: torch.Tensor) -> torch.Tensor:
+    """What fp32 becomes by travelling in the combine dtype."""
+    if config.resolved_combine_dtype == torch.float8_e4m3fn:
+        return quant.dequantize(*quant.quantize(value))
+    return value.to(config.resolved_combine_dtype).float()
+
+
+def _weights_home(step: Step, row_weights: Tensors, source: int) -> torch.Tensor:
+    home = torch.zeros(step.routes[source].rank.shape)
+    choice = torch.arange(home.shape[1]).expand_as(home)
+    for rank, numbers in enumerate(row_weights):
+        place = step.places[rank][source]
+        here = place >= 0
+        if step.config.resolved_layout.per_expert:
+            home[here] = numbers.flatten()[place[here]]
+        else:
+            home[here] = numbers.flatten(0, -2)[place[here], choice[here]]
+    return home

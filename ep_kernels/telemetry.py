@@ -1,0 +1,57 @@
+"""The host end of the in-operation clock: raw sample records as transports write them, turned into LatencySample.
+
+A record is the C struct `Sample`: op, mode, tokens, ranks (int32), seq (uint64), start_ns, send_ns, total_ns (int64),
+then one int64 of waiting nanoseconds per rank, with room for MAX_RANKS. Native byte order; it never leaves the process.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+
+from ep_kernels.types import LatencySample
+
+MAX_RANKS = 64
+RING_SIZE = 4096
+"""Records that a ring keeps; older ones are lost."""
+_HEAD = struct.Struct("=4iQ3q")
+RECORD_BYTES = _HEAD.size + 8 * MAX_RANKS
+_OPS = ("dispatch", "combine")
+_MODES = ("ll", "ht")
+
+
+def decode(records: memoryview | bytes) -> list[LatencySample]:
+    """Records in the order in which they lie.
+
+    Raises:
+        ValueError: not a whole number of records, or fields that no transport writes.
+    """
+    if len(records) % RECORD_BYTES:
+        raise ValueError(f"records: expected a multiple of {RECORD_BYTES} bytes, got {len(records)}")
+    return list(_decode(memoryview(records)))
+
+
+def _decode(records: memoryview) -> Iterator[LatencySample]:
+    for at in range(0, len(records), RECORD_BYTES):
+        op, mode, tokens, ranks, seq, start, send, total = _HEAD.unpack_from(records, at)
+        if not (0 <= op < len(_OPS) and 0 <= mode < len(_MODES) and 0 < ranks <= MAX_RANKS):
+            raise ValueError(f"records: no such op, mode, ranks: {(op, mode, ranks)}")
+        waits = struct.unpack_from(f"={ranks}q", records, at + _HEAD.size)
+        yield LatencySample(_OPS[op], _MODES[mode], seq, tokens, start, send, waits, total)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The smallest value that at least a share q of the values does not exceed (0 < q <= 1); NaN of nothing."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]
+
+
+def slowest_peer(samples: Sequence[LatencySample]) -> tuple[int, int]:
+    """(rank that was waited for longest in all, those nanoseconds); (-1, 0) of nothing."""
+    totals: dict[int, int] = {}
+    for sample in samples:
+        for rank, wait in enumerate(sample.peer_wait_ns):
+            totals[rank] = totals.get(rank, 0) + wait
+    return max(((rank, total) for rank, total in totals.items() if total), key=lambda pair: pair[1], default=(-1, 0))

@@ -1,0 +1,89 @@
+"""What "the same" means between a transport and the reference, and a toy expert that both can run."""
+
+from __future__ import annotations
+
+import torch
+
+from ep_kernels.routing import delivered
+from ep_kernels.types import DispatchOutput, Layout
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, [..., bytes]."""
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Equal shape, dtype and bits; one NaN is as good as another."""
+    assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, want {list(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, want {want.dtype}"
+    if not want.numel():
+        return
+    got, want = got.cpu(), want.cpu()
+    equal = (raw(got) == raw(want)).view(*got.shape, got.itemsize).all(-1)
+    if got.is_floating_point():
+        equal |= got.float().isnan() & want.float().isnan()
+    if not equal.all():
+        where = (~equal).nonzero()
+        first = tuple(where[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(where)} of {equal.numel()} differ, first at {list(first)}: "
+            f"got {got[first].item()!r}, want {want[first].item()!r}"
+        )
+
+
+def same_dispatch(got: DispatchOutput, want: DispatchOutput) -> None:
+    """Equal in everything the contract promises; rows past the counts may hold anything."""
+    for name in ("counts", "offsets", "num_rows", "valid", "num_dropped", "num_invalid_ids"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), name
+        if b is not None:
+            assert a.dtype == b.dtype, f"{name}: dtype {a.dtype}, want {b.dtype}"
+            assert a.tolist() == b.tolist(), f"{name}: got {a.tolist()}, want {b.tolist()}"
+    assert got.layout is want.layout
+    rows = delivered(want)
+    for name in ("tokens", "scales", "topk_ids", "topk_weights"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), name
+        if b is not None:
+            assert a.shape == b.shape, f"{name}: shape {list(a.shape)}, want {list(b.shape)}"
+            assert a.dtype == b.dtype, f"{name}: dtype {a.dtype}, want {b.dtype}"
+            same_bits(raw(a.cpu()[rows]), raw(b[rows]), name)
+
+
+def packed_layout(scales: torch.Tensor) -> None:
+    """The strides that TMA wants of packed UE8M0 scales (see `quant.pack`)."""
+    rows, words = scales.shape[-2:]
+    if rows > 1:
+        assert scales.stride(-2) == 1, scales.stride()
+    if words > 1 and rows:
+        assert scales.stride(-1) == -(-rows // 4) * 4, scales.stride()
+
+
+def expert(out: DispatchOutput, dtype: torch.dtype) -> torch.Tensor:
+    """Toy experts, the same per row wherever the row lies: expert e multiplies by 1 + e/4 (and rank-wise layouts weight
+    and sum). Undelivered rows are NaN, so that whoever reads them shows it."""
+    tokens = out.tokens if out.tokens.is_floating_point() else out.tokens.view(torch.uint8).float() / 16 - 8
+    tokens = tokens.float()
+    rows = torch.arange(tokens.shape[-2], device=tokens.device)
+    match out.layout:
+        case Layout.EXPERT_MAJOR:
+            gain = (1 + torch.arange(tokens.shape[0], device=tokens.device) / 4)[:, None].expand(tokens.shape[:-1])
+        case Layout.GROUPED:
+            assert out.offsets is not None
+            gain = 1 + (torch.searchsorted(out.offsets, rows.int(), right=True) - 1) / 4
+        case _:
+            assert out.topk_ids is not None
+            assert out.topk_weights is not None
+            weighted = torch.where(out.topk_ids >= 0, out.topk_weights * (1 + out.topk_ids / 4), 0)
+            gain = torch.zeros(tokens.shape[:-1], device=tokens.device)
+            for k in range(weighted.shape[-1]):
+                gain = gain + weighted[..., k]
+    y = tokens * gain[..., None]
+    return torch.where(delivered(out)[..., None], y, float("nan")).to(dtype)
+
+
+def poison(t: torch.Tensor) -> None:
+    """Overwrite a buffer that the transport will recycle."""
+    if t.numel():
+        t.view(torch.uint8).fill_(0xA5)

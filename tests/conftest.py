@@ -1,0 +1,25 @@
+"""Markers that ask the machine: a test that cannot run here is skipped with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _num_gpus() -> int:
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()  # asks NVML: is_available() would start CUDA, and rank processes are forked
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu(n)` tests where there are fewer than n devices."""
+    wanting = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
+    if not wanting:
+        return
+    present = _num_gpus()
+    for item, marker in wanting:
+        needed = marker.args[0] if marker.args else 1
+        if present < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, this machine has {present}"))

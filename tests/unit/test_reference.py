@@ -1,0 +1,210 @@
+"""The definition against a dense MoE in float64, which knows nothing of ranks, layouts or rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_kernels import quant, reference
+from ep_kernels.config import MoEConfig
+from ep_kernels.routing import delivered, route
+from ep_kernels.types import DispatchOutput, Layout, Mode, Overflow, ScaleFormat
+from tests.cases import RoutingCase, draw_seed, replicated, routing_cases
+from tests.compare import packed_layout, same_bits
+from tests.groups import LonelyGroup
+
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def matrices(case: RoutingCase) -> torch.Tensor:
+    """One [H, H] float64 expert per logical id, entries multiples of 1/4: exact in every dtype used here."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (case.num_experts, case.hidden_size, case.hidden_size)
+    return torch.randint(-2, 3, shape, generator=generator).double() / 4
+
+
+def dense(
+    case: RoutingCase, xs: list[torch.Tensor], rank: int, active: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of w * expert(x), sum of |w * expert(x)|) in float64, by the text of the contract."""
+    experts, ids, weights = matrices(case), case.topk_ids(rank), case.topk_weights(rank).double()
+    total = torch.zeros(xs[rank].shape, dtype=torch.float64)
+    size = total.clone()
+    for t in range(len(ids)):
+        for k, e in enumerate(ids[t].tolist()):
+            if 0 <= e < case.num_experts and any(active[r] for r, _ in case.expert_map.replicas[e]):
+                term = weights[t, k] * (xs[rank][t].double() @ experts[e])
+                total[t] += term
+                size[t] += term.abs()
+    return total, size
+
+
+def run_experts(case: RoutingCase, config: MoEConfig, out: DispatchOutput, rank: int) -> torch.Tensor:
+    """What a caller does with the rows of each layout, in float64; NaN where nothing was delivered."""
+    experts, mine = matrices(case), torch.tensor(case.expert_map.experts_of(rank), dtype=torch.long)
+    tokens = out.tokens.double() if out.scales is None else quant.dequantize(out.tokens, out.scales).double()
+    y = torch.full(tokens.shape, float("nan"), dtype=torch.float64)
+    if out.layout is Layout.EXPERT_MAJOR:
+        for slot, e in enumerate(mine.tolist()):
+            n = int(out.counts[slot])
+            y[slot, :n] = tokens[slot, :n] @ experts[e]
+    elif out.layout is Layout.GROUPED:
+        assert out.offsets is not None
+        for slot, e in enumerate(mine.tolist()):
+            first = int(out.offsets[slot])
+            rows = slice(first, first + int(out.counts[slot]))
+            y[rows] = tokens[rows] @ experts[e]
+    else:
+        assert out.topk_ids is not None
+        assert out.topk_weights is not None
+        for row in delivered(out).nonzero().tolist():
+            at = tuple(row)
+            y[at] = 0
+            for slot, w in zip(out.topk_ids[at].tolist(), out.topk_weights[at].double(), strict=True):
+                if slot >= 0:
+                    y[at] += w * (tokens[at] @ experts[int(mine[slot])])
+    return y.to(config.resolved_output_dtype)
+
+
+def config_of(case: RoutingCase, layout: Layout, **overrides: Any) -> MoEConfig:
+    return case.config(LonelyGroup(size=case.num_ranks), mode=Mode.HT, layout=layout, **overrides)
+
+
+def inputs(case: RoutingCase, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Finite payloads."""
+    return [case.x(r, dtype).float().nan_to_num(1.0, 2.0, 3.0).clamp(-64, 64).to(dtype) for r in range(case.num_ranks)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    routing_cases(),
+    st.sampled_from(list(Layout)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+)
+def test_equals_a_dense_moe(case: RoutingCase, layout: Layout, dtype: torch.dtype, lose_one: bool) -> None:
+    if case.kind == "repeated" and layout is Layout.EXPERT_MAJOR:
+        case = replace(case, kind="uniform")
+    active = [r != 1 or not lose_one for r in range(case.num_ranks)]
+    config, xs = config_of(case, layout, dtype=dtype), inputs(case, dtype)
+    ids = [case.topk_ids(r) for r in range(case.num_ranks)]
+    weights = [case.topk_weights(r) for r in range(case.num_ranks)]
+    outs, step = reference.dispatch(config, xs, ids, weights, active=active)
+    zs, _ = reference.combine(step, [run_experts(case, config, out, r) for r, out in enumerate(outs)])
+    for rank in range(case.num_ranks):
+        if not active[rank]:
+            assert len(zs[rank]) == 0
+            continue
+        want, size = dense(case, xs, rank, active)
+        # each term is rounded once as y, once as a partial, once as z, besides fp32 sums of at most 2K + R terms
+        bound = size * (4 * EPS[dtype] + 32 * EPS[torch.float32]) + 1e-6
+        assert ((zs[rank].double() - want).abs() <= bound).all()
+        assert torch.equal(outs[rank].valid, route(case.expert_map, ids[rank], rank, active).valid)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_quantised_dispatch_delivers_the_quantiser(layout: Layout, scale_format: ScaleFormat) -> None:
+    case = RoutingCase(5, 3, 144, (4, 0, 6), "single_none", draw_seed())
+    config = config_of(case, layout, quantize=True, scale_format=scale_format)
+    xs = [case.x(r, torch.bfloat16) for r in range(3)]
+    ids, weights = [case.topk_ids(r) for r in range(3)], [case.topk_weights(r) for r in range(3)]
+    outs, step = reference.dispatch(config, xs, ids, weights)
+    for rank, out in enumerate(outs):
+        assert out.tokens.dtype == torch.float8_e4m3fn
+        assert out.scales is not None
+        if scale_format is ScaleFormat.UE8M0_PACKED:
+            packed_layout(out.scales)
+        for source in range(3):
+            place = step.places[rank][source]
+            q, scales = quant.quantize(xs[source], scale_format)
+            for t, k in (place >= 0).nonzero().tolist():
+                row = int(place[t, k])
+                same_bits(out.tokens.flatten(0, -2)[row], q[t], f"{case} rank {rank} token {source}/{t}")
+                same_bits(out.scales.flatten(0, -2)[row], scales[t], f"{case} scales of {source}/{t}")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_fp8_combine_error(exact: bool) -> None:
+    case = RoutingCase(8, 4, 256, (5, 7), "uniform", draw_seed())
+    config = config_of(case, Layout.GROUPED, combine_dtype=torch.float8_e4m3fn, exact_combine=exact)
+    xs = inputs(case, torch.bfloat16)
+    ids, weights = [case.topk_ids(r) for r in range(2)], [case.topk_weights(r) for r in range(2)]
+    outs, step = reference.dispatch(config, xs, ids, weights)
+    zs, _ = reference.combine(step, [run_experts(case, config, out, r) for r, out in enumerate(outs)])
+    for rank in range(2):
+        want, size = dense(case, xs, rank, [True, True])
+        blocks = size.view(-1, 2, 128).amax(-1, keepdim=True).expand(-1, -1, 128).flatten(1)
+        assert ((zs[rank].double() - want).abs() <= size * 2**-3 + blocks * 2**-8).all()
+
+
+def test_exact_and_pre_reduced_differ_only_in_rounding() -> None:
+    case = RoutingCase(8, 6, 64, (9, 4), "uniform", draw_seed())
+    ids, weights = [case.topk_ids(r) for r in range(2)], [case.topk_weights(r) for r in range(2)]
+    results = []
+    for exact in (False, True):
+        config = config_of(case, Layout.EXPERT_MAJOR, exact_combine=exact, output_dtype=torch.float32)
+        outs, step = reference.dispatch(config, inputs(case, torch.bfloat16), ids, weights)
+        results.append(reference.combine(step, [run_experts(case, config, o, r) for r, o in enumerate(outs)])[0])
+    assert not torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-3)
+
+
+def test_negative_zero_survives_a_single_term() -> None:
+    case = RoutingCase(2, 1, 16, (1, 0), "uniform", 3)
+    for layout in Layout:
+        config = config_of(case, layout)
+        outs, step = reference.dispatch(
+            config, [torch.full((1, 16), -0.0).bfloat16(), torch.empty(0, 16).bfloat16()],
+            [case.topk_ids(r) for r in range(2)], [torch.ones(1, 1), torch.empty(0, 1)],
+        )  # fmt: skip
+        zs, _ = reference.combine(step, [out.tokens for out in outs])
+        assert zs[0].signbit().all(), layout
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED, Layout.FLAT])
+def test_overflow_drops_in_canonical_order(layout: Layout) -> None:
+    case = RoutingCase(3, 2, 16, (4, 4), "k_hot", draw_seed())
+    full = config_of(case, layout, overflow=Overflow.DROP)
+    tight = config_of(case, layout, overflow=Overflow.DROP, max_recv_rows=3)
+    args = ([case.x(r, torch.bfloat16) for r in range(2)], [case.topk_ids(r) for r in range(2)],
+            [case.topk_weights(r) for r in range(2)])  # fmt: skip
+    everything, _ = reference.dispatch(full, *args)
+    kept, step = reference.dispatch(tight, *args)
+    for all_rows, few in zip(everything, kept, strict=True):
+        assert int(few.num_dropped) == int(all_rows.counts.sum() - few.counts.sum())
+        if layout is Layout.EXPERT_MAJOR:
+            assert few.counts.tolist() == all_rows.counts.clamp(max=3).tolist()
+            same_bits(few.tokens, all_rows.tokens[:, :3], "first slots")
+        else:
+            assert len(few.tokens) == min(3, len(all_rows.tokens))
+            same_bits(few.tokens, all_rows.tokens[:3], "first rows")
+    zs, _ = reference.combine(step, [out.tokens for out in kept])
+    lost = [all((step.places[d][s][t] < 0).all() for d in range(2)) for s in range(2) for t in range(4)]
+    assert any(lost), "the case is tight enough to lose whole tokens"
+    assert all((torch.cat(zs)[i] == 0).all() for i, gone in enumerate(lost) if gone)
+
+
+def test_row_weights_come_home() -> None:
+    case = RoutingCase(6, 3, 16, (5, 2), "single_none", draw_seed(), replicated(2, 6, 2, 4))
+    weights = [case.topk_weights(r) for r in range(2)]
+    ids = [case.topk_ids(r) for r in range(2)]
+    for layout in Layout:
+        outs, step = reference.dispatch(
+            config_of(case, layout), [case.x(r, torch.bfloat16) for r in range(2)], ids, weights
+        )
+        if layout.per_expert:
+            rows = [torch.full(out.tokens.shape[:-1], float("nan")) for out in outs]
+            for rank in range(2):
+                for source in range(2):
+                    place = step.places[rank][source]
+                    rows[rank].view(-1)[place[place >= 0]] = weights[source][place >= 0]
+        else:
+            rows = [out.topk_weights for out in outs if out.topk_weights is not None]
+        _, home = reference.combine(step, [o.tokens for o in outs], row_weights=rows, apply_weights=False)
+        assert home is not None
+        for rank in range(2):
+            assert torch.equal(home[rank], torch.where(ids[rank] >= 0, weights[rank], 0.0))
