@@ -1,0 +1,99 @@
+"""Build backend of the distribution: setuptools, after the native library of the `cpu` transport has been compiled.
+
+pip calls the hooks below (PEP 517, PEP 660). `python build_backend.py` compiles in place, for work in a checkout.
+Where no C++ compiler is on PATH, the wheel `ziglang`, which holds one, becomes a build requirement.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+COMPILER_WHEEL = "ziglang>=0.13,<0.16"
+Settings = Mapping[str, Any] | None
+
+
+def _compile() -> ModuleType:
+    """`ep_kernels/transports/cpu/build.py`, loaded by path: its package would import torch."""
+    path = Path(__file__).resolve().parent / "ep_kernels" / "transports" / "cpu" / "build.py"
+    spec = importlib.util.spec_from_file_location("crossdock_native_build", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _setuptools() -> Any:
+    from setuptools import build_meta
+
+    return build_meta
+
+
+def _compiler_requirement() -> list[str]:
+    return [] if _compile().find_compiler() else [COMPILER_WHEEL]
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    """PEP 517."""
+    return [*_setuptools().get_requires_for_build_wheel(config_settings), *_compiler_requirement()]
+
+
+def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+    """PEP 660."""
+    return [*_setuptools().get_requires_for_build_editable(config_settings), *_compiler_requirement()]
+
+
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    """PEP 517. Sources are not compiled, so no compiler is needed."""
+    return list(_setuptools().get_requires_for_build_sdist(config_settings))
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings = None) -> str:
+    """PEP 517."""
+    return str(_setuptools().prepare_metadata_for_build_wheel(metadata_directory, config_settings))
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Settings = None) -> str:
+    """PEP 660."""
+    return str(_setuptools().prepare_metadata_for_build_editable(metadata_directory, config_settings))
+
+
+def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+    """PEP 517. The wheel is py3-none-linux_<machine>: it holds a library, but none that knows Python."""
+    _compile().build()
+    settings = dict(config_settings or {})
+    settings["--build-option"] = [
+        *_as_list(settings.get("--build-option")),
+        "--plat-name",
+        f"linux_{platform.machine()}",
+    ]
+    return str(_setuptools().build_wheel(wheel_directory, settings, metadata_directory))
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    """PEP 660. The library lies in the checkout, beside its sources."""
+    _compile().build()
+    return str(_setuptools().build_editable(wheel_directory, config_settings, metadata_directory))
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    """PEP 517."""
+    return str(_setuptools().build_sdist(sdist_directory, config_settings))
+
+
+def _as_list(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+if __name__ == "__main__":
+    print(_compile().build(force="--force" in sys.argv[1:]))

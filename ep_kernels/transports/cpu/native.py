@@ -1,0 +1,182 @@
+"""The C ABI of the native half: structs as `native/args.hpp` declares them, and the loader. Calls release the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+
+from ep_kernels.errors import ConfigError, HandleError, PeerTimeout, TransportError
+from ep_kernels.transports.cpu import build
+from ep_kernels.types import Layout, ScaleFormat
+
+OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
+OPS = ("dispatch", "combine", "barrier", "exchange", "set_active")
+PHASES = ("credit", "payload", "arrival", "outputs", "routing", "membership")
+MAX_RANKS = 64
+MAX_SLOTS = 64
+
+_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float8_e4m3fn: 4}
+_LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
+_SCALES = {ScaleFormat.FP32: 1, ScaleFormat.UE8M0: 2, ScaleFormat.UE8M0_PACKED: 3}
+CALLER_SCALES = 4
+
+
+def type_code(dtype: torch.dtype) -> int:
+    """`cd::Type` of a dtype; bytes for all that is only moved."""
+    return _TYPES.get(dtype, 0)
+
+
+def layout_code(layout: Layout) -> int:
+    """`cd::Layout`."""
+    return _LAYOUTS[layout]
+
+
+def scales_code(scale_format: ScaleFormat) -> int:
+    """`cd::Scales` of scales made by the quantiser."""
+    return _SCALES[scale_format]
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Geometry(ctypes.Structure):
+    """`cd::Geometry`."""
+
+    _fields_ = (
+        _fields(c_int32, "rank ranks experts local_experts stride topk max_tokens in_flight")
+        + _fields(c_int32, "hidden exact alignment reserved x_type out_type combine_type layout scales pad")
+        + _fields(c_int64, "row_bytes scale_bytes capacity slots y_rows timeout_ns")
+    )
+
+
+class Routing(ctypes.Structure):
+    """`cd::Routing`."""
+
+    _fields_ = (
+        _fields(c_void_p, "dest weights rows row_weights source_tokens")
+        + _fields(c_uint64, "origin")
+        + _fields(c_int32, "tokens mode")
+    )
+
+
+class DispatchOp(ctypes.Structure):
+    """`cd::DispatchOp`."""
+
+    _fields_ = (
+        _fields(c_uint64, "seq")
+        + _fields(c_int64, "start_ns send_ns")
+        + _fields(Routing, "routing")
+        + _fields(c_void_p, "x scales ids weights")
+        + _fields(c_int32, "fresh exact_shapes")
+        + _fields(c_void_p, "valid tokens out_scales out_ids out_weights counts offsets")
+        + _fields(c_int32, "num_rows num_dropped num_invalid packed_stride")
+    )
+
+
+class CombineOp(ctypes.Structure):
+    """`cd::CombineOp`."""
+
+    _fields_ = (
+        _fields(c_uint64, "seq")
+        + _fields(c_int64, "start_ns send_ns")
+        + _fields(Routing, "routing")
+        + _fields(c_void_p, "y row_weights")
+        + _fields(c_int32, "outputs_slot apply_weights")
+        + _fields(c_void_p, "z weights_home")
+    )
+
+
+class Fault(ctypes.Structure):
+    """`cd::Fault`."""
+
+    _fields_ = _fields(c_int32, "peer gone op phase") + _fields(c_int64, "expected seen waited_ns")
+
+    def difference(self) -> HandleError | TransportError:
+        """The exception for DIFFERS: what ranks must have in common, they have not."""
+        op = OPS[self.op]
+        if PHASES[self.phase] == "membership":
+            return TransportError(f"{op}: rank {self.peer} has gone on in epoch {self.seen - 1} without this rank")
+        mine, other = f"dispatch {self.expected}", f"dispatch {self.seen}"
+        return HandleError(f"{op}: this rank brought the routing of {mine}, rank {self.peer} that of {other}")
+
+    def timeout(self) -> PeerTimeout:
+        """The exception for TIMEOUT."""
+        return PeerTimeout(
+            peer=self.peer,
+            op=OPS[self.op],
+            phase=PHASES[self.phase],
+            expected=self.expected,
+            seen=self.seen,
+            waited_s=self.waited_ns / 1e9,
+            gone=bool(self.gone),
+        )
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "cd_build_id": (c_char_p, ()),
+    "cd_abi": (c_uint64, ()),
+    "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
+    "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
+    "cd_input_offset": (c_int64, (POINTER(Geometry), c_int)),
+    "cd_sample_bytes": (c_int64, ()),
+    "cd_create": (c_void_p, (POINTER(Geometry), c_void_p, c_void_p)),
+    "cd_destroy": (None, (c_void_p,)),
+    "cd_stamp": (None, (c_void_p, POINTER(Geometry), c_uint64)),
+    "cd_attach_own": (None, (c_void_p, c_void_p)),
+    "cd_attach_peer": (c_int, (c_void_p, c_int, c_int, c_int, c_uint64)),
+    "cd_activate": (None, (c_void_p, c_uint64)),
+    "cd_next": (c_uint64, (c_void_p, c_int)),
+    "cd_dispatch_free": (c_int, (c_void_p,)),
+    "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
+    "cd_dispatch_receive": (c_int, (c_void_p, POINTER(DispatchOp))),
+    "cd_combine_send": (c_int, (c_void_p, POINTER(CombineOp))),
+    "cd_combine_receive": (c_int, (c_void_p, POINTER(CombineOp))),
+    "cd_outputs_free": (c_int, (c_void_p, c_int)),
+    "cd_barrier": (c_int, (c_void_p,)),
+    "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
+    "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "cd_wake": (None, (c_void_p,)),
+    "cd_stop": (None, (c_void_p,)),
+    "cd_fault": (None, (c_void_p, POINTER(Fault))),
+    "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
+    "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),
+    "cd_convert": (None, (c_int, c_void_p, c_void_p, c_int, c_int, c_int64)),
+}
+
+
+@functools.cache
+def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
+    """The library, checked to be built from the sources that lie beside it.
+
+    Raises:
+        TransportError: missing, unloadable or stale, with the command that cures it.
+    """
+    cure = "build it with `python build_backend.py` in the checkout, or reinstall the package"
+    if not path.is_file():
+        raise TransportError(f"cpu transport: native library {path} is missing; {cure}")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise TransportError(f"cpu transport: native library {path} does not load ({error}); {cure}") from error
+    built = library.cd_build_id().decode()
+    if build.SOURCES.is_dir() and built != build.build_id():
+        raise TransportError(f"cpu transport: native library {path} is older than its sources; {cure}")
+    return library
+
+
+def check_limits(ranks: int, in_flight: int) -> None:
+    """Refuse what the region's byte map has no room for. Raises ConfigError."""
+    if ranks > MAX_RANKS:
+        raise ConfigError("group", f"at most {MAX_RANKS} ranks with transport cpu", ranks)
+    if in_flight > MAX_SLOTS:
+        raise ConfigError("max_in_flight", f"at most {MAX_SLOTS} with transport cpu", in_flight)

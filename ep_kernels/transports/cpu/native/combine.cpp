@@ -1,0 +1,371 @@
+// Combine: the experts' rows home, weighted and summed. The home rank pulls.
+//
+// Send half, expert rows anywhere in memory: this rank pre-reduces the rows of each (source, token) that it holds into one
+// partial (fp32, ascending k, rounded once to the combine dtype), writes the partials of all sources into a slot of its own
+// region, with a table that says where each token's partial lies, and publishes. Expert rows already in a registered
+// buffer (`combine_input`): only the table is published, and home computes the same partials itself; nothing is copied.
+// Receive half: home waits for every peer's number, and for each of its tokens sums the partials in ascending rank.
+//
+// Example: token 0 of rank 1 has k = 0 and 2 on rank 0 (rows 5, 9), k = 1 on rank 1 (row 2). Rank 0 writes the partial
+// round(w0 * y[5] + w2 * y[9]); rank 1 writes round(w1 * y[2]); home (rank 1) adds the first and the second, in that order.
+//
+// Exact combine: every row travels on its own, rounded to the combine dtype, and home sums w * row in ascending k.
+//
+// Memory order: as in dispatch.cpp, with `combine_published` and `combine_consumed`. A registered buffer is lent to the
+// peers until they have consumed the combine; `outputs_busy` remembers that for the next writer of the buffer.
+#include <algorithm>
+#include <cstring>
+
+#include "args.hpp"
+
+namespace cd {
+namespace {
+
+constexpr int64_t kChunk = 1024;  // columns worked on at a time: a multiple of the fp8 block, small enough for L1
+constexpr int kMaxTopk = 32;
+
+// A partial in the making: rows and weights of one (token, rank), in ascending k.
+struct Terms {
+  const uint8_t* row[kMaxTopk];
+  float weight[kMaxTopk];
+  int n = 0;
+  void push(const uint8_t* r, float w) {
+    row[n] = r;
+    weight[n++] = w;
+  }
+};
+
+// acc [n] = sum of the terms' columns first .. first+n, +0 if there are none.
+void reduce(const Comm& c, const Terms& terms, bool weighted, int64_t first, int64_t n, float* acc) {
+  const Type type = c.g.out_type;
+  const int64_t at = first * size_of(type);
+  if (terms.n == 0) std::fill_n(acc, n, 0.0f);
+  for (int i = 0; i < terms.n; ++i) {
+    const uint8_t* row = terms.row[i] + at;
+    if (weighted) {
+      (i ? c.ops.scale_add : c.ops.scale)(acc, row, type, terms.weight[i], n);
+    } else {
+      (i ? c.ops.add : c.ops.load)(acc, row, type, n);
+    }
+  }
+}
+
+// acc becomes what it would be after travelling in the combine dtype.
+void travel(const Comm& c, float* acc, int64_t n) {
+  if (c.g.combine_type != Type::e4m3) {
+    if (c.g.combine_type != c.g.out_type || per_expert(c.g.layout)) c.ops.round(acc, c.g.combine_type, n);
+    return;
+  }
+  uint8_t q[kChunk];
+  float scales[kChunk / 128];
+  c.ops.quantize(q, scales, acc, false, n);
+  c.ops.dequantize(acc, q, scales, n);
+}
+
+// Writes a partial of this rank to place `at` of the slot.
+void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t at) {
+  const Geometry& g = c.g;
+  uint8_t* out = c.own.partials(slot) + at * c.map.c_row_bytes;
+  if (terms.n == 1 && !weighted && g.combine_type == g.out_type) {
+    c.ops.copy(out, terms.row[0], c.map.c_row_bytes);
+    return;
+  }
+  float acc[kChunk];
+  float* scales = c.own.partial_scales(slot) + at * blocks_of(g.hidden);
+  for (int64_t first = 0; first < g.hidden; first += kChunk) {
+    const int64_t n = std::min(kChunk, g.hidden - first);
+    reduce(c, terms, weighted, first, n, acc);
+    if (g.combine_type == Type::e4m3) {
+      c.ops.quantize(out + first, scales + first / 128, acc, false, n);
+    } else {
+      c.ops.store(out + first * size_of(g.combine_type), acc, g.combine_type, n);
+    }
+  }
+}
+
+// Pre-reduces every (source, token) held here; table[s][t][0] = its partial, -1 = none. Exact: table[s][t][k].
+void stage_partials(Comm& c, const CombineOp& op, int slot) {
+  const Geometry& g = c.g;
+  const Routing& r = op.routing;
+  const bool expert_rows = per_expert(g.layout), weighted = expert_rows && op.apply_weights && !g.exact;
+  const int width = expert_rows ? g.topk : 1;
+  int64_t next = 0;
+  for (int s = 0; s < g.ranks; ++s) {
+    for (int64_t t = 0; t < r.source_tokens[s]; ++t) {
+      const int64_t token = int64_t(s) * g.max_tokens + t;
+      int32_t* table = c.own.table(slot) + token * g.topk;
+      Terms terms;
+      for (int k = 0; k < width; ++k) {
+        const int32_t row = r.rows[token * width + k];
+        if (g.exact) table[k] = row < 0 ? -1 : int32_t(next);
+        if (row < 0) continue;
+        terms.push(op.y + row * c.map.y_row_bytes, weighted ? r.row_weights[token * g.topk + k] : 1.0f);
+        if (g.exact) {
+          stage_partial(c, terms, false, slot, next++);
+          terms.n = 0;
+        }
+      }
+      if (g.exact) continue;
+      table[0] = terms.n ? int32_t(next) : -1;
+      if (terms.n) stage_partial(c, terms, weighted, slot, next++);
+    }
+  }
+}
+
+// Registered rows: the table alone. table[s][t][k] = row of the expert outputs (rank-wise: k = 0 only).
+void stage_table(Comm& c, const CombineOp& op, int slot) {
+  const Geometry& g = c.g;
+  const int width = per_expert(g.layout) ? g.topk : 1;
+  for (int s = 0; s < g.ranks; ++s) {
+    const int64_t token = int64_t(s) * g.max_tokens;
+    int32_t* table = c.own.table(slot) + token * g.topk;
+    const int32_t* rows = op.routing.rows + token * width;
+    for (int64_t t = 0; t < op.routing.source_tokens[s]; ++t) memcpy(table + t * g.topk, rows + t * width, width * 4);
+  }
+}
+
+// Numbers that travel beside the rows: [s][t][k], whether home reads them or not.
+void stage_row_weights(Comm& c, const CombineOp& op, int slot) {
+  const Geometry& g = c.g;
+  const bool expert_rows = per_expert(g.layout);
+  for (int s = 0; s < g.ranks; ++s) {
+    for (int64_t t = 0; t < op.routing.source_tokens[s]; ++t) {
+      const int64_t token = int64_t(s) * g.max_tokens + t;
+      float* out = c.own.row_weights(slot) + token * g.topk;
+      for (int k = 0; k < g.topk; ++k) {
+        const int64_t row = op.routing.rows[expert_rows ? token * g.topk + k : token];
+        out[k] = row < 0 ? 0.0f : op.row_weights[expert_rows ? row : row * g.topk + k];
+      }
+    }
+  }
+}
+
+// Home's view of one rank's contribution in this combine.
+struct Contribution {
+  const int32_t* table;      // [T, K]
+  const float* row_weights;  // [T, K]
+  const uint8_t* rows;
+  const float* scales;
+  bool direct;
+};
+
+Contribution contribution_of(const Comm& c, int r, int slot) {
+  const SlotMeta& meta = *c.peer[r].combine_meta(slot);
+  const int64_t mine = int64_t(c.g.rank) * c.g.max_tokens * c.g.topk;
+  const bool direct = meta.source == Source::outputs;
+  return {c.peer[r].table(slot) + mine, c.peer[r].row_weights(slot) + mine,
+          direct ? c.peer[r].outputs(meta.outputs_slot) : c.peer[r].partials(slot), c.peer[r].partial_scales(slot),
+          direct};
+}
+
+// One thing that home adds: a travelled partial or row, or rows of which home makes the partial; weighted at home if exact.
+struct Addend {
+  const uint8_t* moved = nullptr;  // as staged, combine dtype
+  const float* scales = nullptr;
+  Terms terms;  // direct
+  bool weighted = false;
+  float weight = 1.0f;  // exact
+};
+
+void fetch(const Comm& c, const Addend& a, int64_t first, int64_t n, float* acc) {
+  if (!a.moved) {
+    reduce(c, a.terms, a.weighted, first, n, acc);
+    travel(c, acc, n);
+  } else if (c.g.combine_type == Type::e4m3) {
+    c.ops.dequantize(acc, a.moved + first, a.scales + first / 128, n);
+  } else {
+    c.ops.load(acc, a.moved + first * size_of(c.g.combine_type), c.g.combine_type, n);
+  }
+}
+
+class Home {
+ public:
+  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op) {
+    for (int r = 0; r < c.g.ranks; ++r) {
+      if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
+    }
+  }
+
+  void run() {
+    for (int64_t t = 0; t < op_.routing.tokens; ++t) {
+      collect(t);
+      sum(op_.z + t * c_.map.y_row_bytes);
+      if (op_.weights_home) carry_weights(t);
+    }
+  }
+
+ private:
+  const int32_t* dest(int64_t t) const { return op_.routing.dest + t * c_.g.topk; }
+  int rank_of(int32_t place) const { return place / c_.g.stride; }
+
+  // The addends of token t, in the order in which they are summed.
+  void collect(int64_t t) {
+    n_ = 0;
+    if (c_.g.exact) {
+      for (int k = 0; k < c_.g.topk; ++k) {
+        if (dest(t)[k] >= 0) add_row(t, k, rank_of(dest(t)[k]));
+      }
+      return;
+    }
+    uint64_t ranks = 0;
+    for (int k = 0; k < c_.g.topk; ++k) {
+      if (dest(t)[k] >= 0) ranks |= 1ull << rank_of(dest(t)[k]);
+    }
+    for (; ranks; ranks &= ranks - 1) add_partial(t, __builtin_ctzll(ranks));
+  }
+
+  Addend& next() {
+    Addend& a = addends_[n_++];
+    a.moved = nullptr;
+    a.terms.n = 0;
+    a.weighted = false;
+    a.weight = 1.0f;
+    return a;
+  }
+
+  void point(Addend& a, const Contribution& from, int32_t at) {
+    a.moved = from.rows + at * c_.map.c_row_bytes;
+    a.scales = from.scales + at * blocks_of(c_.g.hidden);
+  }
+
+  void add_row(int64_t t, int k, int r) {
+    const int32_t at = from_[r].table[t * c_.g.topk + k];
+    Addend& a = next();
+    if (op_.apply_weights) a.weight = op_.routing.weights[t * c_.g.topk + k];
+    if (at < 0) return;
+    if (from_[r].direct) {
+      a.terms.push(from_[r].rows + at * c_.map.y_row_bytes, 1.0f);
+    } else {
+      point(a, from_[r], at);
+    }
+  }
+
+  void add_partial(int64_t t, int r) {
+    const int32_t* table = from_[r].table + t * c_.g.topk;
+    Addend& a = next();
+    if (!from_[r].direct) {
+      if (table[0] >= 0) point(a, from_[r], table[0]);
+      return;
+    }
+    const bool expert_rows = per_expert(c_.g.layout);
+    a.weighted = expert_rows && op_.apply_weights;
+    for (int k = 0; k < (expert_rows ? c_.g.topk : 1); ++k) {
+      if (expert_rows && (dest(t)[k] < 0 || rank_of(dest(t)[k]) != r)) continue;
+      if (table[k] < 0) continue;
+      a.terms.push(from_[r].rows + table[k] * c_.map.y_row_bytes, op_.routing.weights[t * c_.g.topk + k]);
+    }
+  }
+
+  void sum(uint8_t* z) {
+    const Type type = c_.g.out_type;
+    const bool weighted = c_.g.exact;
+    for (int64_t first = 0; first < c_.g.hidden; first += kChunk) {
+      const int64_t n = std::min(kChunk, c_.g.hidden - first);
+      alignas(64) float total[kChunk], value[kChunk];
+      if (n_ == 0) std::fill_n(total, n, 0.0f);
+      for (int i = 0; i < n_; ++i) {
+        float* into = i == 0 && !weighted ? total : value;
+        const Addend& a = addends_[i];
+        if (i > 0 && !weighted && a.moved && c_.g.combine_type != Type::e4m3) {
+          c_.ops.add(total, a.moved + first * size_of(c_.g.combine_type), c_.g.combine_type, n);
+          continue;
+        }
+        fetch(c_, a, first, n, into);
+        if (weighted) {
+          (i ? c_.ops.scale_add : c_.ops.scale)(total, value, Type::f32, a.weight, n);
+        } else if (i > 0) {
+          c_.ops.add(total, value, Type::f32, n);
+        }
+      }
+      c_.ops.store(z + first * size_of(type), total, type, n);
+    }
+  }
+
+  void carry_weights(int64_t t) {
+    for (int k = 0; k < c_.g.topk; ++k) {
+      const int32_t place = dest(t)[k];
+      const int64_t at = t * c_.g.topk + k;
+      op_.weights_home[at] = place < 0 ? 0.0f : from_[rank_of(place)].row_weights[at];
+    }
+  }
+
+  Comm& c_;
+  const CombineOp& op_;
+  Contribution from_[kMaxRanks];
+  Addend addends_[kMaxRanks];
+  int n_ = 0;
+};
+
+void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
+  Sample sample{int32_t(Op::combine), op.routing.mode,  op.routing.tokens, c.g.ranks, op.seq,
+                op.clock.start_ns,    op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
+  for (uint64_t left = c.peers(); left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    sample.peer_wait_ns[r] = std::max<int64_t>(0, c.peer[r].combine_meta(slot)->published_ns - receive_ns);
+  }
+  c.samples.push(sample);
+}
+
+}  // namespace
+
+Status combine_send(Comm& c, CombineOp& op) {
+  op.clock.start_ns = now_ns();
+  op.seq = c.next[int(Op::combine)];
+  const int slot = c.slot_of(op.seq);
+  if (op.seq > c.base[int(Op::combine)] + c.g.in_flight) {
+    const Status status = c.wait({Op::combine, Phase::credit, op.seq - c.g.in_flight}, [&](int r) {
+      return c.peer[r].control().combine_consumed[slot].v.load(std::memory_order_acquire);
+    });
+    if (status != kOk) return status;
+  }
+  ++c.next[int(Op::combine)];
+  SlotMeta& meta = *c.own.combine_meta(slot);
+  // A buffer is lent to one combine at a time: outputs_busy holds one number.
+  const bool lend = op.outputs_slot >= 0 && c.outputs_busy[op.outputs_slot] == 0;
+  meta.source = lend ? Source::outputs : Source::staged;
+  meta.outputs_slot = op.outputs_slot;
+  if (lend) {
+    c.outputs_busy[op.outputs_slot] = op.seq;
+    stage_table(c, op, slot);
+  } else {
+    stage_partials(c, op, slot);
+  }
+  if (op.row_weights) stage_row_weights(c, op, slot);
+  meta.tokens = op.routing.tokens;
+  meta.origin = op.routing.origin;
+  meta.published_ns = now_ns();
+  c.publish(c.own.control().combine_published[slot], op.seq);
+  op.clock.send_ns = now_ns() - op.clock.start_ns;
+  return kOk;
+}
+
+Status combine_receive(Comm& c, CombineOp& op) {
+  const int64_t receive_ns = now_ns();
+  const int slot = c.slot_of(op.seq);
+  const Status status = c.wait({Op::combine, Phase::payload, op.seq}, [&](int r) {
+    return c.peer[r].control().combine_published[slot].v.load(std::memory_order_acquire);
+  });
+  if (status != kOk) return status;
+  const Status same = c.agree({Op::combine, Phase::routing, op.routing.origin},
+                              [&](int r) { return c.peer[r].combine_meta(slot)->origin; });
+  if (same == kOk) {
+    Home(c, op, slot).run();
+    record(c, op, slot, receive_ns);
+  }
+  c.publish(c.own.control().combine_consumed[slot], op.seq);
+  const Status together = c.confirm(Op::combine);
+  return together == kOk ? same : together;
+}
+
+Status outputs_free(Comm& c, int slot, Op op) {
+  const uint64_t busy = c.outputs_busy[slot];
+  if (busy == 0) return kOk;
+  const int busy_slot = c.slot_of(busy);
+  const Status status = c.wait({op, Phase::outputs, busy}, [&](int r) {
+    return c.peer[r].control().combine_consumed[busy_slot].v.load(std::memory_order_acquire);
+  });
+  if (status == kOk) c.outputs_busy[slot] = 0;
+  return status;
+}
+
+}  // namespace cd

@@ -1,0 +1,324 @@
+"""Dispatch and combine as the caller sees them: buffers and handle state around the two native halves."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_kernels import quant
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import HandleError
+from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.region import private_bytes
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, ScaleFormat
+
+if TYPE_CHECKING:
+    from ep_kernels.transports.cpu.transport import CpuTransport
+
+_MODES = (Mode.LL, Mode.HT)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingState:
+    """What a handle keeps of a dispatch on this rank. R ranks, M most tokens, W = K for per-expert layouts, else 1.
+
+    Attributes:
+        dest: int32 [T, K], places (rank * stride + slot) of this rank's tokens, -1 = none.
+        weights: float32 [T, K] of this rank's tokens.
+        rows: int32 [R, M, W], row of this rank's output that serves each source's token, -1 = none; first T_s tokens.
+        row_weights: float32 [R, M, K], weights of each source's tokens (per-expert layouts), else empty.
+        source_tokens: int32 [R], T_s of each source.
+        counts, offsets: int32, as in DispatchOutput (offsets also where it has none).
+        valid: bool [T].
+        totals: int32 [3], rows delivered, rows dropped, invalid ids.
+        origin: sequence number of the dispatch that made it; 0 until it has been sent.
+        rows_shape: leading shape of the tokens that were handed out.
+    """
+
+    dest: torch.Tensor
+    weights: torch.Tensor
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    source_tokens: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    valid: torch.Tensor
+    totals: torch.Tensor
+    origin: int
+    rows_shape: tuple[int, ...]
+
+    def native(self, mode: Mode) -> native.Routing:
+        """The same, by address."""
+        return native.Routing(
+            dest=self.dest.data_ptr(),
+            weights=self.weights.data_ptr(),
+            rows=self.rows.data_ptr(),
+            row_weights=self.row_weights.data_ptr(),
+            source_tokens=self.source_tokens.data_ptr(),
+            origin=self.origin,
+            tokens=len(self.dest),
+            mode=_MODES.index(mode),
+        )
+
+    def weight_of_rows(self) -> torch.Tensor:
+        """float32 in `rows_shape`: each row's weight, 0 past the counts."""
+        out = torch.zeros(self.rows_shape)
+        for rows, weights, tokens in zip(self.rows, self.row_weights, self.source_tokens.tolist(), strict=True):
+            served = rows[:tokens] >= 0
+            out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
+        return out
+
+
+class SlotBuffers:
+    """Buffers of one of the max_in_flight slots: `input` and `expert_outputs` are parts of the region, what dispatch
+    delivers to is private and made when first used."""
+
+    def __init__(self, config: MoEConfig, geometry: native.Geometry) -> None:
+        self._config, self._geometry = config, geometry
+        self.layout = config.resolved_layout
+        self._lead: tuple[int, ...] = {
+            Layout.EXPERT_MAJOR: (geometry.local_experts, geometry.slots),
+            Layout.RANK_MAJOR: (geometry.ranks, geometry.max_tokens),
+        }.get(self.layout, (geometry.capacity,))
+        self.output_row_bytes = config.hidden_size * config.resolved_output_dtype.itemsize
+        self.expert_outputs = torch.empty(0, dtype=torch.uint8)
+        self.input = torch.empty(0, dtype=torch.uint8)
+        self._tokens: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None
+        self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
+        self._words = quant.scale_columns(config.hidden_size, config.scale_format) if config.quantize else 0
+
+    def lead(self, num_rows: int) -> tuple[int, ...]:
+        """Leading shape of what is handed out."""
+        compact = self.layout in (Layout.GROUPED, Layout.FLAT)
+        return (num_rows,) if compact and self._config.exact_shapes else self._lead
+
+    def tokens(self) -> torch.Tensor:
+        """Payload [*worst case, H]."""
+        if self._tokens is None:
+            geometry = self._geometry
+            raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
+            self._tokens = raw.view(*self._lead, self._config.hidden_size)
+        return self._tokens
+
+    def scale_bytes(self) -> torch.Tensor | None:
+        """Room for the scales of the worst case, or None."""
+        if self._scales is None and self._geometry.scale_bytes:
+            rows = self._geometry.capacity
+            planes = 1 if len(self._lead) == 1 else self._lead[0]
+            padded = rows + planes * quant.ROW_PAD
+            self._scales = private_bytes(
+                padded * self._words * 4 if self._packed else rows * self._geometry.scale_bytes
+            )
+        return self._scales
+
+    def scales(self, lead: tuple[int, ...], packed_stride: int) -> torch.Tensor | None:
+        """What was delivered, as the caller wants it."""
+        raw = self.scale_bytes()
+        if raw is None:
+            return None
+        if self._packed:
+            plane = (self._words * packed_stride,) if len(lead) > 1 else ()
+            return raw.view(torch.int32).as_strided((*lead, self._words), (*plane, 1, packed_stride))
+        config = self._config
+        dtype, columns = (torch.float32, self._words) if config.quantize else (config.scale_dtype, config.scale_columns)
+        return raw.view(dtype).view(*self._lead, columns)[: lead[0]]
+
+    def input_rows(self, num_tokens: int) -> torch.Tensor:
+        """The registered input buffer, [num_tokens, H] of `config.dtype`."""
+        rows = self.input.view(self._config.dtype).view(-1, self._config.hidden_size)
+        return rows[:num_tokens]
+
+    def outputs(self, lead: tuple[int, ...]) -> torch.Tensor:
+        """The registered expert output buffer, [*lead, H] output dtype."""
+        rows = 1
+        for size in lead:
+            rows *= size
+        raw = self.expert_outputs[: rows * self.output_row_bytes].view(self._config.resolved_output_dtype)
+        return raw.view(*lead, self._config.hidden_size)
+
+
+class PendingDispatch:
+    """See `base.PendingDispatch`."""
+
+    def __init__(self, transport: CpuTransport, args: DispatchArgs) -> None:
+        self._transport, self._args = transport, args
+        self._comm = transport.native()
+        self._epoch = transport.epoch
+        geometry, config = transport.geometry, transport.config
+        self.slot = transport.next_slot(0)
+        self._buffers = self._comm.buffers[self.slot]
+        previous: RoutingState | None = None if args.previous is None else args.previous.state
+        self._state = _fresh(geometry, args) if previous is None else _again(previous, args)
+        self._ids, self._weights = self._received_ids(geometry)
+        state, scales = self._state, self._buffers.scale_bytes()
+        self._op = native.DispatchOp(
+            routing=state.native(args.mode),
+            x=args.x.data_ptr(),
+            scales=_address(args.scales),
+            ids=args.topk_ids.data_ptr(),
+            weights=args.topk_weights.data_ptr(),
+            fresh=previous is None,
+            exact_shapes=config.exact_shapes,
+            valid=state.valid.data_ptr(),
+            tokens=self._buffers.tokens().data_ptr(),
+            out_scales=_address(scales),
+            out_ids=_address(self._ids),
+            out_weights=_address(self._weights),
+            counts=state.counts.data_ptr(),
+            offsets=state.offsets.data_ptr(),
+        )
+        if previous is not None:
+            self._op.num_rows, self._op.num_dropped, self._op.num_invalid = previous.totals.tolist()
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+
+    def _received_ids(self, geometry: native.Geometry) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self._buffers.layout.per_expert:
+            return None, None
+        ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32)
+        return ids, torch.empty(geometry.capacity, geometry.topk)
+
+    def send(self) -> None:
+        """The send half."""
+        comm = self._comm
+        self._transport.judge(comm.lib.cd_dispatch_send(comm.pointer, ctypes.byref(self._op)))
+        self._args = None  # type: ignore[assignment]  # x and the rest are staged; the caller may have them back
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        """See `base.PendingDispatch`."""
+        if self._result is None:
+            _same_epoch(self._transport, self._epoch)
+            self._transport.native()
+            comm = self._comm
+            self._transport.ended(self)
+            self._transport.judge(comm.lib.cd_dispatch_receive(comm.pointer, ctypes.byref(self._op)))
+            self._result = self._finish()
+        return self._result
+
+    def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:
+        op, state, buffers = self._op, self._state, self._buffers
+        lead = buffers.lead(op.num_rows)
+        totals = torch.tensor([op.num_rows, op.num_dropped, op.num_invalid], dtype=torch.int32)
+        state = replace(state, totals=totals, origin=op.routing.origin, rows_shape=lead)
+        output = DispatchOutput(
+            layout=buffers.layout,
+            tokens=buffers.tokens()[: lead[0]],
+            scales=buffers.scales(lead, op.packed_stride),
+            counts=state.counts,
+            offsets=state.offsets if buffers.layout is Layout.GROUPED else None,
+            topk_ids=_shaped(self._ids, lead),
+            topk_weights=_shaped(self._weights, lead),
+            num_rows=totals[0:1],
+            valid=state.valid,
+            num_dropped=totals[1:2],
+            num_invalid_ids=totals[2:3],
+        )
+        mode = _MODES[op.routing.mode]
+        return output, DispatchHandle(0, op.seq, len(state.dest), mode, self._epoch, state)
+
+
+class PendingCombine:
+    """See `base.PendingCombine`."""
+
+    def __init__(self, transport: CpuTransport, args: CombineArgs) -> None:
+        self._transport, self._args = transport, args
+        self._comm = transport.native()
+        self._epoch = transport.epoch
+        self._state: RoutingState = args.handle.state
+        self.slot = transport.next_slot(1)
+        self.dispatch_slot = args.handle.seq % transport.geometry.in_flight
+        registered = self._comm.buffers[self.dispatch_slot].expert_outputs
+        lent = args.y.numel() > 0 and args.y.data_ptr() == registered.data_ptr()
+        tokens, topk = self._state.dest.shape
+        self._weights = None if args.row_weights is None else torch.empty(tokens, topk)
+        self._op = native.CombineOp(
+            routing=self._state.native(args.handle.mode),
+            y=args.y.data_ptr(),
+            row_weights=_address(args.row_weights),
+            outputs_slot=self.dispatch_slot if lent else -1,
+            apply_weights=args.apply_weights,
+            weights_home=_address(self._weights),
+        )
+        self._z: torch.Tensor | None = None
+
+    def send(self) -> None:
+        """The send half."""
+        comm = self._comm
+        self._transport.judge(comm.lib.cd_combine_send(comm.pointer, ctypes.byref(self._op)))
+        self._args = None  # type: ignore[assignment]  # the rows are staged, or lent
+
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The receive half, once; into `out` if it has not run yet."""
+        if self._z is None:
+            _same_epoch(self._transport, self._epoch)
+            self._transport.native()
+            config, comm = self._transport.config, self._comm
+            shape = (self._op.routing.tokens, config.hidden_size)
+            z = torch.empty(shape, dtype=config.resolved_output_dtype) if out is None else out
+            self._op.z = z.data_ptr()
+            self._transport.ended(self)
+            self._transport.judge(comm.lib.cd_combine_receive(comm.pointer, ctypes.byref(self._op)))
+            self._z = z
+        return self._z
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `base.PendingCombine`."""
+        z = self.finish(out)
+        if out is not None and z is not out:
+            z = out.copy_(z)
+        return z, self._weights
+
+
+def _fresh(geometry: native.Geometry, args: DispatchArgs) -> RoutingState:
+    tokens, topk, most = len(args.topk_ids), geometry.topk, geometry.max_tokens
+    per_expert = geometry.layout < native.layout_code(Layout.RANK_MAJOR)
+    groups = geometry.local_experts if per_expert else geometry.ranks
+    return RoutingState(
+        dest=torch.empty(tokens, topk, dtype=torch.int32),
+        weights=torch.empty(tokens, topk),
+        rows=torch.empty(geometry.ranks, most, topk if per_expert else 1, dtype=torch.int32),
+        row_weights=torch.empty((geometry.ranks, most, topk) if per_expert else (0,)),
+        source_tokens=torch.empty(geometry.ranks, dtype=torch.int32),
+        counts=torch.empty(groups, dtype=torch.int32),
+        offsets=torch.empty(groups + 1, dtype=torch.int32),
+        valid=torch.empty(tokens, dtype=torch.bool),
+        totals=torch.empty(0),
+        origin=0,
+        rows_shape=(),
+    )
+
+
+def _again(previous: RoutingState, args: DispatchArgs) -> RoutingState:
+    """The same routing with new weights: what the receive half writes again gets memory of its own."""
+    return RoutingState(
+        dest=previous.dest,
+        weights=torch.empty_like(previous.weights),
+        rows=previous.rows,
+        row_weights=torch.empty_like(previous.row_weights),
+        source_tokens=torch.empty_like(previous.source_tokens),
+        counts=previous.counts,
+        offsets=previous.offsets,
+        valid=previous.valid,
+        totals=previous.totals,
+        origin=previous.origin,
+        rows_shape=previous.rows_shape,
+    )
+
+
+def _same_epoch(transport: CpuTransport, epoch: int) -> None:
+    if transport.epoch != epoch:
+        raise HandleError(f"wait: begun in epoch {epoch}, the group is in epoch {transport.epoch}")
+
+
+def _shaped(values: torch.Tensor | None, lead: tuple[int, ...]) -> torch.Tensor | None:
+    if values is None:
+        return None
+    return values[: lead[0]] if len(lead) == 1 else values.view(*lead, values.shape[1])
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

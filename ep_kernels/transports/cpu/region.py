@@ -1,0 +1,175 @@
+"""One rank's shared memory, and how peers find it.
+
+A region is a memfd: memory with a file descriptor and no name, so it vanishes with the last process that holds it,
+after kill -9 too, and is not bounded by the size of /dev/shm. Its ticket says where to find the descriptor
+(/proc/<pid>/fd/<fd>) and how to tell that it is still the right process. A peer maps the region read-only, apart from
+the page with the bell. Redeeming needs the same host, PID namespace and user; what is missing is said with its cure.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ep_kernels.errors import TransportError
+
+_PROC = Path("/proc")
+MAP_NORESERVE = 0x4000
+"""Linux: memory is counted when touched. Regions are sized for the worst case and mostly never touched."""
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a peer finds a region.
+
+    Attributes:
+        kind: always "crossdock-cpu".
+        abi: hash of the region's byte map.
+        boot_id: which boot of which host.
+        pid_namespace: inode of the owner's PID namespace.
+        uid: effective user of the owner.
+        pid, start_ticks: the owner's process, and when it began (kernel clock ticks), since ids are reused.
+        fd: descriptor of the memfd in that process.
+        num_bytes: size of the region.
+        nonce: random; the region's header has it too.
+    """
+
+    kind: str
+    abi: int
+    boot_id: str
+    pid_namespace: int
+    uid: int
+    pid: int
+    start_ticks: int
+    fd: int
+    num_bytes: int
+    nonce: int
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in kernel clock ticks since boot. Raises OSError if it is gone."""
+    stat = (_PROC / str(pid) / "stat").read_text()
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """Identity of this boot of this host."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> int:
+    """Inode of this process's PID namespace."""
+    return (_PROC / "self/ns/pid").stat().st_ino
+
+
+class OwnRegion:
+    """This rank's region: a memfd and its mapping. The mapping lives until the last tensor made of it dies.
+
+    Raises TransportError when the memory cannot be had.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.nonce = secrets.randbits(63)
+        try:
+            self.fd = os.memfd_create("crossdock-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise TransportError(f"cpu transport: memfd_create failed: {error}") from error
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            # Nobody can take the pages away under a reader's mapping.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapping = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(self.fd)
+            raise TransportError(f"cpu transport: a region of {num_bytes} bytes cannot be mapped: {error}") from error
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def ticket(self, abi: int) -> bytes:
+        """What peers need to map this region, as JSON."""
+        pid = os.getpid()
+        ticket = Ticket(
+            kind="crossdock-cpu",
+            abi=abi,
+            boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
+            uid=os.geteuid(),
+            pid=pid,
+            start_ticks=start_ticks(pid),
+            fd=self.fd,
+            num_bytes=self.num_bytes,
+            nonce=self.nonce,
+        )
+        return msgspec.json.encode(ticket)
+
+    def close(self) -> None:
+        """Give the descriptor back: nobody can redeem the ticket any more. Mappings stay. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def private_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed uint8 [num_bytes] of this process alone, counted when touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransportError(f"cpu transport: a buffer of {num_bytes} bytes cannot be mapped: {error}") from error
+    return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+
+
+def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int) -> Ticket:
+    """Decode and judge a peer's ticket. Raises TransportError naming the rank, what is wrong and the cure."""
+    try:
+        ticket = msgspec.json.decode(raw, type=Ticket)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise _refused(rank, f"its ticket cannot be read ({error}); use transport cpu on every rank") from error
+    if ticket.kind != "crossdock-cpu":
+        raise _refused(rank, f"its ticket is of kind {ticket.kind!r}; use transport cpu on every rank")
+    if ticket.abi != abi:
+        raise _refused(rank, f"region ABI {ticket.abi:x}, expected {abi:x}; install one version on every rank")
+    if ticket.num_bytes != num_bytes:
+        raise _refused(rank, f"region of {ticket.num_bytes} bytes, expected {num_bytes}; give every rank one config")
+    if ticket.boot_id != boot_id():
+        raise _refused(rank, "it runs on another host; transport cpu joins processes of one host")
+    if ticket.pid_namespace != pid_namespace():
+        raise _refused(
+            rank, "it runs in another PID namespace; share one (one container, shareProcessNamespace, --pid=host)"
+        )
+    return ticket
+
+
+def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
+    """(descriptor of the region, pidfd of its owner), both the caller's to close. Raises TransportError."""
+    try:
+        process = os.pidfd_open(ticket.pid)
+    except OSError as error:
+        raise _refused(rank, f"its process {ticket.pid} is gone ({error.strerror})") from error
+    try:
+        if start_ticks(ticket.pid) != ticket.start_ticks:
+            raise _refused(rank, f"its process {ticket.pid} is gone (the id was given to another)")
+        region = os.open(_PROC / str(ticket.pid) / "fd" / str(ticket.fd), os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(region).st_size != ticket.num_bytes:
+            os.close(region)
+            raise _refused(rank, "its region is closed (the descriptor is another file)")
+        return region, process
+    except TransportError:
+        os.close(process)
+        raise
+    except OSError as error:
+        os.close(process)
+        if error.errno in (errno.EACCES, errno.EPERM):
+            users = f"user {ticket.uid}, this rank as user {os.geteuid()}"
+            raise _refused(rank, f"no permission to open its region (it runs as {users}); run both as one") from error
+        raise _refused(rank, f"its region is closed ({error.strerror})") from error
+
+
+def _refused(rank: int, why: str) -> TransportError:
+    return TransportError(f"cpu transport: cannot map the region of rank {rank}: {why}")

@@ -1,0 +1,341 @@
+"""The `cpu` transport: R processes of one host, through shared memory. See docs/cpu-transport.md for what moves where.
+
+Python allocates, checks results and maps errors; all waiting and moving happens in the native half, without the GIL.
+LL and HT are one algorithm here, because a receiver can read its peers' routing; what differs is the output's shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
+from ep_kernels.routing import receive_rows
+from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
+from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.operations import PendingCombine, PendingDispatch, RoutingState, SlotBuffers
+from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
+from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
+
+LL_MAX_TOKENS = 128
+"""AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
+_NS = 1_000_000_000
+MAX_ROWS = 2**31 - 1
+"""Places of rows are int32."""
+_DRAIN = 256
+"""Sample records fetched at a time."""
+
+
+def create(config: MoEConfig) -> CpuTransport:
+    """Build the transport; nothing is allocated yet. Raises TransportError when the native library is missing."""
+    return CpuTransport(config)
+
+
+def geometry_of(config: MoEConfig) -> native.Geometry:
+    """Everything that fixes shapes, as the native half wants it."""
+    experts = config.resolved_expert_map
+    group, local = config.group, experts.num_local_experts(config.group.rank)
+    out_dtype, layout = config.resolved_output_dtype, config.resolved_layout
+    capacity = receive_rows(config, local)
+    most = receive_rows(config, experts.stride)
+    groups = {Layout.EXPERT_MAJOR: (local, experts.stride), Layout.RANK_MAJOR: (group.size, group.size)}
+    here, anywhere = groups.get(layout, (1, 1))
+    scale_bytes, scales = _scale_format(config)
+    return native.Geometry(
+        rank=group.rank,
+        ranks=group.size,
+        experts=config.num_experts,
+        local_experts=local,
+        stride=experts.stride,
+        topk=config.topk,
+        max_tokens=config.max_tokens_per_rank,
+        in_flight=config.max_in_flight,
+        hidden=config.hidden_size,
+        exact=config.exact_combine,
+        alignment=config.expert_alignment,
+        x_type=native.type_code(config.dtype),
+        out_type=native.type_code(out_dtype),
+        combine_type=native.type_code(config.resolved_combine_dtype),
+        layout=native.layout_code(layout),
+        scales=scales,
+        row_bytes=config.hidden_size * config.payload_dtype.itemsize,
+        scale_bytes=scale_bytes,
+        capacity=capacity * here,
+        slots=capacity,
+        y_rows=most * anywhere,
+        timeout_ns=int(config.timeout_s * _NS),
+    )
+
+
+def _check_rows(config: MoEConfig, geometry: native.Geometry) -> None:
+    routed = geometry.ranks * geometry.max_tokens * geometry.topk
+    most = max(routed, geometry.capacity, geometry.y_rows)
+    field = "max_recv_rows" if config.max_recv_rows and routed <= MAX_ROWS else "max_tokens_per_rank"
+    if most > MAX_ROWS:
+        raise ConfigError(field, f"at most {MAX_ROWS} rows in all with transport cpu", f"room for {most}")
+
+
+def _scale_format(config: MoEConfig) -> tuple[int, int]:
+    """(bytes of one row's scales as they are staged, `cd::Scales`)."""
+    if config.quantize:
+        return -(-config.hidden_size // FP8_BLOCK) * 4, native.scales_code(config.scale_format)
+    if config.scale_columns:
+        return config.scale_columns * config.scale_dtype.itemsize, native.CALLER_SCALES
+    return 0, 0
+
+
+class NativeComm:
+    """Owner of the native object and of the memory it works on. Freed when the last operation that uses it has
+    returned, whatever `close` does meanwhile."""
+
+    def __init__(self, config: MoEConfig, lib: ctypes.CDLL, geometry: native.Geometry) -> None:
+        self.lib = lib
+        experts = config.resolved_expert_map
+        first, ranks, slots = experts.tables()
+        places = ranks * experts.stride + slots
+        self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
+        if not self.pointer:
+            raise TransportError("cpu transport: out of memory")
+        self.region: OwnRegion | None = None
+        self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
+
+    def __del__(self) -> None:
+        pointer, self.pointer = getattr(self, "pointer", None), None
+        if pointer:
+            self.lib.cd_destroy(pointer)
+
+
+class CpuTransport:
+    """See `transports.base.Transport`."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+        native.check_limits(config.group.size, config.max_in_flight)
+        self.geometry = geometry_of(config)
+        _check_rows(config, self.geometry)
+        self.lib = native.load()
+        self.comm: NativeComm | None = NativeComm(config, self.lib, self.geometry)
+        self.active = (True,) * config.group.size
+        self.epoch: int = config.group.epoch
+        self._dispatches: dict[int, PendingDispatch] = {}
+        self._combines: dict[int, PendingCombine] = {}
+        self._reason: str | None = None
+        self.capabilities = Capabilities(
+            device_type="cpu",
+            cross_host=False,
+            dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8),
+            modes=(Mode.LL, Mode.HT),
+            graphs=False,
+            abi=f"cpu-{self.lib.cd_abi():016x}",
+        )
+
+    # Life.
+
+    def allocate(self) -> bytes:
+        """See `Transport.allocate`."""
+        comm = self.native()
+        region = OwnRegion(self.lib.cd_region_bytes(ctypes.byref(self.geometry)))
+        comm.region = region
+        self.lib.cd_stamp(region.bytes.data_ptr(), ctypes.byref(self.geometry), region.nonce)
+        self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr())
+        for slot, buffers in enumerate(comm.buffers):
+            at = self.lib.cd_outputs_offset(ctypes.byref(self.geometry), slot)
+            buffers.expert_outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
+            at = self.lib.cd_input_offset(ctypes.byref(self.geometry), slot)
+            buffers.input = region.bytes[at : at + self.geometry.max_tokens * self.geometry.row_bytes]
+        return region.ticket(self.lib.cd_abi())
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `Transport.import_regions`."""
+        comm = self.native()
+        num_bytes = self.lib.cd_region_bytes(ctypes.byref(self.geometry))
+        for rank, raw in enumerate(tickets):
+            ticket = read_ticket(rank, raw, abi=self.lib.cd_abi(), num_bytes=num_bytes)
+            if rank == self.geometry.rank:
+                continue
+            region_fd, process_fd = open_peer(rank, ticket)
+            error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
+            os.close(region_fd)
+            if error > 0:
+                os.close(process_fd)
+                raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
+            if error < 0:
+                raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+        self.lib.cd_activate(comm.pointer, self._mask(self.active))
+
+    def close(self) -> None:
+        """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
+        comm, self.comm = self.comm, None
+        if comm is None:
+            return
+        self.lib.cd_stop(comm.pointer)
+        if comm.region is not None:
+            comm.region.close()
+        self._dispatches, self._combines = {}, {}  # an operation of another thread may be going through the old ones
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        comm = self.comm
+        if comm is not None:
+            self._reason = reason
+            self.lib.cd_stop(comm.pointer)
+
+    # Operations.
+
+    def dispatch(self, args: DispatchArgs) -> PendingDispatch:
+        """See `Transport.dispatch`."""
+        pending = PendingDispatch(self, args)
+        self._recycle(pending.slot)
+        pending.send()
+        self._dispatches[pending.slot] = pending
+        return pending
+
+    def combine(self, args: CombineArgs) -> PendingCombine:
+        """See `Transport.combine`."""
+        pending = PendingCombine(self, args)
+        occupant = self._combines.get(pending.slot)
+        if occupant is not None:
+            occupant.finish()
+        pending.send()
+        self._combines[pending.slot] = pending
+        return pending
+
+    def dispatch_input(self, num_tokens: int) -> torch.Tensor:
+        """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""
+        comm = self.native()
+        slot = self.next_slot(0)
+        self._recycle(slot)
+        self.judge(self.lib.cd_dispatch_free(comm.pointer))
+        shape = (num_tokens, self.config.hidden_size)
+        if self.config.quantize:
+            return torch.empty(shape, dtype=self.config.dtype)
+        return comm.buffers[slot].input_rows(num_tokens)
+
+    def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `Transport.combine_input`. Waits until peers no longer read what an earlier combine left there."""
+        comm = self.native()
+        slot = handle.seq % int(self.geometry.in_flight)
+        self._recycle(slot)
+        self.judge(self.lib.cd_outputs_free(comm.pointer, slot))
+        state: RoutingState = handle.state
+        return comm.buffers[slot].outputs(state.rows_shape)
+
+    def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `Transport.row_weights`."""
+        state: RoutingState = handle.state
+        return state.weight_of_rows()
+
+    def _recycle(self, slot: int) -> None:
+        """Finish what still uses the buffers of dispatch slot `slot` and nobody has waited for. All ranks do, in the
+        same call, so none waits for credit that a peer would give only after that call."""
+        dispatch = self._dispatches.get(slot)
+        if dispatch is not None:
+            dispatch.wait()
+        for combine in list(self._combines.values()):
+            if slot == combine.dispatch_slot:
+                combine.finish()
+
+    def ended(self, pending: PendingDispatch | PendingCombine) -> None:
+        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+        for table in (self._dispatches, self._combines):
+            if table.get(pending.slot) is pending:
+                del table[pending.slot]
+
+    # The group.
+
+    def check(self) -> None:
+        """See `base.Transport`. Every wait is on the host here and raises by itself."""
+
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        comm = self.native()
+        self.judge(self.lib.cd_barrier(comm.pointer))
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `Transport.set_active`. A new mask needs a new epoch; unfinished operations are void."""
+        comm = self.native()
+        self._dispatches.clear()
+        self._combines.clear()
+        self.judge(self.lib.cd_resync(comm.pointer, self._mask(mask), epoch))
+        self.active, self.epoch = tuple(mask), epoch
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `Transport.exchange`."""
+        comm = self.native()
+        ranks = self.geometry.ranks
+        mine = (ctypes.c_int64 * EXCHANGE_WORDS)(*words)
+        everyone = (ctypes.c_int64 * (EXCHANGE_WORDS * ranks))()
+        self.judge(self.lib.cd_exchange(comm.pointer, mine, everyone))
+        rows = [tuple(everyone[r * EXCHANGE_WORDS : (r + 1) * EXCHANGE_WORDS]) for r in range(ranks)]
+        return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `Transport.wait_for_peer`."""
+        comm = self.native()
+        status = self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS))
+        if status == native.NOTHING:
+            return False
+        self.judge(status)
+        return True
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_wake(comm.pointer)
+
+    def samples(self) -> list[LatencySample]:
+        """See `Transport.samples`. Any thread."""
+        comm = self.comm
+        if comm is None:
+            return []
+        records = ctypes.create_string_buffer(RECORD_BYTES * _DRAIN)
+        samples: list[LatencySample] = []
+        for _ in range(RING_SIZE // _DRAIN):
+            count = self.lib.cd_samples(comm.pointer, records, _DRAIN)
+            samples += decode(memoryview(records)[: count * RECORD_BYTES])
+            if count < _DRAIN:
+                break
+        return samples
+
+    def ll_max_tokens(self) -> int:
+        """See `Transport.ll_max_tokens`."""
+        return LL_MAX_TOKENS
+
+    # For the operations.
+
+    def native(self) -> NativeComm:
+        """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
+        comm = self.comm
+        if comm is None:
+            raise ClosedError("cpu transport: closed")
+        if self._reason is not None:
+            raise AbortedError(self._reason)
+        return comm
+
+    def judge(self, status: int) -> None:
+        """Turn a native status into the exception it stands for."""
+        if status == native.OK:
+            return
+        comm = self.comm
+        if comm is None:
+            raise ClosedError("cpu transport: closed while waiting")
+        if status == native.ABORTED:
+            raise AbortedError(self._reason or "aborted")
+        fault = native.Fault()
+        self.lib.cd_fault(comm.pointer, ctypes.byref(fault))
+        raise fault.difference() if status == native.DIFFERS else fault.timeout()
+
+    def next_slot(self, op: int) -> int:
+        """Slot of the next dispatch (0) or combine (1)."""
+        number: int = self.lib.cd_next(self.native().pointer, op)
+        return number % int(self.geometry.in_flight)
+
+    @staticmethod
+    def _mask(active: Sequence[bool]) -> int:
+        return sum(1 << rank for rank, alive in enumerate(active) if alive)
