@@ -1,0 +1,348 @@
+"""Stories of calls: handles, requests, arguments, waiting. Each runs on every rank, over a communicator of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import MoECommunicator
+from ep_kernels.errors import AbortedError, ArgumentError, CapacityError, ClosedError, HandleError
+from tests.cases import RoutingCase
+from tests.compare import expert, poison, same_bits, same_dispatch
+from tests.transports.steps import Expected, Inputs, check_combine, check_dispatch, check_step, next_case, start
+
+
+def previous_handle(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Same routing, other payload and weights; the handle is from long ago."""
+    request, first = start(comm, case)
+    out, handle = request.wait()
+    poison(out.tokens)
+    for number in range(1, 2 * comm.config.max_in_flight + 2):
+        check_step(comm, next_case(case, 1000 + number))
+        fresh = Inputs.of(next_case(case, number), comm.config)
+        again = replace_weights(first, fresh, new_weights=number % 2 == 0)
+        x, ids, weights = again.arguments(comm.rank, comm.capabilities.device_type)
+        if number % 3 == 0:
+            ids = torch.full_like(ids, -1)  # not looked at
+        out, newer = comm.dispatch(x, ids, weights if number % 2 == 0 else None, previous_handle=handle)
+        expected = check_dispatch(comm, again, out)
+        check_combine(comm, expected, out, newer)
+        assert newer.mode is handle.mode
+        y = expert(out, comm.config.resolved_output_dtype)
+        same_bits(comm.combine(y, newer), expected.combined()[comm.rank], "combined twice")
+        poison(out.tokens)
+
+
+def replace_weights(first: Inputs, fresh: Inputs, new_weights: bool) -> Inputs:
+    """`first`'s routing with `fresh`'s payload and perhaps weights."""
+    return Inputs(fresh.xs, fresh.scales, first.ids, fresh.weights if new_weights else first.weights)
+
+
+def handles_of_different_steps(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Ranks that bring different handles to one operation are told so, all of them, and go on."""
+    (out, handle), (_, other) = (start(comm, next_case(case, n))[0].wait() for n in range(2))
+    y = expert(out, comm.config.resolved_output_dtype)
+    inputs = Inputs.of(case, comm.config)
+    arguments = inputs.arguments(comm.rank, comm.capabilities.device_type)
+    mine = other if comm.rank == 0 else handle
+    for previous in (mine, None if comm.rank == 0 else handle):
+        with pytest.raises(HandleError, match="dispatch: this rank brought the routing of dispatch"):
+            comm.dispatch(*arguments, previous_handle=previous)
+    with pytest.raises(HandleError, match="combine: this rank brought the routing of dispatch"):
+        comm.combine(torch.zeros(*mine.rows_shape, y.shape[-1], dtype=y.dtype), mine)
+    for number in range(2 * comm.config.max_in_flight):
+        check_step(comm, next_case(case, number))
+
+
+def two_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Waits in either order; combines of two dispatches in either order."""
+    dtype = comm.config.resolved_output_dtype
+    for turn in range(6):
+        requests = [start(comm, next_case(case, 2 * turn + n)) for n in range(2)]
+        order = (0, 1) if turn % 2 else (1, 0)
+        done: dict[int, Any] = {}
+        for n in order:
+            request, inputs = requests[n]
+            out, handle = request.wait()
+            assert request.wait()[1] is handle
+            done[n] = (check_dispatch(comm, inputs, out), out, handle)
+        combines = {n: comm.combine_async(expert(done[n][1], dtype), done[n][2]) for n in (0, 1)}
+        for n in reversed(order):
+            z = combines[n].wait()
+            same_bits(z, done[n][0].combined()[comm.rank], f"z of {n} in turn {turn}")
+            assert combines[n].wait() is z
+        for n in order:
+            poison(done[n][1].tokens)
+
+
+def dual_batch(comm: MoECommunicator, case: RoutingCase) -> None:
+    """A combine stays open over the next dispatch, as dual-batch overlap does."""
+    dtype = comm.config.resolved_output_dtype
+    waiting: Any = None
+    for turn in range(8):
+        request, inputs = start(comm, next_case(case, turn))
+        if waiting is not None:
+            same_bits(waiting[0].wait(), waiting[1].combined()[comm.rank], f"z before turn {turn}")
+        out, handle = request.wait()
+        expected = check_dispatch(comm, inputs, out)
+        waiting = (comm.combine_async(expert(out, dtype), handle), expected)
+    waiting[0].wait()
+
+
+def too_many_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
+    """The limit is told before anything is sent."""
+    requests = [start(comm, next_case(case, n)) for n in range(comm.config.max_in_flight)]
+    with pytest.raises(HandleError, match="max_in_flight"):
+        start(comm, case)
+    for request, inputs in requests:
+        out, handle = request.wait()
+        check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
+    check_step(comm, case)
+
+
+def inputs_may_be_reused(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Overwriting x, ids, weights and y right after the send half changes nothing."""
+    inputs = Inputs.of(case, comm.config)
+    x, ids, weights = (t.clone() for t in inputs.arguments(comm.rank, comm.capabilities.device_type))
+    request = comm.dispatch_async(x, ids, weights)
+    for argument in (x, ids, weights):
+        poison(argument)
+    out, handle = request.wait()
+    expected = check_dispatch(comm, inputs, out)
+    y = expert(out, comm.config.resolved_output_dtype)
+    combining = comm.combine_async(y, handle)
+    poison(y)
+    same_bits(combining.wait(), expected.combined()[comm.rank], "z")
+
+
+def expired_views(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Views live for max_in_flight dispatches, handles longer."""
+    flight = comm.config.max_in_flight
+    handle = check_step(comm, case)
+    for number in range(1, flight):
+        check_step(comm, next_case(case, number))
+        assert comm.is_current(handle)
+        comm.combine_input(handle)
+    request, inputs = start(comm, case)
+    assert not comm.is_current(handle)
+    with pytest.raises(HandleError, match="recycled"):
+        comm.combine_input(handle)
+    out, newer = request.wait()
+    assert comm.is_current(newer)
+    y = expert(out, comm.config.resolved_output_dtype)
+    same_bits(comm.combine(y, handle), comm.combine(y, newer), "an old handle of the same routing still combines")
+    check_dispatch(comm, inputs, out)
+
+
+def bad_arguments(comm: MoECommunicator, case: RoutingCase) -> int:
+    """Each is refused by name, sends nothing, and leaves the communicator as it was."""
+    x, ids, weights = Inputs.of(case, comm.config).arguments(comm.rank, comm.capabilities.device_type)
+    out, handle = comm.dispatch(x, ids, weights)
+    y = expert(out, comm.config.resolved_output_dtype)
+    rows, width = x.shape
+    wide = torch.zeros(rows, 2 * width, dtype=x.dtype)
+    table: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("x", (None, ids, weights), {}),
+        ("x", (x.float(), ids, weights), {}),
+        ("x", (x[:, :-8], ids, weights), {}),
+        ("x", (x[0], ids, weights), {}),
+        ("x", (x[None], ids, weights), {}),
+        ("x", (wide[:, ::2], ids, weights), {}),
+        ("x", (wide[:, :width], ids, weights), {}),
+        ("x", (x.to("meta"), ids, weights), {}),
+        ("x", (x.to_sparse(), ids, weights), {}),
+        ("x", (x.repeat(comm.config.max_tokens_per_rank, 1), ids, weights), {}),
+        ("x", ((x, x), ids, weights), {}),
+        ("topk_ids", (x, ids[:-1], weights), {}),
+        ("topk_ids", (x, ids[:, :-1], weights), {}),
+        ("topk_ids", (x, ids.float(), weights), {}),
+        ("topk_ids", (x, ids.short(), weights), {}),
+        ("topk_ids", (x, ids.T.contiguous().T, weights), {}),
+        ("topk_ids", (x, ids.tolist(), weights), {}),
+        ("topk_ids", (x, None, weights), {}),
+        ("topk_weights", (x, ids, weights.double()), {}),
+        ("topk_weights", (x, ids, weights[:, :1]), {}),
+        ("topk_weights", (x, ids, None), {}),
+        ("step_tokens", (x, ids, weights), {"step_tokens": rows - 1}),
+        ("step_tokens", (x, ids, weights), {"step_tokens": comm.config.max_tokens_per_rank + 1}),
+        ("step_tokens", (x, ids, weights), {"step_tokens": 3.0}),
+    ]
+    for name, arguments, options in table:
+        with pytest.raises(ArgumentError, match=f"^{name}: expected .*, got "):
+            comm.dispatch(*arguments, **options)
+    combines: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("y", (y.double(), handle), {}),
+        ("y", (y[..., :-1], handle), {}),
+        ("y", (torch.cat([y, y]), handle), {}),
+        ("y", (None, handle), {}),
+        ("handle", (y, None), {}),
+        ("out", (y, handle), {"out": torch.empty(rows + 1, width, dtype=y.dtype)}),
+        ("out", (y, handle), {"out": torch.empty(rows, width, dtype=torch.float64)}),
+    ]
+    for name, arguments, options in combines:
+        with pytest.raises(ArgumentError, match=f"^{name}: expected .*, got "):
+            comm.combine(*arguments, **options)
+    with pytest.raises(ArgumentError, match="row_weights"):
+        comm.combine_async(y, handle, row_weights=torch.zeros(1, 1, 1, 1))
+    for words in ([0] * 7, [1 << 63] * 8):
+        with pytest.raises(ArgumentError, match="words"):
+            comm.exchange(words)
+    comm.check()
+    same_bits(comm.combine(y, handle), Expected(comm, Inputs.of(case, comm.config)).combined()[comm.rank], "z")
+    check_step(comm, next_case(case, 1))
+    return len(table) + len(combines)
+
+
+def wide_ids(comm: MoECommunicator, case: RoutingCase) -> None:
+    """int64 ids past int32 are out of range, not some other expert."""
+    inputs = Inputs.of(case, comm.config)
+    x, ids, weights = inputs.arguments(comm.rank, comm.capabilities.device_type)
+    wide = ids.long()
+    wide[:, 0] += 1 << 32
+    out, handle = comm.dispatch(x, wide, weights)
+    inputs.ids = [torch.cat([torch.full_like(i[:, :1], 1 << 30), i[:, 1:]], 1) for i in inputs.ids]
+    check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
+    assert int(out.num_invalid_ids) == len(ids)
+
+
+def validates(comm: MoECommunicator, case: RoutingCase) -> None:
+    """`validate=True` refuses what otherwise acts as -1 or propagates."""
+    x, ids, weights = Inputs.of(case, comm.config).arguments(comm.rank, comm.capabilities.device_type)
+    for wrong in (-2, case.num_experts):
+        bad = ids.clone()
+        bad[-1, -1] = wrong
+        with pytest.raises(ArgumentError, match=f"topk_ids: expected -1 or 0..{case.num_experts - 1}, got {wrong}"):
+            comm.dispatch(x, bad, weights)
+    hurt = weights.clone()
+    hurt[0, 0] = float("nan")
+    with pytest.raises(ArgumentError, match="topk_weights: expected no NaN, got 1"):
+        comm.dispatch(x, ids, hurt)
+    check_step(comm, case)
+
+
+def nan_weights_propagate(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Into their own token and no other."""
+    inputs = Inputs.of(case, comm.config)
+    for weights in inputs.weights:
+        weights[0, 0] = float("nan")
+    out, handle = comm.dispatch(*inputs.arguments(comm.rank, comm.capabilities.device_type))
+    check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
+    if out.layout.per_expert:  # elsewhere it is the caller who weights
+        z = comm.combine(torch.ones_like(expert(out, comm.config.resolved_output_dtype)), handle)
+        assert z[0].isnan().all()
+        assert not z[1:].isnan().any()
+
+
+def overflow_raises(comm: MoECommunicator, case: RoutingCase) -> int:
+    """Only ranks that overflow raise; the error lets them take part in the combine; the group goes on."""
+    request, inputs = start(comm, case)
+    expected = Expected(comm, inputs)
+    want = expected.outputs[comm.rank]
+    if int(want.num_dropped):
+        with pytest.raises(CapacityError) as error:
+            request.wait()
+        assert error.value.num_dropped == int(want.num_dropped)
+        out, handle = error.value.output, error.value.handle
+        with pytest.raises(CapacityError):
+            request.wait()
+    else:
+        out, handle = request.wait()
+    same_dispatch(out, want)
+    check_combine(comm, expected, out, handle)
+    check_step(comm, replace(case, kind="none"))
+    return int(want.num_dropped)
+
+
+def closed(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Idempotent; whatever comes later says so; tensors stay readable."""
+    inputs = Inputs.of(case, comm.config)
+    x, ids, weights = inputs.arguments(comm.rank, comm.capabilities.device_type)
+    out, handle = comm.dispatch(x, ids, weights)
+    comm.barrier()
+    comm.close()
+    comm.close()
+    check_dispatch(comm, inputs, out)
+    calls = [
+        lambda: comm.dispatch(x, ids, weights),
+        lambda: comm.combine(expert(out, x.dtype), handle),
+        lambda: comm.combine_input(handle),
+        lambda: comm.set_active([True] * comm.size, 5),
+        lambda: comm.exchange([0] * 8),
+        lambda: comm.wait_for_peer(0.1),
+        comm.barrier,
+        comm.check,
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
+    comm.wake()
+    comm.abort("late")
+    assert comm.samples() == []
+    with pytest.raises(ClosedError):
+        comm.check()
+
+
+def aborts(comm: MoECommunicator, case: RoutingCase) -> None:
+    """abort() from another thread ends a wait that nobody else will end, and every later one."""
+    comm.barrier()
+    if comm.rank == 0:
+        request, _ = start(comm, case)  # the others never dispatch
+        timer = threading.Timer(0.2, comm.abort, ["re-forming"])
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(AbortedError, match="re-forming"):
+            request.wait()
+        assert time.monotonic() - begin < comm.config.timeout_s / 2
+        timer.join()
+        calls: list[Any] = [comm.check, comm.barrier, lambda: comm.set_active([True] * comm.size, 9)]
+        for call in [*calls, lambda: start(comm, case)]:
+            with pytest.raises(AbortedError, match="re-forming"):
+                call()
+
+
+def meetings(comm: MoECommunicator, case: RoutingCase) -> None:
+    """exchange, wait_for_peer and wake."""
+    low, high = -(1 << 63), (1 << 63) - 1
+    for turn in range(20):
+        got = comm.exchange([comm.rank, turn, low, high, 0, -1, comm.rank * turn, 7])
+        assert got == [(r, turn, low, high, 0, -1, r * turn, 7) for r in range(comm.size)]
+    comm.barrier()
+    if comm.rank == 0:
+        comm.wake()
+        assert comm.wait_for_peer(5.0), "a wake before the call counts"
+        begin = time.monotonic()
+        assert not comm.wait_for_peer(0.05)
+        assert time.monotonic() - begin >= 0.05
+        threading.Timer(0.05, comm.wake).start()
+        assert comm.wait_for_peer(10.0)
+        comm.barrier()
+        if comm.size > 1:
+            assert comm.wait_for_peer(10.0), "peers are in an exchange by now"
+            assert comm.wait_for_peer(10.0), "and stay visible until this rank enters it"
+    else:
+        comm.barrier()
+    comm.exchange([0] * 8)
+    check_step(comm, case)
+
+
+def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
+    """One record per operation, with nothing waited for at oneself."""
+    comm.samples()
+    for number in range(3):
+        check_step(comm, next_case(case, number))
+    samples = comm.samples()
+    assert [s.op for s in samples] == ["dispatch", "combine"] * 3
+    assert [s.seq for s in samples] == sorted(s.seq for s in samples)
+    for s in samples:
+        assert s.tokens == case.tokens[comm.rank]
+        assert s.mode == comm.config.mode.value
+        assert len(s.peer_wait_ns) == comm.size
+        assert s.peer_wait_ns[comm.rank] == 0
+        assert 0 <= s.send_ns <= s.total_ns
+        assert s.start_ns > 0
+    assert comm.samples() == []

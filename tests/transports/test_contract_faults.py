@@ -1,0 +1,95 @@
+"""The contract when peers are late, silent or dead. Nothing hangs, the error names the peer, and the rest go on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ep_kernels.types import Layout, Mode
+from tests.cases import RoutingCase, draw_seed
+from tests.transports import faults
+from tests.transports.faults import PATIENCE_S, SLACK_S
+from tests.worlds import RankDied, World
+
+Worlds = Callable[[int], World]
+MOMENTS = ["dispatch", "dispatch sent", "combine", "barrier", "exchange"]
+MODES: list[dict[str, Any]] = [
+    {"mode": Mode.LL},
+    {"mode": Mode.HT},
+    {"mode": Mode.AUTO, "layout": Layout.GROUPED, "ll_max_tokens": 2},
+    {"mode": Mode.LL, "layout": Layout.RANK_MAJOR},
+]
+
+
+@pytest.mark.parametrize("overrides", MODES[:2], ids=["ll", "ht"])
+@pytest.mark.parametrize("when", [m for m in MOMENTS if m != "dispatch sent"])
+def test_silent_rank(world: Worlds, transport: str, when: str, overrides: dict[str, Any]) -> None:
+    case, victim = faults.silent_case(3, draw_seed()), 1
+    seen = world(3).run(faults.one_goes_silent, transport, case, victim, when, overrides)
+    assert seen[victim] is None
+    for loss in faults.losses(seen):
+        assert loss.peer == victim
+        assert not loss.gone
+        assert loss.op == when
+        assert PATIENCE_S * 0.9 <= loss.waited_s < PATIENCE_S + SLACK_S
+
+
+@pytest.mark.parametrize("overrides", MODES, ids=["ll", "ht", "auto", "rank-major"])
+@pytest.mark.parametrize("when", MOMENTS)
+def test_killed_rank(transport: str, when: str, overrides: dict[str, Any]) -> None:
+    case, victim = faults.silent_case(3, draw_seed()), 2
+    world = World(3)
+    results = world.run(faults.one_dies, transport, case, victim, when, overrides, may_die=(victim,))
+    assert isinstance(results[victim], RankDied)
+    for rank in (0, 1):
+        loss, valid = results[rank]
+        assert loss.peer == victim
+        assert loss.gone
+        assert loss.waited_s < SLACK_S, "a dead process is seen long before the deadline of 30 s"
+        assert not any(valid), "every token wanted an expert of the lost rank"
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_replicas_take_over(transport: str, layout: Layout) -> None:
+    everywhere = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
+    case = RoutingCase(3, 2, 64, (5, 4, 3), "uniform", draw_seed(), everywhere)
+    results = World(3).run(
+        faults.one_dies, transport, case, 0, "dispatch", {"mode": Mode.HT, "layout": layout}, may_die=(0,)
+    )
+    assert isinstance(results[0], RankDied)
+    assert all(all(valid) for _, valid in results[1:])
+
+
+def test_two_losses_in_turn(transport: str) -> None:
+    results = World(4).run(faults.two_die_in_turn, transport, faults.silent_case(4, draw_seed()), may_die=(1, 3))
+    assert results[0] == results[2] == [1, 3]
+
+
+def test_planned_leave(world: Worlds, transport: str) -> None:
+    world(3).run(faults.planned_leave, transport, faults.silent_case(3, draw_seed()))
+
+
+@pytest.mark.parametrize("when", ["dispatch", "combine", "exchange"])
+def test_sleeper_hears_that_it_was_left_out(world: Worlds, transport: str, when: str) -> None:
+    for seed in range(4):  # how far the others are ahead
+        said = world(3).run(faults.one_is_left_out, transport, faults.silent_case(3, 1000 + seed), when)[0]
+        assert said.startswith(f"{when}: rank ")
+
+
+def test_set_active_is_collective(world: Worlds, transport: str) -> None:
+    world(3).run(faults.rejoin_fails_without_everyone, transport, faults.silent_case(3, draw_seed()))
+
+
+def test_rank_missing_at_bring_up(transport: str) -> None:
+    said = World(3).run(faults.dies_in_bring_up, transport, faults.silent_case(3, 1), 1, may_die=(1,))
+    assert all("ranks [1] did not arrive" in text for text in (said[0], said[2]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_slow_rank_is_waited_for(world: Worlds, transport: str, size: int) -> None:
+    assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.2))
+
+
+def test_close_with_a_dead_peer(transport: str) -> None:
+    results = World(3).run(faults.dead_before_close, transport, faults.silent_case(3, 1), may_die=(0,))
+    assert max(results[1:]) < SLACK_S

@@ -1,0 +1,370 @@
+"""The cpu transport's shared memory: nothing leaks, views outlive close, tickets are judged, idle ranks sleep."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace as dc_replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_kernels import (
+    AbortedError,
+    ClosedError,
+    ConfigError,
+    Layout,
+    Mode,
+    MoECommunicator,
+    MoEConfig,
+    PeerTimeout,
+    StoreGroup,
+    TransportError,
+)
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket
+from ep_kernels.transports.cpu.transport import CpuTransport, geometry_of
+from tests.groups import LonelyGroup
+from tests.worlds import World
+
+Worlds = Callable[[int], World]
+
+
+def make(store: dist.Store, rank: int, size: int, **fields: Any) -> MoECommunicator:
+    """A small communicator."""
+    shape = {"num_experts": 8, "hidden_size": 256, "topk": 2, "max_tokens_per_rank": 16, "layout": Layout.FLAT}
+    group = fields.pop("group", None) or StoreGroup(store, rank, size)
+    return MoECommunicator(MoEConfig(group=group, mode=Mode.HT, **{**shape, **fields}))
+
+
+def step(comm: MoECommunicator, seed: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """One dispatch of random tokens: (x, received tokens, handle)."""
+    generator = torch.Generator().manual_seed(seed * 64 + comm.rank)
+    x = torch.randn(16, 256, generator=generator).bfloat16()
+    ids = torch.rand(16, 8, generator=generator).topk(2).indices.int()
+    out, handle = comm.dispatch(x, ids, torch.rand(16, 2, generator=generator))
+    return x, out.tokens, handle
+
+
+def regions(pid: int) -> tuple[int, int]:
+    """(open descriptors, mappings) of memfd regions in a process."""
+    folder = Path(f"/proc/{pid}/fd")
+    descriptors = sum("crossdock-region" in os.readlink(fd) for fd in folder.iterdir() if fd.is_symlink())
+    return descriptors, Path(f"/proc/{pid}/maps").read_text().count("crossdock-region")
+
+
+def create_and_close(rank: int, size: int, store: dist.Store, times: int) -> list[tuple[int, int, int]]:
+    seen = []
+    for number in range(times):
+        comm = make(dist.PrefixStore(str(number), store), rank, size)
+        step(comm, number)
+        comm.barrier()
+        comm.close()
+        del comm
+        gc.collect()
+        seen.append((*regions(os.getpid()), len(os.listdir("/proc/self/fd"))))
+    return seen
+
+
+def test_close_gives_everything_back(world: Worlds) -> None:
+    for seen in world(3).run(create_and_close, 10):
+        assert {(fds, maps) for fds, maps, _ in seen} == {(0, 0)}
+        assert len({total for _, _, total in seen[1:]}) == 1, "descriptors grow"
+
+
+def die_while_serving(rank: int, size: int, store: dist.Store) -> Any:
+    comm = make(store, rank, size)
+    step(comm, 0)
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    started = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        step(comm, 1)
+    took, peer, gone = time.monotonic() - started, caught.value.peer, caught.value.gone
+    comm.close()
+    del comm, caught  # the traceback holds the communicator, too
+    gc.collect()
+    return peer, gone, took, regions(os.getpid())
+
+
+def test_killed_rank_is_noticed_at_once_and_leaves_no_memory() -> None:
+    before = set(os.listdir("/dev/shm"))
+    pool = World(3)
+    results = pool.run(die_while_serving, may_die=(1,))
+    for peer, gone, took, left in (results[0], results[2]):
+        assert (peer, gone, left) == (1, True, (0, 0))
+        assert took < 2, "the deadline is 10 s; a dead process is seen long before it"
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def views_after_close(rank: int, size: int, store: dist.Store) -> bool:
+    comm = make(store, rank, size)
+    _, tokens, handle = step(comm, 3)
+    y = comm.combine_input(handle).copy_(tokens)
+    x = comm.dispatch_input(16).fill_(rank)
+    kept = tokens.clone()
+    comm.barrier()
+    comm.close()
+    del comm, handle
+    gc.collect()
+    y += 0
+    assert regions(os.getpid())[1] == 1, "the peer's region is unmapped, the own one lives while views do"
+    return torch.equal(tokens, kept) and torch.equal(y, kept) and bool((x == rank).all())
+
+
+def test_views_stay_readable_after_close(world: Worlds) -> None:
+    assert all(world(2).run(views_after_close))
+
+
+def zero_copy(rank: int, size: int, store: dist.Store) -> None:
+    """Registered input and registered expert outputs give the bits of ordinary tensors, over many recycled slots."""
+    comm = make(store, rank, size, layout=Layout.GROUPED)
+    for number in range(12):
+        x, tokens, handle = step(comm, number)
+        z = comm.combine(tokens.clone(), handle)
+        lent = comm.combine_input(handle).copy_(tokens)
+        assert torch.equal(comm.combine(lent, handle), z)
+        again = comm.dispatch_input(16).copy_(x)
+        out, _ = comm.dispatch(again, None, None, previous_handle=handle)
+        assert torch.equal(out.tokens, tokens)
+        comm.dispatch_input(16).fill_(float("nan"))
+    comm.barrier()
+    comm.close()
+
+
+def test_zero_copy_both_ways(world: Worlds) -> None:
+    world(3).run(zero_copy)
+
+
+def unfinished_combines(rank: int, size: int, store: dist.Store) -> None:
+    """Dispatches may recycle the buffers of combines that nobody has waited for yet."""
+    comm = make(store, rank, size)
+    expected, requests = [], []
+    for number in range(2):
+        _, tokens, handle = step(comm, number)
+        expected.append(comm.combine(tokens.clone(), handle))
+        requests.append(comm.combine_async(comm.combine_input(handle).copy_(tokens), handle))
+    for number in range(2, 5):
+        step(comm, number)
+    for request, z in zip(requests, expected, strict=True):
+        assert torch.equal(request.wait(), z)
+    comm.barrier()
+    comm.close()
+
+
+def test_recycling_finishes_unwaited_combines(world: Worlds) -> None:
+    world(3).run(unfinished_combines)
+
+
+def lent_twice(rank: int, size: int, store: dist.Store) -> None:
+    """A buffer given to two combines is not written again before peers are done with both."""
+    comm = make(store, rank, size)
+    _, tokens, handle = step(comm, 0)
+    want = comm.combine(tokens.clone(), handle)
+    y = comm.combine_input(handle).copy_(tokens)
+    first, second = comm.combine_async(y, handle), comm.combine_async(y, handle)
+    assert torch.equal(second.wait(), want)
+    if rank == 0:
+        comm.combine_input(handle).fill_(float("nan"))
+        store.set("overwritten", b"1")
+    else:
+        with contextlib.suppress(RuntimeError):  # rank 0 must wait for `first`, so this cannot come
+            store.wait(["overwritten"], timedelta(seconds=0.3))
+    assert torch.equal(first.wait(), want)
+    comm.barrier()
+    comm.close()
+
+
+def test_buffer_lent_twice(world: Worlds) -> None:
+    world(2).run(lent_twice)
+
+
+@pytest.mark.parametrize("call", ["dispatch_input", "combine_input", "combine"])
+def test_close_from_another_thread_in_the_midst(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Whatever was under way ends well or in ClosedError."""
+    comm = make(None, 0, 1, group=LonelyGroup())
+    _, tokens, handle = step(comm, 0)
+    pending = comm.combine_async(tokens, handle)
+    judge = CpuTransport.judge
+
+    def close_meanwhile(transport: CpuTransport, status: int) -> None:
+        comm.close()
+        judge(transport, status)
+
+    monkeypatch.setattr(CpuTransport, "judge", close_meanwhile)
+    with contextlib.suppress(ClosedError):
+        {
+            "dispatch_input": lambda: comm.dispatch_input(16),
+            "combine_input": lambda: comm.combine_input(handle),
+            "combine": lambda: comm.combine(tokens, handle),
+        }[call]()
+    with pytest.raises(ClosedError):
+        pending.wait()
+
+
+def idle(rank: int, size: int, store: dist.Store, seconds: float) -> float:
+    comm = make(store, rank, size)
+    comm.barrier()
+    began, deadline = time.process_time(), time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        assert not comm.wait_for_peer(left)
+    used = time.process_time() - began
+    comm.barrier()
+    comm.close()
+    return used
+
+
+def test_idle_group_uses_no_processor(world: Worlds) -> None:
+    seconds = 2.0
+    for used in world(4).run(idle, seconds):
+        assert used < 0.02 * seconds
+
+
+def doze(rank: int, size: int, store: dist.Store) -> Any:
+    """Ranks 1.. sleep; rank 0 rings by entering an exchange. Then each wakes itself from another thread."""
+    comm = make(store, rank, size)
+    if rank != 0:
+        assert comm.wait_for_peer(30)
+    everyone = comm.exchange([rank, *range(7)])
+    assert not comm.wait_for_peer(0)
+    comm.wake()
+    assert comm.wait_for_peer(30), "a wake before the call counts"
+    waker = threading.Thread(target=comm.wake)
+    waker.start()
+    assert comm.wait_for_peer(30)
+    waker.join()
+    comm.barrier()
+    comm.close()
+    return everyone
+
+
+def test_exchange_and_wake(world: Worlds) -> None:
+    for everyone in world(4).run(doze):
+        assert [row[0] for row in everyone] == [0, 1, 2, 3]
+
+
+def abort_while_waiting(rank: int, size: int, store: dist.Store) -> float:
+    comm = make(store, rank, size)
+    if rank == 0:
+        began = time.monotonic()
+        threading.Timer(0.1, comm.abort, ["the group re-forms"]).start()
+        with pytest.raises(AbortedError, match="re-forms"):
+            step(comm, 0)
+        took = time.monotonic() - began
+    else:
+        store.wait(["aborted"])
+        took = 0.0
+    if rank == 0:
+        store.set("aborted", b"1")
+    comm.close()
+    return took
+
+
+def test_abort_ends_a_wait(world: Worlds) -> None:
+    assert world(2).run(abort_while_waiting)[0] < 5
+
+
+def own_ticket() -> tuple[OwnRegion, Ticket]:
+    region = OwnRegion(1 << 16)
+    return region, msgspec.json.decode(region.ticket(7), type=Ticket)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"abi": 8}, "one version"),
+        ({"num_bytes": 5}, "one config"),
+        ({"boot_id": "elsewhere"}, "another host"),
+        ({"pid_namespace": 1}, "PID namespace"),
+        ({"kind": "nvlink"}, "transport cpu on every rank"),
+    ],
+)
+def test_ticket_of_a_stranger_is_refused(change: dict[str, Any], says: str) -> None:
+    region, ticket = own_ticket()
+    raw = msgspec.json.encode(msgspec.structs.replace(ticket, **change))
+    with pytest.raises(TransportError, match=rf"rank 3.*{says}"):
+        read_ticket(3, raw, abi=7, num_bytes=1 << 16)
+    region.close()
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\xff\x00", b'{"kind": 1}'])
+def test_garbled_ticket_is_refused(raw: bytes) -> None:
+    with pytest.raises(TransportError, match="rank 1: its ticket cannot be read"):
+        read_ticket(1, raw, abi=7, num_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"start_ticks": 1}, "given to another"), ({"pid": 2**22 - 1}, "gone"), ({"fd": 999}, "region is closed")],
+)
+def test_ticket_of_a_gone_process_is_refused(change: dict[str, Any], says: str) -> None:
+    region, ticket = own_ticket()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match=says):
+        open_peer(2, msgspec.structs.replace(ticket, **change))
+    assert len(os.listdir("/proc/self/fd")) == before
+    region.close()
+
+
+def test_closed_region_cannot_be_redeemed() -> None:
+    region, ticket = own_ticket()
+    descriptors = open_peer(0, ticket)
+    for fd in descriptors:
+        os.close(fd)
+    region.close()
+    region.close()
+    with pytest.raises(TransportError, match="region is closed"):
+        open_peer(0, ticket)
+
+
+def test_nobody_can_shrink_a_region() -> None:
+    region, ticket = own_ticket()
+    fd, process = open_peer(0, ticket)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 4096)
+    finally:
+        os.close(fd)
+        os.close(process)
+        region.close()
+
+
+def test_geometry_uses_the_largest_rank() -> None:
+    """E % R ranks own one expert more; regions must be equal all the same."""
+    sizes = []
+    for rank in range(3):
+        config = MoEConfig(
+            group=LonelyGroup(rank, 3), num_experts=7, hidden_size=64, topk=2, max_tokens_per_rank=4, expert_alignment=1
+        )
+        sizes.append(native.load().cd_region_bytes(geometry_of(config)))
+    assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("max_tokens_per_rank", {"max_tokens_per_rank": 1 << 24, "num_experts": 256, "topk": 1}),
+        ("max_tokens_per_rank", {"max_tokens_per_rank": 1 << 24, "layout": Layout.FLAT, "topk": 32}),
+        ("max_recv_rows", {"max_recv_rows": 1 << 30}),
+    ],
+)
+def test_more_rows_than_an_int32_numbers_are_refused(field: str, change: dict[str, Any]) -> None:
+    fields = {"group": LonelyGroup(0, 8), "num_experts": 64, "hidden_size": 8, "topk": 2, "max_tokens_per_rank": 4}
+    with pytest.raises(ConfigError, match=f"^{field}: expected at most 2147483647 rows"):
+        MoECommunicator(MoEConfig(**(fields | change)))
+
+
+def test_too_many_ranks_are_refused() -> None:
+    group = dc_replace(LonelyGroup(), size=65)
+    config = MoEConfig(group=group, num_experts=65, hidden_size=64, topk=2, max_tokens_per_rank=4)
+    with pytest.raises(ValueError, match="at most 64 ranks"):
+        MoECommunicator(config)
