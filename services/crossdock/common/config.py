@@ -6,32 +6,67 @@ Unknown keys are refused with their path. `helm/crossdock/values.schema.json` is
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import msgspec
 import yaml
 
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
+MAX_PORT = 65535
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[::1]:port". Raises ValueError for anything else."""
+    host, separator, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
+        raise ValueError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable_from_here(address: str) -> str:
+    """The address under which this host reaches a server that listens on `address`, which may be every interface."""
+    host, port = split_address(address)
+    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: frozen, keyword-only, unknown fields refused."""
+    """Base: frozen, keyword-only, unknown fields refused, addresses checked."""
+
+    def __post_init__(self) -> None:
+        for name in ("listen", "http_listen", "control", "advertise"):
+            address = getattr(self, name, "")
+            if not address or not isinstance(address, str):
+                continue
+            try:
+                split_address(address)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
 
 
-class LogConfig(_Config):
+class LogConfig(_Config, frozen=True, kw_only=True):
     """How a process logs: one line per event on stderr, and to a file if named."""
 
-    level: str = "info"
-    """debug | info | warning | error."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
     file: str = ""
     """Also write here; a full disk is reported once and never stops the service. Empty: stderr only."""
 
 
-class ControlConfig(_Config):
+class ControlConfig(_Config, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
@@ -47,10 +82,11 @@ class ControlConfig(_Config):
     recover_s: Seconds = 5.0
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
     max_message_bytes: Count = 4 << 20
+    """Largest message taken from a worker; a region ticket is at most 64 KiB."""
     log: LogConfig = LogConfig()
 
 
-class WorkerConfig(_Config):
+class WorkerConfig(_Config, frozen=True, kw_only=True):
     """One expert worker: one process, one device, one rank."""
 
     model: str
@@ -60,6 +96,7 @@ class WorkerConfig(_Config):
     uid: str = ""
     """Stable identity over restarts. Empty: <host>/<local_rank>."""
     local_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Which of this host's workers this is, and so which device."""
     listen: str = "127.0.0.1:0"
     """host:port of the ExpertService; port 0 = any free one (it is told to the control plane)."""
     advertise: str = ""
@@ -67,7 +104,8 @@ class WorkerConfig(_Config):
     http_listen: str = "127.0.0.1:0"
     """host:port of /metrics, /livez, /readyz."""
     transport: str = "cpu"
-    dtype: str = ""
+    """Folder name under `ep_kernels/transports`."""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
@@ -80,13 +118,62 @@ class WorkerConfig(_Config):
     max_queued_bytes: Count = 512 << 20
     """Past this, requests are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: Count = 64 << 20
+    """Largest message taken from a client; larger ones end with RESOURCE_EXHAUSTED."""
     drain_timeout_s: Seconds = 30.0
     """Longest that SIGTERM waits for queued requests."""
     torch_threads: Count = 1
+    """Threads of the expert GEMMs. One per rank: the ranks of a host already use its cores."""
     log: LogConfig = LogConfig()
 
 
-class Identity(_Config):
+class HostConfig(_Config, frozen=True, kw_only=True):
+    """`crossdock up`: the workers of one host, and perhaps the control plane, under one supervisor."""
+
+    worker: WorkerConfig
+    """What the workers share. Fixed ports count up by local rank, so that worker i listens on port + i."""
+    num_workers: Count = 4
+    """Workers on this host."""
+    control: ControlConfig | None = ControlConfig()
+    """The control plane to start here, with `num_workers` as its world_size; null joins the one at `worker.control`."""
+    http_listen: str = ""
+    """host:port of the host's own /metrics, /livez, /readyz (ready = every worker here is). Empty: none."""
+    log_dir: str = ""
+    """Directory of one log file per process. Empty: a new temporary one, named at start."""
+    log_to_stderr: bool = False
+    """The processes log to this process's stderr (what a container's log is) instead of to files."""
+    stop_timeout_s: Seconds = 40.0
+    """Longest that the processes may take to drain before they are killed; more than `worker.drain_timeout_s`."""
+
+    def control_config(self) -> ControlConfig | None:
+        """The control plane to start here: its group is this host's workers."""
+        if self.control is None:
+            return None
+        return msgspec.structs.replace(self.control, world_size=self.num_workers)
+
+    def worker_configs(self) -> list[WorkerConfig]:
+        """One config per local rank."""
+        return [self._worker(local_rank) for local_rank in range(self.num_workers)]
+
+    def _worker(self, local_rank: int) -> WorkerConfig:
+        shared = self.worker
+        return msgspec.structs.replace(
+            shared,
+            local_rank=shared.local_rank + local_rank,
+            uid=f"{shared.uid}/{local_rank}" if shared.uid else "",
+            listen=_count_up(shared.listen, local_rank),
+            advertise=_count_up(shared.advertise, local_rank),
+            http_listen=_count_up(shared.http_listen, local_rank),
+        )
+
+
+def _count_up(address: str, steps: int) -> str:
+    if not address:
+        return ""
+    host, port = split_address(address)
+    return format_address(host, port + steps if port else 0)
+
+
+class Identity(_Config, frozen=True, kw_only=True):
     """What the platform tells a process about itself. Read from the environment here and nowhere else."""
 
     hostname: str = ""
@@ -98,12 +185,11 @@ class Identity(_Config):
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Identity:
-        """Read the identity; `environ` replaces the process environment in tests."""
-        import os
-        import socket
-
+        """Read the identity; `environ` replaces the process environment in tests. Raises ConfigFileError."""
         env = os.environ if environ is None else environ
-        index = env.get("LWS_WORKER_INDEX")
+        index = env.get("LWS_WORKER_INDEX", "")
+        if index and not (index.isascii() and index.isdigit()):
+            raise ConfigFileError(f"LWS_WORKER_INDEX: expected a number, got {index!r}")
         return Identity(
             hostname=env.get("NODE_NAME") or socket.gethostname(),
             pod_name=env.get("POD_NAME", ""),
@@ -127,14 +213,19 @@ def load(kind: type[ConfigType], path: str | Path | None, overrides: Sequence[st
     """
     data = _read(path)
     for override in overrides:
-        _apply(data, override)
+        _apply(data, override, kind)
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise ConfigFileError(f"{path or '<defaults>'}: {error}") from error
+        raise ConfigFileError(f"{path or 'configuration'}: {error}") from error
 
 
-def _read(path: str | Path | None) -> dict[str, object]:
+def dump(config: _Config) -> str:
+    """The YAML text that `load` reads back as an equal config."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _read(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
@@ -148,14 +239,33 @@ def _read(path: str | Path | None) -> dict[str, object]:
     return data
 
 
-def _apply(data: dict[str, object], override: str) -> None:
+def _apply(data: dict[str, Any], override: str, kind: type[_Config]) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigFileError(f"--set {override!r}: expected path=value")
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = data.setdefault(parent, {})
-        if not isinstance(child, dict):
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
             raise ConfigFileError(f"--set {override!r}: {parent} is not a mapping")
-        data = child
-    data[leaf] = yaml.safe_load(text)
+    data[leaf] = text if _is_text(kind, key) else _parse(override, text)
+
+
+def _is_text(kind: type[_Config], key: str) -> bool:
+    """Whether the field at this path holds text, so that `--set uid=7` means "7"."""
+    node: Any = kind
+    for name in key.split("."):
+        fields = {field.name: field.type for field in msgspec.structs.fields(node)} if _is_struct(node) else {}
+        node = fields.get(name)
+    return node is str or get_origin(node) is Literal
+
+
+def _is_struct(node: object) -> bool:
+    return isinstance(node, type) and issubclass(node, msgspec.Struct)
+
+
+def _parse(override: str, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"--set {override!r}: expected a YAML value, got {text!r}") from error

@@ -1,0 +1,188 @@
+"""One supervised process: started, listened to, restarted with back-off, stopped. Knows nothing of groups or ranks.
+
+A child tells on stdout where it listens (`common/announce.py`); its stderr goes to its log file. It asks the kernel for
+SIGTERM when its supervisor dies, so nothing outlives a `kill -9` of the supervisor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO
+
+from crossdock.common.announce import Addresses, parse
+from crossdock.common.log import get
+
+log = get(__name__)
+
+EXIT_HOPELESS = 2
+"""Exit status of a process whose configuration or model can never work."""
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
+_HEALTHY_S = 5.0
+_EARLY_DEATHS = 5
+"""A process that ends so often without ever having listened is given up."""
+_TAIL_BYTES, _TAIL_LINES = 4096, 8
+
+
+def die_with(parent_pid: int) -> None:
+    """Ask the kernel for SIGTERM when the process `parent_pid`, which started this one, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+        signal.raise_signal(signal.SIGTERM)
+
+
+class Child:
+    """A process that is kept running.
+
+    Args:
+        name: what people call it: "control", "worker-0".
+        command: its command line.
+        log_path: file that gets its stderr, appended over restarts. None: this process's own stderr.
+        on_change: called with this child, from the child's own thread, after every start, announcement and end.
+
+    Attributes:
+        addresses: where it listens, or None while it does not.
+        restarts: times it was started again.
+        hopeless: why it will not be started again, or "".
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_path: Path | None, on_change: Callable[[Child], None] | None = None
+    ) -> None:
+        self.name, self.log_path = name, log_path
+        self.addresses: Addresses | None = None
+        self.restarts = 0
+        self.hopeless = ""
+        self._command = list(command)
+        self._on_change = on_change or (lambda _child: None)
+        self._process: subprocess.Popen[str] | None = None
+        self._has_listened = False
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        # The kernel's "parent" is the thread that started the child, so this one stays for the child's whole life.
+        self._thread = threading.Thread(target=self._keep, name=f"keep-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the process; returns once it exists."""
+        self._thread.start()
+        self._started.wait()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the latest process. Raises RuntimeError where none was started."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name}: expected a started process, got none")
+        return self._process.pid
+
+    def terminate(self) -> None:
+        """SIGTERM, and no more restarts."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and no more restarts."""
+        self._signal(signal.SIGKILL)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of a terminated child; False if it still runs."""
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def tail(self) -> str:
+        """The last lines of the log, or "" if there is none."""
+        if self.log_path is None:
+            return ""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - _TAIL_BYTES))
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        except OSError:
+            return ""
+
+    def _signal(self, number: int) -> None:
+        self._stopping.set()
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(number)
+
+    def _keep(self) -> None:
+        delay_s = _FIRST_DELAY_S
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            code = self._run_once()
+            if self._stopping.is_set():
+                return
+            never = not self._has_listened
+            if never and (code == EXIT_HOPELESS or self.restarts + 1 >= _EARLY_DEATHS):
+                self.hopeless = f"{self.name} gave up with exit status {code}"
+                self._on_change(self)
+                return
+            if time.monotonic() - begun > _HEALTHY_S:
+                delay_s = _FIRST_DELAY_S
+            said = self.tail().rpartition("\n")[2]
+            log.warning("process ended", process=self.name, exit_status=code, restart_in_s=delay_s, last_words=said)
+            self._stopping.wait(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+            self.restarts += 1
+
+    def _run_once(self) -> int | None:
+        """The exit status; None if the process could not be started."""
+        try:
+            process = self._spawn()
+        finally:
+            self._started.set()
+        if process is None or process.stdout is None:
+            return None
+        self._on_change(self)
+        with process.stdout:
+            for line in process.stdout:
+                self._read(line)
+        code = process.wait()
+        self.addresses = None
+        self._on_change(self)
+        return code
+
+    def _spawn(self) -> subprocess.Popen[str] | None:
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            try:
+                with self._open_log() or nullcontext() as stderr:
+                    # A session of its own: Ctrl-C reaches the supervisor only, which stops its children in order.
+                    self._process = subprocess.Popen(
+                        self._command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        text=True,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                log.error("process not started", process=self.name, error=error)
+                return None
+            return self._process
+
+    def _open_log(self) -> IO[bytes] | None:
+        if self.log_path is None:
+            return None
+        try:
+            return self.log_path.open("ab")
+        except OSError as error:  # a full or vanished disk must not keep a process from starting
+            log.warning("log file left out", process=self.name, file=self.log_path, error=error.strerror)
+            return open(os.devnull, "ab")
+
+    def _read(self, line: str) -> None:
+        addresses = parse(line)
+        if addresses is not None:
+            self.addresses, self._has_listened = addresses, True
+            self._on_change(self)

@@ -1,0 +1,211 @@
+"""The command `crossdock`. Parses, loads a config, calls one function; each command imports what it needs when it runs.
+
+Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 nobody there to talk to, or (a worker) a group
+that does not take it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+PIPE_WIDTH = 132
+DEFAULT_TARGET = "127.0.0.1:7400"
+
+app = typer.Typer(
+    name="crossdock",
+    help="Serve the experts of a mixture-of-experts model, expert-parallel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; every field has a default.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one field: path.to.field=value. Repeatable.")
+]
+ParentPid = Annotated[int, typer.Option("--parent-pid", hidden=True)]
+Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Serve the experts of a mixture-of-experts model, expert-parallel."""
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option("--model", "-m", help="Directory of a Hugging Face MoE checkpoint.")] = "",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host.")] = None,
+    listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
+    join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
+    transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
+    log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a control plane and its workers on this host. Ctrl-C drains them."""
+    from crossdock.common.config import ConfigFileError, HostConfig, load
+    from crossdock.host import run_host
+
+    if join and listen:
+        raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
+    chosen = {
+        "worker.model": model,
+        "worker.transport": transport,
+        "worker.dtype": dtype,
+        "worker.control": join,
+        "num_workers": workers,
+        "log_dir": log_dir,
+        "control.listen": listen,
+    }
+    if not (model or config or overrides):
+        raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
+    flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
+    flags += ["control=null"] if join else []
+    raise typer.Exit(run_host(load(HostConfig, config, [*flags, *(overrides or [])]), _console()))
+
+
+@app.command()
+def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+    """Run the control plane: who is in the group, which rank is whose. Needs no torch."""
+    from crossdock.common.config import ControlConfig, load
+
+    loaded = load(ControlConfig, config, overrides or [])
+    _die_with(parent_pid)
+    from crossdock.control.server import run_control
+
+    raise typer.Exit(run_control(loaded))
+
+
+@app.command()
+def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+    """Run one expert worker: one process, one device, one rank."""
+    from crossdock.common.config import WorkerConfig, load
+
+    loaded = load(WorkerConfig, config, overrides or [])
+    _die_with(parent_pid)
+    from crossdock.worker.process import run_worker
+
+    raise typer.Exit(run_worker(loaded))
+
+
+@app.command()
+def status(
+    target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+) -> None:
+    """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
+    from crossdock.common import rpc
+    from crossdock.status import as_dict, as_table
+    from crossdock.supervisor import current_view
+    from crossdock.v1.control_pb2 import SERVING
+
+    with rpc.channel(target) as channel:
+        view = current_view(channel, timeout_s)
+    if as_json:
+        print(json.dumps(as_dict(view), indent=2))
+    else:
+        _console().print(as_table(view, target))
+    raise typer.Exit(0 if view.state == SERVING else EXIT_FAILED)
+
+
+@app.command()
+def demo() -> None:
+    """Serve three small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo.run import run_demo
+
+    raise typer.Exit(run_demo())
+
+
+@app.command()
+def topo(as_json: Json = False) -> None:
+    """Show what this host states about itself: CPUs, NUMA nodes, GPUs, NICs."""
+    from dataclasses import asdict
+
+    from rich.pretty import Pretty
+
+    from ep_kernels.topology import probe
+
+    facts = asdict(probe())
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _console().print(Pretty(facts, expand_all=True))
+
+
+@app.command()
+def version() -> None:
+    """Show the versions of Crossdock and of what it stands on."""
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    import crossdock
+
+    print(f"crossdock {crossdock.__version__}")
+    print(f"python {platform.python_version()}")
+    for name in ("grpcio", "protobuf", "torch", "transformers"):
+        try:
+            print(f"{name} {version_of(name)}")
+        except PackageNotFoundError:
+            print(f"{name} not installed")
+
+
+def _console() -> Console:
+    """Standard output; into a pipe or a file as wide as a table needs."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def _die_with(parent_pid: int) -> None:
+    if parent_pid:
+        from crossdock.child import die_with
+
+        die_with(parent_pid)
+
+
+def main() -> None:
+    """Run the command; an error becomes one line on stderr and an exit status."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(128 + 2)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        _complain(error)
+        sys.exit(exit_status(error))
+
+
+def exit_status(error: Exception) -> int:
+    """The exit status that stands for an error."""
+    from crossdock.common.config import ConfigFileError
+
+    if isinstance(error, ConfigFileError) or type(error).__name__ in ("ListenError", "CheckpointError"):
+        return EXIT_USAGE
+    return EXIT_UNREACHABLE if isinstance(error, ConnectionError | TimeoutError) else EXIT_FAILED
+
+
+def _complain(error: Exception) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    words = str(error) or type(error).__name__
+    if isinstance(error, ImportError):
+        words += ' (is the extra installed? pip install "crossdock[worker]")'
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)

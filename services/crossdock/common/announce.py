@@ -1,0 +1,39 @@
+"""The one line by which a process tells its supervisor where it listens: `crossdock-ready {"address": ..., ...}`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+
+READY_WORD = "crossdock-ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a process listens, each host:port.
+
+    Attributes:
+        address: its gRPC server.
+        http_address: its /metrics, /livez, /readyz.
+    """
+
+    address: str
+    http_address: str
+
+
+def announce(address: str, http_address: str) -> None:
+    """Print the line on stdout, once, when both servers listen. A closed stdout is no reason to stop serving."""
+    with contextlib.suppress(OSError):
+        print(READY_WORD, json.dumps(asdict(Addresses(address, http_address))), flush=True)
+
+
+def parse(line: str) -> Addresses | None:
+    """The addresses in a line of stdout; None if it is another line."""
+    word, _, text = line.partition(" ")
+    if word != READY_WORD:
+        return None
+    try:
+        return Addresses(**json.loads(text))
+    except (ValueError, TypeError):
+        return None

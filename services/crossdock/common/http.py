@@ -1,0 +1,110 @@
+"""The small HTTP face of every process: /metrics, /livez, /readyz. GET only, no TLS, no other paths.
+
+Runs in daemon threads beside whatever the process does, so that a busy event loop still answers its probes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET, AF_INET6
+from socketserver import TCPServer
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from crossdock.common.config import format_address, split_address
+from crossdock.common.log import get
+from crossdock.common.rpc import ListenError
+
+log = get(__name__)
+
+Ready = Callable[[], tuple[bool, str]]
+"""Whether the process can serve, and why (not), in a few words."""
+
+_SOCKET_TIMEOUT_S = 10.0
+
+
+class HttpServer:
+    """A running server.
+
+    Attributes:
+        address: host:port it listens on, with the port the system chose for `:0`.
+    """
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        host, port = server.server_address[:2]
+        self.address = format_address(str(host), int(port))
+        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_http(listen: str, registry: CollectorRegistry, ready: Ready) -> HttpServer:
+    """Serve `/metrics` of `registry`, `/livez`, and `/readyz` by `ready` on host:port `listen`.
+
+    Raises:
+        ListenError: the address cannot be listened on.
+    """
+    host, port = split_address(listen)
+    try:
+        return HttpServer(_Server(host, port, registry, ready))
+    except OSError as error:
+        raise ListenError(f"http_listen: expected an address that is free, got {listen}: {error.strerror}") from error
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, ready: Ready) -> None:
+        self.address_family = AF_INET6 if ":" in host else AF_INET
+        self.registry, self.ready = registry, ready
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, and leave out the look-up of this host's own name: without a DNS server that takes many seconds."""
+        TCPServer.server_bind(self)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that hangs up is no event."""
+        log.debug("http request failed", client=client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SOCKET_TIMEOUT_S
+    server_version = "crossdock"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer one of the three paths."""
+        server = cast(_Server, self.server)
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, encode(server.registry), content_type)
+        elif path == "/livez":
+            self._answer(200, b"ok\n")
+        elif path == "/readyz":
+            ready, reason = server.ready()
+            self._answer(200 if ready else 503, f"{reason}\n".encode())
+        else:
+            self._answer(404, b"expected /metrics, /livez or /readyz\n")
+
+    def _answer(self, code: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Probes and scrapes are not worth a line each."""

@@ -1,0 +1,147 @@
+"""One line per event: time, level, logger, event, then key=value. Logging never raises and never stops a service.
+
+    log = get(__name__)
+    log.info("epoch raised", epoch=5, lost=[2])
+    2026-11-21T01:50:00.123Z info    crossdock.control.server epoch raised epoch=5 lost=[2] host=a
+
+`bind` adds fields to every later line of the process (host, rank, epoch). Lines of other libraries keep their text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import time
+import traceback
+
+from crossdock.common.config import LogConfig
+
+_FIELDS = "crossdock_fields"
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+.,:/@%[]()<>*#|~")
+
+_bound: dict[str, object] = {}
+
+
+class Logger:
+    """Writes events of one module. Keyword arguments become fields of the line."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, event: str, **fields: object) -> None:
+        """Detail for the person who reads this file's source."""
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """Something that an operator may want to know later."""
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Something is wrong and was handled."""
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Something is wrong and somebody lost by it."""
+        self._write(logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """`error` with the traceback of the exception being handled, on the same line."""
+        self._write(logging.ERROR, event, {**fields, "traceback": traceback.format_exc().strip()})
+
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", event, extra={_FIELDS: fields})
+
+
+def get(name: str) -> Logger:
+    """The logger of a module: `log = get(__name__)`."""
+    return Logger(name)
+
+
+def bind(**fields: object) -> None:
+    """Add fields to every later line of this process; None removes one."""
+    for key, value in fields.items():
+        if value is None:
+            _bound.pop(key, None)
+        else:
+            _bound[key] = value
+
+
+def setup(config: LogConfig, **bound: object) -> None:
+    """Send events to stderr and to `config.file`. A file that cannot be opened is reported there and left out.
+
+    May be called again; the last call wins.
+    """
+    _bound.clear()
+    bind(**bound)
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _Guarded):
+            root.removeHandler(handler)
+            handler.close()
+    root.setLevel(max(logging.INFO, _level(config)))
+    for name in ("crossdock", "ep_kernels"):
+        logging.getLogger(name).setLevel(_level(config))
+    root.addHandler(_Guarded(sys.stderr, "stderr"))
+    if config.file:
+        try:
+            file = open(config.file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        except OSError as error:
+            get(__name__).warning("log file left out", file=config.file, error=error.strerror)
+        else:
+            root.addHandler(_Guarded(file, config.file))
+
+
+def _level(config: LogConfig) -> int:
+    return {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}.get(config.level, logging.ERROR)
+
+
+class _Guarded(logging.StreamHandler[io.TextIOBase]):
+    """A handler that reports its first failure (full disk, closed pipe) to the other stream and then keeps quiet."""
+
+    def __init__(self, stream: object, name: str) -> None:
+        super().__init__(stream)  # type: ignore[arg-type]
+        self._name_of_sink, self._failed = name, False
+        self.setFormatter(_Formatter())
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Never raise; say once what happened, where that is still possible."""
+        if self._failed:
+            return
+        self._failed = True
+        error = sys.exc_info()[1]
+        if self.stream is not sys.stderr:
+            get(__name__).warning("log lines are being lost", file=self._name_of_sink, error=str(error))
+
+    def close(self) -> None:
+        """Close a file of ours; leave stderr open."""
+        super().close()
+        if self.stream is not sys.stderr:
+            try:
+                self.stream.close()
+            except OSError:
+                self._failed = True
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever is in the fields."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {**getattr(record, _FIELDS, {}), **_bound}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        parts = [f"{moment}.{int(record.msecs):03d}Z {record.levelname.lower():<7} {record.name}", _one_line(record)]
+        return " ".join(parts + [f"{key}={_value(value)}" for key, value in fields.items()])
+
+
+def _one_line(record: logging.LogRecord) -> str:
+    return record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, BaseException):
+        value = f"{type(value).__name__}: {value}"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if text and _PLAIN.issuperset(text) else json.dumps(text, ensure_ascii=False)

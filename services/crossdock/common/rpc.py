@@ -1,0 +1,396 @@
+"""gRPC, set up in one place: servers, channels, limits, keepalive, health, reflection, errors and retries.
+
+What is not here: any service, any policy about the group, TLS (every port is plain; keep it on loopback or inside a
+trusted network). `_add_port` and the two channel factories are the only lines that mTLS has to change.
+
+What a call can end with, as Python errors; a handler raises them, `call` and `call_sync` raise them again at the
+other end:
+
+    CallError                 UNKNOWN, and every status without a name below
+    ├── InvalidArgument       INVALID_ARGUMENT       the message can never be right
+    ├── NotFound              NOT_FOUND              this worker is not known here (any more): register
+    ├── AlreadyExists         ALREADY_EXISTS         somebody newer holds this identity: stop
+    ├── FailedPrecondition    FAILED_PRECONDITION    right message, wrong time or wrong group (an old epoch)
+    ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; try later or elsewhere
+    ├── Aborted               ABORTED                lost a race; look again before trying again
+    ├── Unavailable           UNAVAILABLE            nobody answers, or not now; `call` retries this one only
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
+    ├── Cancelled             CANCELLED              the caller went away
+    ├── Unimplemented         UNIMPLEMENTED          the other end is older
+    └── Internal              INTERNAL               a bug, or bytes that are no message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import grpc
+import grpc.aio
+import tenacity
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health as health_service
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from crossdock.common.config import format_address, split_address
+
+_log = logging.getLogger(__name__)
+
+Message = TypeVar("Message")
+Observe = Callable[[str, str, float], None]
+"""(method, status name, seconds): called once for each finished call of a server."""
+
+_OUR_METHODS = "/crossdock."
+
+
+class ListenError(OSError):
+    """An address cannot be listened on: malformed, in use, or not of this host."""
+
+
+class CallError(Exception):
+    """A call was refused or failed; `str()` is the message that travelled, `code` its grpc status."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+
+class InvalidArgument(CallError, ValueError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFound(CallError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(CallError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class FailedPrecondition(CallError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ResourceExhausted(CallError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Aborted(CallError):
+    code = grpc.StatusCode.ABORTED
+
+
+class Unavailable(CallError, ConnectionError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(CallError, TimeoutError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(CallError):
+    code = grpc.StatusCode.CANCELLED
+
+
+class Unimplemented(CallError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class Internal(CallError):
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: dict[grpc.StatusCode, type[CallError]] = {kind.code: kind for kind in CallError.__subclasses__()}
+
+
+def error_for(code: grpc.StatusCode, message: str) -> CallError:
+    """The error of the tree above that stands for a grpc status."""
+    return _BY_CODE.get(code, CallError)(message)
+
+
+def error_of(error: grpc.RpcError) -> CallError:
+    """Translate what grpc raised at a caller. The status is read from the error itself, which is also its call."""
+    call = cast("grpc.Call", error)
+    code = call.code() or grpc.StatusCode.UNKNOWN
+    return error_for(code, call.details() or code.name)
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """Translate what a handler raised into a status. An error without a name tells the caller only its type."""
+    if isinstance(error, CallError):
+        return error.code, str(error)
+    if isinstance(error, TimeoutError):
+        return grpc.StatusCode.DEADLINE_EXCEEDED, str(error) or "deadline exceeded"
+    if isinstance(error, DecodeError):
+        return grpc.StatusCode.INVALID_ARGUMENT, f"request: expected a protobuf message of this method, got: {error}"
+    if isinstance(error, asyncio.CancelledError):
+        return grpc.StatusCode.CANCELLED, "cancelled"
+    return grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); the server's log says more"
+
+
+def code_number(code: grpc.StatusCode) -> int:
+    """The number of a status, for messages that carry errors inside a stream."""
+    return int(code.value[0])
+
+
+def code_of_number(number: int) -> grpc.StatusCode:
+    """The status of a number; UNKNOWN for a number that grpc does not define."""
+    return next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)
+
+
+class Health:
+    """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self.services = tuple(services)
+        self.servicer: Any = cast("Any", health_service).aio.HealthServicer()
+
+    async def set(self, serving: bool) -> None:
+        """Say whether the services answer usefully. Watchers of the health service learn it at once."""
+        word = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self.services):
+            await self.servicer.set(name, word)
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING for good; later `set` calls do nothing."""
+        await self.servicer.enter_graceful_shutdown()
+
+
+async def server(
+    max_message_bytes: int,
+    health: Health,
+    *,
+    observe: Observe | None = None,
+    max_calls: int | None = None,
+) -> grpc.aio.Server:
+    """A server with size limits, keepalive, `health` and reflection; add servicers, then `bind`, then `start()`.
+
+    Args:
+        max_message_bytes: larger messages end their call with RESOURCE_EXHAUSTED, in both directions.
+        health: its services are also what reflection lists.
+        observe: told of each finished call of our own services.
+        max_calls: calls open at once; one more is answered RESOURCE_EXHAUSTED. None: no limit.
+    """
+    made = grpc.aio.server(
+        interceptors=(_Boundary(observe),),
+        options=_server_options(max_message_bytes),
+        maximum_concurrent_rpcs=max_calls,
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, made)
+    names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, made)
+    await health.set(False)
+    return made
+
+
+def bind(server: grpc.aio.Server, listen: str) -> str:
+    """Listen on `host:port` (port 0: any free one) and return the `host:port` in use.
+
+    Raises:
+        ListenError: `listen` is malformed, in use, or not an address of this host.
+    """
+    try:
+        host, _ = split_address(listen)
+    except ValueError as error:
+        raise ListenError(f"listen: {error}") from error
+    try:
+        bound = _add_port(server, listen)
+    except RuntimeError as error:
+        raise ListenError(f"listen: cannot bind {listen}: in use, or not an address of this host") from error
+    if bound == 0:
+        raise ListenError(f"listen: cannot bind {listen}: in use, or not an address of this host")
+    return format_address(host, bound)
+
+
+def channel(target: str, max_message_bytes: int = 4 << 20) -> grpc.Channel:
+    """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`."""
+    return grpc.insecure_channel(target, options=_channel_options(max_message_bytes))
+
+
+def aio_channel(target: str, max_message_bytes: int = 4 << 20) -> grpc.aio.Channel:
+    """A channel to `host:port` for asyncio; make it inside the running loop."""
+    return grpc.aio.insecure_channel(target, options=_channel_options(max_message_bytes))
+
+
+async def call(
+    method: Callable[..., Awaitable[Message]], request: Any, *, timeout_s: float, retry_s: float = 0
+) -> Message:
+    """Make one unary call of an aio stub.
+
+    Args:
+        method: a unary method of a stub.
+        request: its message.
+        timeout_s: deadline of each attempt.
+        retry_s: for how long UNAVAILABLE is tried again, with jittered back-off; 0 = one attempt. Only for methods
+            that may safely happen twice (all of ControlPlane's).
+
+    Raises:
+        CallError: the call's status, as the tree in the module docstring names it.
+    """
+
+    async def attempt() -> Message:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    if retry_s <= 0:
+        return await attempt()
+    return await tenacity.AsyncRetrying(**_retry_policy(retry_s))(attempt)
+
+
+def call_sync(method: Callable[..., Message], request: Any, *, timeout_s: float, retry_s: float = 0) -> Message:
+    """`call` for a blocking stub."""
+
+    def attempt() -> Message:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    if retry_s <= 0:
+        return attempt()
+    return tenacity.Retrying(**_retry_policy(retry_s))(attempt)
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
+    """Seconds that the caller still waits; `default_s` for a caller that gave no deadline, and never more than it."""
+    left = context.time_remaining()
+    return default_s if left is None else max(0.0, min(float(left), default_s))
+
+
+def _retry_policy(retry_s: float) -> dict[str, Any]:
+    return {
+        "retry": tenacity.retry_if_exception_type(Unavailable),
+        "stop": tenacity.stop_before_delay(retry_s),
+        "wait": tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
+        "reraise": True,
+    }
+
+
+def _add_port(server: grpc.aio.Server, listen: str) -> int:
+    return server.add_insecure_port(listen)
+
+
+def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a second server on one port must fail, not share it
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s
+    ]
+
+
+def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),  # a restarted server is found again within a second
+        ("grpc.enable_http_proxy", 0),  # a group is one network; a proxy named in the environment is not for it
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
+    """Around every handler of ours: its errors become statuses, and each finished call is told to `observe`."""
+
+    def __init__(self, observe: Observe | None) -> None:
+        self._observe = observe
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        name = handler_call_details.method
+        if handler is None or not name.startswith(_OUR_METHODS):
+            return handler
+        kind = ("stream" if handler.request_streaming else "unary") + "_"
+        kind += "stream" if handler.response_streaming else "unary"
+        guarded = self._guard(getattr(handler, kind), name.rpartition("/")[2])
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        parse = handler.request_deserializer
+        if parse is not None and not handler.request_streaming:
+            parse = _keep_failure(parse)
+        return make(guarded, parse, handler.response_serializer)
+
+    def _guard(self, handler: Callable[..., Any], method: str) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(handler):
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                started = time.monotonic()
+                try:
+                    _raise_failure(request)
+                    async with contextlib.aclosing(handler(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+                except BaseException as error:
+                    await self._end(error, context, method, started)
+                self._tell(method, _code_name(context), started)
+
+            return stream
+
+        async def unary(request: Any, context: Any) -> Any:
+            started = time.monotonic()
+            response = None
+            try:
+                _raise_failure(request)
+                response = await handler(request, context)
+            except BaseException as error:
+                await self._end(error, context, method, started)
+            self._tell(method, _code_name(context), started)
+            return response
+
+        return unary
+
+    async def _end(self, error: BaseException, context: Any, method: str, started: float) -> None:
+        """Never returns normally: raises what ends the call."""
+        if isinstance(error, grpc.aio.AbortError):
+            self._tell(method, _code_name(context), started)
+            raise error
+        code, message = status_of(error)
+        self._tell(method, code.name, started)
+        if not isinstance(error, Exception):  # cancelled, or the generator was closed: grpc ends the call itself
+            raise error
+        if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
+            _log.error("handler failed method=%s", method, exc_info=error)
+        await context.abort(code, message)
+
+    def _tell(self, method: str, code: str, started: float) -> None:
+        if self._observe is not None:
+            self._observe(method, code, time.monotonic() - started)
+
+
+def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Hand a parse failure to the handler as its request: grpc alone would call it an UNKNOWN error."""
+
+    def parse_or_keep(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parse_or_keep
+
+
+def _raise_failure(request: Any) -> None:
+    if isinstance(request, DecodeError):
+        raise request
+
+
+def _code_name(context: Any) -> str:
+    code = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else "OK"

@@ -1,0 +1,153 @@
+"""`crossdock up`: the processes of one host as people see them. Shows progress, then changes, until told to stop."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from crossdock.common import log
+from crossdock.common.announce import Addresses
+from crossdock.common.config import ConfigFileError, HostConfig, LogConfig, split_address
+from crossdock.common.http import serve_http
+from crossdock.status import as_address_table, format_bytes
+from crossdock.supervisor import Supervisor, describe
+from crossdock.v1.control_pb2 import SERVING, GroupView
+
+_PROBE_TIMEOUT_S = 1.0
+_LOOK_S = 5.0
+_JOIN_TIMEOUT_S = float("inf")
+"""Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
+
+
+def run_host(config: HostConfig, console: Console) -> int:
+    """Run the host's processes until SIGINT or SIGTERM, then drain them; the exit status.
+
+    Raises:
+        ConfigFileError: the model's directory is not there.
+        SupervisorError: the group could not come up.
+        ListenError: `http_listen` cannot be listened on.
+    """
+    if not Path(config.worker.model).is_dir():
+        raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
+    log.setup(LogConfig(level="warning"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
+    supervisor = Supervisor(
+        config.control_config(), config.worker_configs(), log_dir, log_to_stderr=config.log_to_stderr
+    )
+    timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
+    try:
+        with _health(config.http_listen, supervisor):
+            supervisor.start()
+            view = _wait(supervisor, timeout_s, console)
+            _show(supervisor, view, "stderr" if config.log_to_stderr else str(log_dir), console)
+            _follow(supervisor, view, console)
+    except KeyboardInterrupt:
+        console.print("draining; Ctrl-C again kills")
+    finally:
+        _stop(supervisor, config.stop_timeout_s)
+    console.print("stopped")
+    return 0
+
+
+def _stop(supervisor: Supervisor, timeout_s: float) -> None:
+    try:
+        supervisor.stop(timeout_s)
+    except KeyboardInterrupt:
+        supervisor.stop(0)
+
+
+def _wait(supervisor: Supervisor, timeout_s: float, console: Console) -> GroupView:
+    said = ""
+    with console.status("starting") as status:
+
+        def progress(view: GroupView) -> None:
+            nonlocal said
+            words = _progress(view)
+            if not console.is_terminal and words != said:
+                console.print(words, highlight=False)
+            status.update(words)
+            said = words
+
+        return supervisor.wait_serving(timeout_s, progress)
+
+
+def _progress(view: GroupView) -> str:
+    if not view.version:
+        return "waiting for the control plane"
+    loaded = sum(member.stats.expert_bytes for member in view.members)
+    words = describe(view)
+    return f"{words}, {format_bytes(loaded)} of experts loaded" if loaded else words
+
+
+def _show(supervisor: Supervisor, view: GroupView, logs: str, console: Console) -> None:
+    target = supervisor.control_address
+    console.print(as_address_table(view, target))
+    console.print()
+    lines = {
+        "clients": f'crossdock.client.attach(model, "{target}")',
+        "status": f"crossdock status --target {target}",
+        "logs": logs,
+    }
+    for title, text in lines.items():
+        console.print(Text.assemble((f"{title:<9}", "dim"), text), soft_wrap=True)
+    console.print("Ctrl-C drains and stops", style="dim")
+
+
+def _follow(supervisor: Supervisor, view: GroupView, console: Console) -> None:
+    """Print every change of the group until interrupted."""
+    said = (view.epoch, view.state)
+    for new in supervisor.views(_LOOK_S):
+        if new.version and (new.epoch, new.state) != said:
+            said = (new.epoch, new.state)
+            style = "green" if new.state == SERVING else "yellow"
+            console.print(Text.assemble(f"epoch {new.epoch}: ", (describe(new), style)))
+
+
+@contextmanager
+def _health(listen: str, supervisor: Supervisor) -> Iterator[None]:
+    def ready() -> tuple[bool, str]:
+        return readiness([child.name for child in supervisor.children], supervisor.addresses())
+
+    server = serve_http(listen, supervisor.metrics.registry, ready) if listen else None
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
+
+
+def readiness(names: Sequence[str], where: Mapping[str, Addresses]) -> tuple[bool, str]:
+    """Whether every process of this host says that it is ready, and what the others say.
+
+    Args:
+        names: every process.
+        where: where those that listen do, by name.
+    """
+    reasons = [f"{name}: not listening" for name in names if name not in where]
+    for name, addresses in where.items():
+        ready, reason = _ask(addresses.http_address)
+        if not ready:
+            reasons.append(f"{name}: {reason}")
+    return not reasons, "; ".join(reasons) or "ready"
+
+
+def _ask(http_address: str) -> tuple[bool, str]:
+    """Whether the process there is ready, in its own words. No proxy of the environment is asked."""
+    connection = HTTPConnection(*split_address(http_address), timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        response = connection.getresponse()
+        return response.status == HTTPStatus.OK, response.read().decode(errors="replace").strip()
+    except (OSError, HTTPException) as error:
+        return False, str(error) or type(error).__name__
+    finally:
+        connection.close()

@@ -1,0 +1,130 @@
+"""What `crossdock status` shows: a group view as a plain dict (for --json) and as a table. No I/O here."""
+
+from __future__ import annotations
+
+from rich.console import Group, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member
+
+_STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_KIBI = 1024
+
+
+def as_dict(view: GroupView) -> dict[str, object]:
+    """The view with plain JSON types; names as in the proto, the region tickets left out."""
+    return {
+        "state": GroupState.Name(view.state),
+        "epoch": view.epoch,
+        "world_size": view.world_size,
+        "lost_ranks": list(view.lost_ranks),
+        "reason": view.reason,
+        "model": view.model,
+        "members": [_member(member) for member in view.members],
+    }
+
+
+def as_table(view: GroupView, target: str) -> Group:
+    """One headline, one row per rank (lost ones too), and why the last change happened."""
+    rows = {member.rank: _row(member) for member in view.members}
+    reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
+    return Group(_headline(view, target), Text(), _table(view, _COLUMNS, rows), *reason)
+
+
+def as_address_table(view: GroupView, target: str) -> Group:
+    """The headline, and where each rank listens."""
+    rows = {
+        member.rank: [
+            Text(str(member.rank)),
+            Text(member.worker.uid),
+            Text(member.address),
+            Text(f"http://{member.http_address}/metrics"),
+        ]
+        for member in view.members
+    }
+    return Group(_headline(view, target), Text(), _table(view, _ADDRESS_COLUMNS, rows))
+
+
+_COLUMNS: dict[str, JustifyMethod] = {
+    "rank": "right",
+    "state": "left",
+    "worker": "left",
+    "address": "left",
+    "experts": "right",
+    "memory": "right",
+    "tokens/s": "right",
+    "tokens": "right",
+    "queued": "right",
+    "heartbeat": "right",
+}
+_ADDRESS_COLUMNS: dict[str, JustifyMethod] = {"rank": "right", "worker": "left", "address": "left", "metrics": "left"}
+
+
+def _headline(view: GroupView, target: str) -> Text:
+    return Text.assemble(
+        (GroupState.Name(view.state), f"bold {_STYLE.get(view.state, '')}"),
+        f"  epoch {view.epoch}  {len(view.members)}/{view.world_size} ranks",
+        (f"  control plane {target}", "dim"),
+    )
+
+
+def _table(view: GroupView, columns: dict[str, JustifyMethod], rows: dict[int, list[Text]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title, justify in columns.items():
+        table.add_column(title, justify=justify, no_wrap=True)
+    for rank in view.lost_ranks:
+        rows.setdefault(rank, [Text(str(rank)), Text("lost", style="red")])
+    for rank in sorted(rows):
+        table.add_row(*rows[rank])
+    return table
+
+
+def _member(member: Member) -> dict[str, object]:
+    stats = member.stats
+    return {
+        "rank": member.rank,
+        "uid": member.worker.uid,
+        "incarnation": member.worker.incarnation,
+        "hostname": member.hostname,
+        "address": member.address,
+        "http_address": member.http_address,
+        "ready": member.ready,
+        "heartbeat_age_s": round(member.heartbeat_age_s, 3),
+        "first_expert": stats.first_expert,
+        "num_experts": stats.num_experts,
+        "expert_bytes": stats.expert_bytes,
+        "tokens_per_s": round(stats.tokens_per_s, 3),
+        "tokens_total": stats.tokens_total,
+        "requests_total": stats.requests_total,
+        "steps_total": stats.steps_total,
+        "queued_requests": stats.queued_requests,
+    }
+
+
+def _row(member: Member) -> list[Text]:
+    stats = member.stats
+    last_expert = stats.first_expert + stats.num_experts - 1
+    cells: list[str | Text] = [
+        str(member.rank),
+        Text("ready", style="green") if member.ready else Text("joining", style="yellow"),
+        member.worker.uid,
+        member.address,
+        f"{stats.first_expert}-{last_expert}" if stats.num_experts else "",
+        format_bytes(stats.expert_bytes),
+        f"{stats.tokens_per_s:,.0f}",
+        f"{stats.tokens_total:,}",
+        str(stats.queued_requests),
+        f"{member.heartbeat_age_s:.1f} s",
+    ]
+    return [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Four digits and a binary unit: "1.25 GiB"."""
+    for unit in _UNITS[:-1]:
+        if num_bytes < _KIBI:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= _KIBI
+    return f"{num_bytes:.4g} {_UNITS[-1]}"

@@ -1,0 +1,231 @@
+"""The processes of one host: a control plane (perhaps) and its workers, started, kept running, and drained together.
+
+    with Supervisor(ControlConfig(listen="127.0.0.1:0", world_size=4), workers, log_dir) as group:
+        view = group.wait_serving(60)
+
+Used by `crossdock up`, the demo and the tests. It decides nothing about membership: that is the control plane's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from crossdock.child import Child
+from crossdock.common import config as configs
+from crossdock.common import rpc
+from crossdock.common.announce import Addresses
+from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.metrics import HostMetrics
+from crossdock.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
+from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+
+Progress = Callable[[GroupView], None]
+"""Told of each group view while the group forms."""
+
+_LOOK_S = 1.0
+_REFUSED_S = 0.1
+"""Pause after a Watch that was refused at once, as by a server that is no control plane."""
+
+
+class SupervisorError(RuntimeError):
+    """The group cannot come up, or did not within the deadline; the message says which process and its last words."""
+
+
+class Supervisor:
+    """Keeps one control plane and the workers of this host running.
+
+    A child that dies is started again after 0.5 s, doubling to 30 s while it keeps dying young. One that never listened
+    is given up after exit status 2 (bad configuration, bad model) or five deaths.
+
+    Args:
+        control: the control plane to run here. A port 0 is replaced by a free one, the same over restarts. None: join
+            the one that runs at the workers' own `control` address.
+        workers: one config per worker; their `control` is set to the control plane that runs here.
+        log_dir: gets `<name>.log` and `<name>.yaml` of each process; made if missing.
+        log_to_stderr: the processes log to this process's stderr instead of to files.
+    """
+
+    def __init__(
+        self,
+        control: ControlConfig | None,
+        workers: Sequence[WorkerConfig],
+        log_dir: Path,
+        *,
+        log_to_stderr: bool = False,
+    ) -> None:
+        if not workers:
+            raise ValueError("workers: expected at least one, got none")
+        self.metrics = HostMetrics()
+        self._log_dir, self._log_to_stderr = log_dir, log_to_stderr
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._control: Child | None = None
+        self._ports: list[socket.socket] = []
+        if control is not None:
+            fixed = msgspec.structs.replace(
+                control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
+            )
+            self.control_address = configs.reachable_from_here(fixed.listen)
+            workers = [msgspec.structs.replace(worker, control=self.control_address) for worker in workers]
+            self._control = self._child("control", "control", fixed)
+        else:
+            self.control_address = workers[0].control
+        self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def children(self) -> list[Child]:
+        """Every process kept here, the control plane first."""
+        return [*([self._control] if self._control else []), *self._workers]
+
+    @property
+    def control_pid(self) -> int:
+        """Process id of the control plane that runs here."""
+        if self._control is None:
+            raise SupervisorError("control_pid: expected a control plane on this host, got none")
+        return self._control.pid
+
+    def worker_pids(self) -> list[int]:
+        """Process id of each worker's latest process, by local rank."""
+        return [worker.pid for worker in self._workers]
+
+    def addresses(self) -> dict[str, Addresses]:
+        """Where this host reaches each process that listens just now, by name: "control", "worker-0", ..."""
+        return {child.name: _reachable(child.addresses) for child in self.children if child.addresses}
+
+    def start(self) -> None:
+        """Start every process; returns at once, see `wait_serving`."""
+        for child in self.children:
+            child.start()
+
+    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
+        """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
+
+        Raises:
+            SupervisorError: a process gave up.
+        """
+        with rpc.channel(self.control_address) as channel:
+            stub = ControlPlaneStub(channel)
+            while True:
+                for child in self.children:
+                    if child.hopeless:
+                        raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
+                yield from _views(stub, look_s)
+
+    def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
+        """Wait until the control plane says SERVING; the view that said so.
+
+        Raises:
+            SupervisorError: a process gave up, or the deadline passed; with what was seen last.
+        """
+        deadline = time.monotonic() + timeout_s
+        with contextlib.closing(self.views()) as views:
+            for view in views:
+                if progress is not None:
+                    progress(view)
+                if view.state == SERVING:
+                    return view
+                if time.monotonic() > deadline:
+                    break
+        raise SupervisorError(f"group: expected SERVING within {timeout_s:g} s, got {self._describe(view)}")
+
+    def stop(self, timeout_s: float = 40.0) -> None:
+        """SIGTERM the workers, which drain and leave; then the control plane; SIGKILL what is left. Idempotent."""
+        deadline = time.monotonic() + timeout_s
+        for generation in (self._workers, [self._control] if self._control else []):
+            for child in generation:
+                child.terminate()
+            for child in generation:
+                if not child.join(deadline - time.monotonic()):
+                    child.kill()
+                    child.join(_LOOK_S)
+        for port in self._ports:
+            port.close()
+
+    def _fix_port(self, listen: str) -> str:
+        """Replace port 0 by a free one, so that workers find a restarted control plane again.
+
+        The system lends it to nobody else until `stop`, not even while the control plane is away: a socket is bound to
+        it that never listens, and SO_REUSEADDR, which servers set too, lets our own child listen there.
+        """
+        host, port = configs.split_address(listen)
+        if port == 0:
+            held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self._ports.append(held)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, 0))
+            port = held.getsockname()[1]
+        return configs.format_address(host, port)
+
+    def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
+        path = self._log_dir / f"{name}.yaml"
+        path.write_text(configs.dump(config), encoding="utf-8")
+        command = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
+        self.metrics.up.labels(process=name).set(0)
+        self.metrics.restarts.labels(process=name).set(0)
+        log_path = None if self._log_to_stderr else self._log_dir / f"{name}.log"
+        return Child(name, command, log_path, self._note)
+
+    def _note(self, child: Child) -> None:
+        self.metrics.up.labels(process=child.name).set(child.addresses is not None)
+        self.metrics.restarts.labels(process=child.name).set(child.restarts)
+
+    def _describe(self, view: GroupView) -> str:
+        silent = [child for child in self.children if child.log_path and child.addresses is None]
+        words = describe(view) if view.version else "no answer from the control plane"
+        tails = "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in silent)
+        return words + tails
+
+
+def _reachable(where: Addresses) -> Addresses:
+    return Addresses(*map(configs.reachable_from_here, (where.address, where.http_address)))
+
+
+def describe(view: GroupView) -> str:
+    """A group view in a few words; an empty view (version 0) is what nobody answered."""
+    ready = sum(member.ready for member in view.members)
+    words = f"{GroupState.Name(view.state)}, {len(view.members)}/{view.world_size} registered, {ready} ready"
+    return f"{words} ({view.reason})" if view.reason else words
+
+
+def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
+    """The group as it is now. Raises rpc.CallError if the control plane does not say."""
+    call = ControlPlaneStub(channel).Watch(WatchRequest(), timeout=timeout_s)
+    try:
+        view: GroupView = next(call)
+        return view
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from None
+    finally:
+        call.cancel()
+
+
+def _views(stub: ControlPlaneStub, look_s: float) -> Iterator[GroupView]:
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody answers."""
+    call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
+    answered = False
+    try:
+        for view in call:
+            answered = True
+            yield view
+    except grpc.RpcError as error:
+        if not answered:
+            yield GroupView()
+        if rpc.error_of(error).code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            time.sleep(_REFUSED_S)
+    finally:
+        call.cancel()

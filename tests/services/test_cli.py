@@ -1,0 +1,128 @@
+"""The command as people meet it: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import crossdock
+from crossdock.common.announce import Addresses, parse
+
+
+def crossdock_command(*args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "crossdock", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="module")
+def control() -> Iterator[Addresses]:
+    free = ["--set", "listen=127.0.0.1:0", "--set", "http_listen=127.0.0.1:0"]
+    command = [sys.executable, "-m", "crossdock", "control", *free, "--set", "recover_s=0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            addresses = parse(process.stdout.readline())
+            assert addresses is not None
+            yield addresses
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def unused_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_help_names_every_command_and_the_exit_is_clean() -> None:
+    done = crossdock_command("--help")
+    assert done.returncode == 0
+    for name in ("up", "control", "worker", "status", "demo", "topo", "version"):
+        assert f" {name} " in done.stdout
+
+
+def test_no_command_shows_the_help() -> None:
+    done = crossdock_command()
+    assert "Usage" in done.stdout + done.stderr
+
+
+def test_version_names_what_it_stands_on() -> None:
+    done = crossdock_command("version")
+    assert done.returncode == 0
+    assert f"crossdock {crossdock.__version__}" in done.stdout
+    assert "grpcio " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["control", "--set", "lisen=x"], "lisen"),
+        (["control", "--config", "gone.yaml"], "gone.yaml"),
+        (["control", "--set", "listen=nowhere"], "host:port"),
+        (["worker"], "model"),
+        (["up"], "--model"),
+        (["up", "--model", "m", "--join", "a:1", "--listen", "b:2"], "--join"),
+        (["up", "--model", "m", "--workers", "0"], "num_workers"),
+        (["up", "--model", "m", "--workers", "many"], "--workers"),
+        (["up", "--model", "m", "--dtype", "int3"], "dtype"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_bad_usage_is_status_2_with_the_word_on_stderr(args: list[str], word: str) -> None:
+    done = crossdock_command(*args)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = crossdock_command("--debug", "control", "--set", "lisen=x")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_a_port_in_use_is_status_2(control: Addresses) -> None:
+    done = crossdock_command("control", "--set", f"listen={control.address}", "--set", "http_listen=127.0.0.1:0")
+    assert done.returncode == 2
+    assert control.address in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_status_of_a_forming_group_is_status_1(control: Addresses) -> None:
+    done = crossdock_command("status", "--target", control.address)
+    assert done.returncode == 1
+    assert "FORMING" in done.stdout
+    assert control.address in done.stdout
+
+
+def test_status_as_json(control: Addresses) -> None:
+    done = crossdock_command("status", "--target", control.address, "--json")
+    said = json.loads(done.stdout)
+    assert said["state"] == "FORMING"
+    assert said["world_size"] == 4
+    assert said["members"] == []
+    assert said["lost_ranks"] == [0, 1, 2, 3]
+
+
+def test_status_of_nobody_is_status_3() -> None:
+    address = unused_address()
+    done = crossdock_command("status", "--target", address, "--timeout", "2")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_up_says_why_a_model_cannot_be_served() -> None:
+    address = unused_address()
+    done = crossdock_command("up", "--model", "no-such-folder", "--workers", "1", "--listen", address, timeout_s=120)
+    assert done.returncode == 2
+    assert "no-such-folder" in done.stderr
+    assert "Traceback" not in done.stderr

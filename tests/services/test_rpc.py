@@ -1,0 +1,178 @@
+"""common/rpc.py between two real ends: errors that travel, deadlines, retries, limits, ports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from crossdock.common import rpc
+from tests.services.control_world import TIMEOUT_S, occupied_port
+
+ECHO = "/crossdock.test.Echo/Echo"
+Observed = list[tuple[str, str]]
+
+
+@contextlib.asynccontextmanager
+async def echo(
+    behave: Callable[[bytes], Awaitable[bytes]], observed: Observed | None = None, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
+    """A server with one method of raw bytes, and the same as a stream; yields its address."""
+
+    async def unary(request: bytes, context: object) -> bytes:
+        return await behave(request)
+
+    async def stream(request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield b"first"
+        yield await behave(request)
+
+    handlers = {
+        "Echo": grpc.unary_unary_rpc_method_handler(unary),
+        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    }
+
+    def observe(method: str, code: str, seconds: float) -> None:
+        assert seconds >= 0
+        if observed is not None:
+            observed.append((method, code))
+
+    server = await rpc.server(1 << 16, rpc.Health([]), observe=observe)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("crossdock.test.Echo", handlers),))
+    address = rpc.bind(server, listen)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+async def _echo(request: bytes) -> bytes:
+    return request
+
+
+def _raising(error: BaseException) -> Callable[[bytes], Awaitable[bytes]]:
+    async def behave(request: bytes) -> bytes:
+        raise error
+
+    return behave
+
+
+@pytest.mark.parametrize("kind", rpc.CallError.__subclasses__(), ids=lambda kind: kind.__name__)
+async def test_an_error_arrives_as_it_was_raised(kind: type[rpc.CallError]) -> None:
+    observed: Observed = []
+    async with (
+        echo(_raising(kind("field: expected 1, got 2")), observed) as address,
+        rpc.aio_channel(address) as channel,
+    ):
+        with pytest.raises(kind, match="field: expected 1, got 2"):
+            await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
+        stream = channel.unary_stream("/crossdock.test.Echo/Stream")(b"", timeout=TIMEOUT_S)
+        assert await stream.read() == b"first"
+        with pytest.raises(grpc.RpcError) as raised:
+            await stream.read()
+        assert type(rpc.error_of(raised.value)) is kind
+    assert observed == [("Echo", kind.code.name), ("Stream", kind.code.name)]
+
+
+async def test_a_bug_tells_the_caller_its_type_and_nothing_else() -> None:
+    async with echo(_raising(KeyError("secret"))) as address, rpc.aio_channel(address) as channel:
+        with pytest.raises(rpc.Internal, match="KeyError") as raised:
+            await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
+        assert "secret" not in str(raised.value)
+
+
+def test_every_status_has_an_error_and_a_number() -> None:
+    for code in grpc.StatusCode:
+        assert rpc.code_of_number(rpc.code_number(code)) is code
+        error = rpc.error_for(code, "why")
+        assert str(error) == "why"
+        assert type(error) is rpc.CallError or rpc.status_of(error) == (code, "why")
+    assert rpc.code_of_number(12345) is grpc.StatusCode.UNKNOWN
+    assert rpc.status_of(TimeoutError())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_silent_server_ends_in_the_callers_deadline() -> None:
+    started = time.monotonic()
+    with occupied_port() as address:
+        async with rpc.aio_channel(address) as channel:
+            with pytest.raises((rpc.DeadlineExceeded, rpc.Unavailable)):
+                await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=0.3)
+        with rpc.channel(address) as blocking, pytest.raises((rpc.DeadlineExceeded, rpc.Unavailable)):
+            await asyncio.to_thread(rpc.call_sync, blocking.unary_unary(ECHO), b"", timeout_s=0.3)
+    assert time.monotonic() - started < TIMEOUT_S
+
+
+async def test_unavailable_is_tried_again_until_somebody_answers() -> None:
+    async with echo(_echo) as address:
+        pass
+    async with rpc.aio_channel(address) as channel:
+        with pytest.raises(rpc.Unavailable):
+            await rpc.call(channel.unary_unary(ECHO), b"1", timeout_s=TIMEOUT_S)
+        started = time.monotonic()
+        with pytest.raises(rpc.Unavailable):
+            await rpc.call(channel.unary_unary(ECHO), b"2", timeout_s=TIMEOUT_S, retry_s=0.5)
+        assert time.monotonic() - started < TIMEOUT_S
+        waiting = asyncio.create_task(
+            rpc.call(channel.unary_unary(ECHO), b"3", timeout_s=TIMEOUT_S, retry_s=2 * TIMEOUT_S)
+        )
+        await asyncio.sleep(0)
+        async with echo(_echo, listen=address):
+            assert await waiting == b"3"
+            with rpc.channel(address) as blocking:
+                method = blocking.unary_unary(ECHO)
+                answer = await asyncio.to_thread(rpc.call_sync, method, b"4", timeout_s=TIMEOUT_S, retry_s=TIMEOUT_S)
+            assert answer == b"4"
+
+
+async def test_only_unavailable_is_tried_again() -> None:
+    calls: list[bytes] = []
+
+    async def behave(request: bytes) -> bytes:
+        calls.append(request)
+        raise rpc.Aborted("lost a race")
+
+    async with echo(behave) as address, rpc.aio_channel(address) as channel:
+        with pytest.raises(rpc.Aborted):
+            await rpc.call(channel.unary_unary(ECHO), b"x", timeout_s=TIMEOUT_S, retry_s=TIMEOUT_S)
+    assert calls == [b"x"]
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_server_stays() -> None:
+    async with echo(_echo) as address, rpc.aio_channel(address) as channel:
+        method = channel.unary_unary(ECHO)
+        with pytest.raises(rpc.ResourceExhausted):
+            await rpc.call(method, bytes(1 << 17), timeout_s=TIMEOUT_S)
+        assert await rpc.call(method, b"small", timeout_s=TIMEOUT_S) == b"small"
+
+
+@pytest.mark.parametrize("listen", ["", "localhost", ":80", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "a:b"])
+async def test_a_malformed_address_is_named(listen: str) -> None:
+    server = await rpc.server(1 << 16, rpc.Health([]))
+    with pytest.raises(rpc.ListenError, match="listen: expected host:port"):
+        rpc.bind(server, listen)
+
+
+async def test_a_port_in_use_is_not_shared() -> None:
+    server = await rpc.server(1 << 16, rpc.Health([]))
+    async with echo(_echo) as address:
+        with pytest.raises(rpc.ListenError, match=f"cannot bind {address}: in use"):
+            rpc.bind(server, address)
+
+
+class _Context:
+    def __init__(self, left: float | None) -> None:
+        self._left = left
+
+    def time_remaining(self) -> float | None:
+        return self._left
+
+
+@pytest.mark.parametrize(("left", "expected"), [(None, 5.0), (2.0, 2.0), (9.0, 5.0), (-1.0, 0.0)])
+def test_remaining_time_is_never_more_than_the_default(left: float | None, expected: float) -> None:
+    context: Any = _Context(left)
+    assert rpc.remaining_s(context, 5.0) == expected

@@ -1,0 +1,185 @@
+"""`crossdock up` and its supervisor with real processes: comes up, shows itself, survives a kill, drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+
+from crossdock.common.config import ControlConfig, WorkerConfig, split_address
+from crossdock.supervisor import Supervisor, SupervisorError
+from crossdock.v1.expert_pb2 import DescribeResponse
+from tests.services.cluster import write_model
+from tests.services.fakes import FakeWorker, echo
+
+DEADLINE_S = 120
+NUM_WORKERS = 2
+
+
+class Up:
+    """A running `crossdock up`, and what it has printed."""
+
+    def __init__(self, folder: Path) -> None:
+        write_model(folder / "model")
+        free = [
+            "--listen",
+            "127.0.0.1:0",
+            "--set",
+            "control.http_listen=127.0.0.1:0",
+            "--log-dir",
+            str(folder / "logs"),
+        ]
+        self.log_dir = folder / "logs"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "crossdock", "up", "-m", str(folder / "model"), "-n", str(NUM_WORKERS), *free],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.printed = ""
+        self._ended = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.printed += line
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, pattern: str, start: int = 0) -> re.Match[str]:
+        """Wait until what was printed from `start` on matches; fails at once if the process ended without."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, self.printed[start:])
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended, DEADLINE_S)
+            match = found()
+        assert match, self.printed
+        return match
+
+    @property
+    def target(self) -> str:
+        return self.wait(r"crossdock status --target (\S+)").group(1)
+
+    def status(self) -> tuple[int, dict[str, object]]:
+        command = [sys.executable, "-m", "crossdock", "status", "--json", "--target", self.target]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    made = Up(tmp_path)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
+    up.wait("Ctrl-C drains")
+    code, said = up.status()
+    assert (code, said["state"], said["epoch"]) == (0, "SERVING", 1)
+    ready = up.wait(r"(http:\S+)/metrics").group(1) + "/readyz"
+    with build_opener(ProxyHandler({})).open(ready, timeout=10) as response:
+        assert response.status == 200
+
+    children = children_of(up.process.pid)
+    workers = [pid for pid in children if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    assert (len(children), len(workers)) == (NUM_WORKERS + 1, NUM_WORKERS)
+    before = len(up.printed)
+    os.kill(workers[0], signal.SIGKILL)
+    up.wait("epoch 2: FORMING", before)
+    up.wait("epoch 2: SERVING", before)
+    assert up.status()[0] == 0
+
+    ends = [os.pidfd_open(pid) for pid in children_of(up.process.pid)]
+    assert len(ends) == NUM_WORKERS + 1
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(DEADLINE_S) == 0
+    up.wait("stopped", before)
+    for end in ends:
+        assert select.select([end], [], [], 10)[0], "a process outlived its supervisor"
+        os.close(end)
+
+
+def test_a_killed_supervisor_leaves_no_process(up: Up) -> None:
+    up.wait("Ctrl-C drains")
+    ends = [os.pidfd_open(pid) for pid in children_of(up.process.pid)]
+    up.process.kill()
+    for end in ends:
+        assert select.select([end], [], [], DEADLINE_S)[0], "a process outlived its supervisor"
+        os.close(end)
+
+
+def test_a_model_that_cannot_be_served_ends_the_wait_with_the_workers_words(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=1)
+    worker = WorkerConfig(model=str(tmp_path / "model"))
+    with (
+        Supervisor(control, [worker], tmp_path / "logs") as group,
+        pytest.raises(SupervisorError, match=r"config\.json"),
+    ):
+        group.wait_serving(DEADLINE_S)
+
+
+def test_a_group_that_is_not_complete_in_time_is_described(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=2)
+    worker = WorkerConfig(model=str(tmp_path / "model"))
+    with Supervisor(control, [worker], tmp_path / "logs") as group:
+        with pytest.raises(SupervisorError, match=r"expected SERVING within 0\.1 s, got"):
+            group.wait_serving(0.1)
+        assert group.addresses().keys() <= {"control", "worker-0"}
+
+
+def test_a_supervisor_without_workers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="workers"):
+        Supervisor(ControlConfig(), [], tmp_path)
+
+
+def test_a_chosen_port_is_nobody_elses_while_the_control_plane_is_away(tmp_path: Path) -> None:
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=1)
+    group = Supervisor(control, [WorkerConfig(model="m")], tmp_path)
+    address = split_address(group.control_address)
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    group.stop()
+    with socket.socket() as stranger:
+        stranger.bind(address)
+
+
+def test_a_server_that_is_no_control_plane_is_not_asked_in_a_tight_loop(tmp_path: Path) -> None:
+    other = FakeWorker(DescribeResponse(), echo)
+    group = Supervisor(None, [WorkerConfig(model="m", control=other.address)], tmp_path)
+    views, until = group.views(), time.monotonic() + 0.5
+    num_asked = 0
+    while time.monotonic() < until:
+        assert next(views).version == 0
+        num_asked += 1
+    assert num_asked < 10
+    views.close()
+    other.kill()

@@ -1,0 +1,187 @@
+"""One supervised process, with small scripts in the place of real programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from crossdock.child import Child
+from crossdock.common.announce import Addresses, parse
+
+LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2')\n"
+SLEEP = LISTEN + "print('noise'); print('trouble', file=sys.stderr, flush=True); time.sleep(600)"
+
+
+class Watched:
+    """A child that says when something about it changed."""
+
+    def __init__(self, code: str, folder: Path) -> None:
+        self._changed = threading.Condition()
+        self.child = Child("c", [sys.executable, "-c", code], folder / "c.log", lambda _: self._note())
+
+    def _note(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, until: Callable[[Child], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: until(self.child), timeout=30), self.child.tail()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[str], Watched]]:
+    made: list[Watched] = []
+
+    def start(code: str) -> Watched:
+        made.append(Watched(code, tmp_path))
+        made[-1].child.start()
+        return made[-1]
+
+    yield start
+    for watched in made:
+        watched.child.kill()
+        assert watched.child.join(10)
+
+
+def listening(child: Child) -> bool:
+    return child.addresses is not None
+
+
+def test_a_child_tells_where_it_listens(run: Callable[[str], Watched]) -> None:
+    watched = run(SLEEP)
+    watched.wait(listening)
+    assert watched.child.addresses == Addresses("h:1", "h:2")
+    assert watched.child.restarts == 0
+
+
+def test_a_killed_child_comes_back_and_its_log_goes_on(run: Callable[[str], Watched]) -> None:
+    watched = run(SLEEP)
+    watched.wait(listening)
+    first = watched.child.pid
+    os.kill(first, signal.SIGKILL)
+    watched.wait(lambda child: child.restarts == 1 and listening(child))
+    assert watched.child.pid != first
+    os.kill(watched.child.pid, signal.SIGKILL)
+    watched.wait(lambda child: child.restarts == 2 and listening(child))
+    assert "trouble" in watched.child.tail()
+
+
+def test_a_terminated_child_stays_away(run: Callable[[str], Watched]) -> None:
+    watched = run(SLEEP)
+    watched.wait(listening)
+    pid = watched.child.pid
+    watched.child.terminate()
+    assert watched.child.join(10)
+    assert watched.child.restarts == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_last_words_of_a_dead_child_are_told(
+    run: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    watched = run(LISTEN + "print('early', file=sys.stderr); print('the disk is full', file=sys.stderr); sys.exit(3)")
+    watched.wait(lambda child: child.restarts >= 1)
+    told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
+    assert told[0]["exit_status"] == 3
+    assert told[0]["last_words"] == "the disk is full"
+
+
+def test_a_hopeless_child_is_not_started_again(run: Callable[[str], Watched]) -> None:
+    watched = run("import sys; print('no such model', file=sys.stderr); sys.exit(2)")
+    watched.wait(lambda child: bool(child.hopeless))
+    assert watched.child.join(10)
+    assert watched.child.restarts == 0
+    assert "no such model" in watched.child.tail()
+
+
+def test_a_child_that_dies_again_and_again_before_it_listens_is_given_up(
+    run: Callable[[str], Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    watched = run("import sys; sys.exit(1)")
+    watched.wait(lambda child: bool(child.hopeless))
+    assert watched.child.restarts == 4
+
+
+def test_exit_status_2_of_a_child_that_once_listened_is_no_reason_to_give_up(run: Callable[[str], Watched]) -> None:
+    watched = run(LISTEN + "sys.exit(2)")
+    watched.wait(lambda child: child.restarts >= 1)
+    assert not watched.child.hopeless
+
+
+def test_a_command_that_cannot_start_does_not_hang(tmp_path: Path) -> None:
+    child = Child("c", [str(tmp_path / "none")], tmp_path / "c.log")
+    child.start()
+    with pytest.raises(RuntimeError, match="started"):
+        _ = child.pid
+    child.terminate()
+    assert child.join(10)
+
+
+def test_a_log_that_cannot_be_written_does_not_keep_a_child_from_starting(tmp_path: Path) -> None:
+    watched = Watched(SLEEP, tmp_path / "no folder")
+    watched.child.start()
+    watched.wait(listening)
+    watched.child.kill()
+    assert watched.child.join(10)
+
+
+def test_without_a_log_file_a_child_shares_our_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    child = Child("c", [sys.executable, "-c", SLEEP], None)
+    child.start()
+    printed = ""
+    deadline = time.monotonic() + 30
+    while "trouble" not in printed and time.monotonic() < deadline:
+        printed += capfd.readouterr().err
+    child.kill()
+    assert child.join(10)
+    assert "trouble" in printed
+    assert child.tail() == ""
+
+
+def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    kept = f"import os, crossdock.child as c; c.die_with({{parent}}); {LISTEN}time.sleep(600)".replace("\n", "; ")
+    keeper = (
+        "import os, sys, time, pathlib, crossdock.child as c\n"
+        f"code = {kept!r}.format(parent=os.getpid())\n"
+        f"child = c.Child('c', [sys.executable, '-c', code], pathlib.Path({str(tmp_path)!r}) / 'c.log')\n"
+        "child.start()\n"
+        "while child.addresses is None: time.sleep(0.01)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", keeper], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        end = os.pidfd_open(pid)
+        supervisor.kill()
+        try:
+            deadline = time.monotonic() + 20
+            while not _ended(end) and time.monotonic() < deadline:
+                pass
+            assert _ended(end)
+        finally:
+            os.close(end)
+
+
+def _ended(pidfd: int) -> bool:
+    import select
+
+    return bool(select.select([pidfd], [], [], 0.5)[0])
+
+
+@pytest.mark.parametrize(
+    "line", ["", "hello", "crossdock-ready", "crossdock-ready {}", "crossdock-ready [1]", "x crossdock-ready {}"]
+)
+def test_other_lines_announce_nothing(line: str) -> None:
+    assert parse(line) is None

@@ -1,0 +1,61 @@
+"""What a host says about its processes to a probe, with small HTTP servers in the place of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from crossdock.common.announce import Addresses
+from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.metrics import HostMetrics
+from crossdock.host import readiness
+
+NAMES = ["control", "worker-0"]
+
+
+class Answers:
+    """A process whose readiness the test sets."""
+
+    def __init__(self) -> None:
+        self.ready = (True, "SERVING")
+        self.http: HttpServer = serve_http("127.0.0.1:0", HostMetrics().registry, lambda: self.ready)
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses("unused:1", self.http.address)
+
+
+@pytest.fixture
+def processes() -> Iterator[tuple[Answers, Answers]]:
+    made = Answers(), Answers()
+    yield made
+    for one in made:
+        one.http.close()
+
+
+def test_a_host_is_ready_when_every_process_is(processes: tuple[Answers, Answers]) -> None:
+    control, worker = processes
+    where = {"control": control.addresses, "worker-0": worker.addresses}
+    assert readiness(NAMES, where) == (True, "ready")
+
+
+def test_an_unready_process_is_named_with_its_own_words(processes: tuple[Answers, Answers]) -> None:
+    control, worker = processes
+    worker.ready = (False, "joining: loading experts")
+    where = {"control": control.addresses, "worker-0": worker.addresses}
+    assert readiness(NAMES, where) == (False, "worker-0: joining: loading experts")
+
+
+def test_a_process_that_does_not_listen_is_named(processes: tuple[Answers, Answers]) -> None:
+    where = {"control": processes[0].addresses}
+    assert readiness(NAMES, where) == (False, "worker-0: not listening")
+
+
+def test_a_process_that_does_not_answer_is_named(processes: tuple[Answers, Answers]) -> None:
+    control, worker = processes
+    where = {"control": control.addresses, "worker-0": worker.addresses}
+    worker.http.close()
+    ready, reason = readiness(NAMES, where)
+    assert not ready
+    assert reason.startswith("worker-0: ")

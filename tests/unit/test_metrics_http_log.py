@@ -1,0 +1,196 @@
+"""Metrics, the HTTP face, and log lines that never stop a service."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crossdock.common import log as logs
+from crossdock.common.config import LogConfig, split_address
+from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.rpc import ListenError
+
+ALL = [WorkerMetrics, ControlMetrics, HostMetrics]
+
+
+def get(address: str, path: str, method: str = "GET") -> tuple[int, str]:
+    host, port = split_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+class State:
+    ready = False
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (State.ready, "because"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_each_metric_says_its_unit_and_meaning(kind: type[WorkerMetrics | ControlMetrics | HostMetrics]) -> None:
+    for metric in kind().declarations():
+        assert metric.name.startswith("crossdock_")
+        assert metric.unit
+        assert len(metric.help) > 10
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        if metric.unit in ("seconds", "bytes"):
+            assert metric.name.removesuffix("_total").endswith(metric.unit), metric.name
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_is_declared_is_what_the_registry_holds(kind: type[WorkerMetrics | ControlMetrics | HostMetrics]) -> None:
+    made = kind()
+    families = {family.name for family in made.registry.collect() if not family.name.startswith("process_")}
+    assert families == {metric.name.removesuffix("_total") for metric in made.declarations()}
+
+
+def test_two_sets_of_metrics_do_not_meet() -> None:
+    first, second = WorkerMetrics(), WorkerMetrics()
+    first.tokens_total.inc(3)
+    assert second.registry.get_sample_value("crossdock_tokens_total") == 0
+
+
+def test_buckets_are_printed_as_they_are_written() -> None:
+    metrics = WorkerMetrics()
+    metrics.op_seconds.labels(op="dispatch", mode="ll", phase="total").observe(3e-6)
+    labels = {"op": "dispatch", "mode": "ll", "phase": "total"}
+    assert metrics.registry.get_sample_value("crossdock_op_seconds_bucket", {**labels, "le": "2e-06"}) == 0
+    assert metrics.registry.get_sample_value("crossdock_op_seconds_bucket", {**labels, "le": "5e-06"}) == 1
+    assert all(len(str(bound)) <= 6 for bound in STEP_BUCKETS)
+
+
+def test_listening_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("looked up a name"))
+    serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, "")).close()
+
+
+def test_the_three_paths(server: HttpServer) -> None:
+    assert get(server.address, "/livez") == (200, "ok\n")
+    State.ready = False
+    assert get(server.address, "/readyz") == (503, "because\n")
+    State.ready = True
+    assert get(server.address, "/readyz?verbose") == (200, "because\n")
+    status, text = get(server.address, "/metrics")
+    assert status == 200
+    assert "crossdock_tokens_total" in text
+
+
+def test_other_paths_and_methods_are_refused(server: HttpServer) -> None:
+    assert get(server.address, "/")[0] == 404
+    assert get(server.address, "/metrics", "POST")[0] == 501
+
+
+def test_a_broken_readiness_check_does_not_stop_the_server() -> None:
+    def broken() -> tuple[bool, str]:
+        raise RuntimeError("no")
+
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, broken)
+    try:
+        with pytest.raises((http.client.HTTPException, OSError)):
+            get(made.address, "/readyz")
+        assert get(made.address, "/livez")[0] == 200
+    finally:
+        made.close()
+
+
+def test_a_silent_client_does_not_block_the_others(server: HttpServer) -> None:
+    with socket.create_connection(split_address(server.address)) as silent:
+        silent.sendall(b"GET /met")
+        assert get(server.address, "/livez")[0] == 200
+
+
+def test_a_port_in_use_is_named(server: HttpServer) -> None:
+    with pytest.raises(ListenError, match=server.address):
+        serve_http(server.address, WorkerMetrics().registry, lambda: (True, ""))
+
+
+def test_closing_frees_the_port(server: HttpServer) -> None:
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""))
+    made.close()
+    serve_http(made.address, WorkerMetrics().registry, lambda: (True, "")).close()
+
+
+@pytest.fixture
+def quiet_after() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_one_event_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    logs.setup(LogConfig(file=str(path)), host="a")
+    log = logs.get("crossdock.test")
+    logs.bind(rank=2)
+    log.info("hello\nworld", text="two words\nand a break", seconds=0.123456789, nothing="")
+    log.debug("not at this level")
+    logs.bind(rank=None)
+    try:
+        raise ValueError("bad")
+    except ValueError as error:
+        log.exception("caught", error=error)
+    logging.getLogger("other").warning("foreign %s", "text")
+    first, second, third = lines(path)
+    assert first.endswith(r'hello\nworld text="two words\nand a break" seconds=0.123457 nothing="" host=a rank=2')
+    assert 'error="ValueError: bad"' in second
+    assert "Traceback" in second
+    assert "rank=" not in second
+    assert "foreign text" in third
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_a_full_disk_is_said_once_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup(LogConfig(file="/dev/full"))
+    log = logs.get("crossdock.test")
+    for number in range(3):
+        log.info("event", number=number)
+    said = capsys.readouterr().err
+    assert [f"number={n}" in said for n in range(3)] == [True] * 3
+    assert said.count("log lines are being lost") == 1
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_a_log_file_that_cannot_be_opened_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    logs.setup(LogConfig(file=str(tmp_path / "no" / "such" / "folder.log")))
+    logs.get("crossdock.test").info("still here")
+    said = capsys.readouterr().err
+    assert "log file left out" in said
+    assert "still here" in said
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_setup_twice_writes_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    for _ in range(2):
+        logs.setup(LogConfig(file=str(path)))
+    threads = [threading.Thread(target=lambda: logs.get("crossdock.t").info("event")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lines(path)) == 8

@@ -1,0 +1,156 @@
+"""Program configs: files, overrides, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crossdock.common.config import (
+    ConfigFileError,
+    ControlConfig,
+    HostConfig,
+    Identity,
+    LogConfig,
+    WorkerConfig,
+    dump,
+    format_address,
+    load,
+    reachable_from_here,
+    split_address,
+)
+
+
+def test_defaults_are_a_whole_config() -> None:
+    assert load(ControlConfig, None) == ControlConfig()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ControlConfig(listen="[::1]:9", log=LogConfig(level="debug", file="x.log")),
+        WorkerConfig(model="/m", uid="7", dtype="bfloat16"),
+        HostConfig(worker=WorkerConfig(model="/m"), control=None),
+    ],
+)
+def test_a_dumped_config_loads_as_an_equal_one(
+    config: ControlConfig | WorkerConfig | HostConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(dump(config))
+    assert load(type(config), path) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lisen: a:1", ["lisen"]),
+        ("log: {levl: info}", ["levl", "$.log"]),
+        ("log: {level: loud}", ["loud", "$.log.level"]),
+        ("world_size: four", ["int", "$.world_size"]),
+        ("world_size: 0", [">= 1", "$.world_size"]),
+        ("lease_s: -1", ["$.lease_s"]),
+        ("listen: nowhere", ["listen", "host:port", "nowhere"]),
+        ("http_listen: a:70000", ["http_listen", "65535"]),
+        ("- a", ["mapping", "list"]),
+        ("a: [", ["c.yaml"]),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_path(text: str, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigFileError) as caught:
+        load(ControlConfig, path)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match=r"gone\.yaml"):
+        load(ControlConfig, tmp_path / "gone.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigFileError, match=r"b\.yaml"):
+        load(ControlConfig, tmp_path / "b.yaml")
+
+
+def test_overrides_win_and_take_the_type_of_their_field(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: /a\nlog: {level: info}\n")
+    got = load(WorkerConfig, path, ["model=7", "uid=null", "torch_threads=3", "log.level=debug", "step_timeout_s=2"])
+    assert (got.model, got.uid, got.torch_threads, got.log.level) == ("7", "null", 3, "debug")
+    assert got.step_timeout_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("listen", "path=value"),
+        ("=x", "path=value"),
+        ("lisen=x", "lisen"),
+        ("log.levl=x", "levl"),
+        ("world_size=[", "YAML"),
+        ("listen.port=3", r"\$.listen"),
+        ("log=3", r"\$.log"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigFileError, match=words):
+        load(ControlConfig, None, [override])
+
+
+def test_a_required_field_is_named() -> None:
+    with pytest.raises(ConfigFileError, match="model"):
+        load(WorkerConfig, None)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "host:65535", "[::1]:80"])
+def test_addresses_split_and_join(address: str) -> None:
+    assert format_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize("address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        split_address(address)
+
+
+def test_configs_check_addresses_when_made_in_code() -> None:
+    with pytest.raises(ValueError, match="advertise"):
+        WorkerConfig(model="m", advertise="x")
+
+
+def test_identity_reads_what_it_is_given_and_nothing_else() -> None:
+    got = Identity.from_env({"LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "l", "NODE_NAME": "n", "POD_NAME": "p"})
+    assert got == Identity(hostname="n", pod_name="p", worker_index=3, leader_address="l")
+    bare = Identity.from_env({})
+    assert bare.hostname
+    assert bare.worker_index is None
+
+
+def test_a_wrong_identity_is_refused_by_name() -> None:
+    with pytest.raises(ConfigFileError, match="LWS_WORKER_INDEX"):
+        Identity.from_env({"LWS_WORKER_INDEX": "first"})
+
+
+def test_the_workers_of_a_host_differ_in_rank_uid_and_ports() -> None:
+    shared = WorkerConfig(model="m", uid="h", listen="0.0.0.0:7500", advertise="n:7500", http_listen="0.0.0.0:0")
+    workers = HostConfig(worker=shared, num_workers=3).worker_configs()
+    assert [w.local_rank for w in workers] == [0, 1, 2]
+    assert [w.uid for w in workers] == ["h/0", "h/1", "h/2"]
+    assert [w.listen for w in workers] == ["0.0.0.0:7500", "0.0.0.0:7501", "0.0.0.0:7502"]
+    assert [w.advertise for w in workers] == ["n:7500", "n:7501", "n:7502"]
+    assert {w.http_listen for w in workers} == {"0.0.0.0:0"}
+
+
+def test_the_group_of_a_host_has_as_many_ranks_as_it_has_workers() -> None:
+    host = HostConfig(worker=WorkerConfig(model="m"), num_workers=3, control=ControlConfig(lease_s=2))
+    assert host.control_config() == ControlConfig(lease_s=2, world_size=3)
+    assert HostConfig(worker=WorkerConfig(model="m"), control=None).control_config() is None
+
+
+@pytest.mark.parametrize(
+    ("address", "reached"),
+    [("0.0.0.0:7", "127.0.0.1:7"), ("[::]:7", "[::1]:7"), ("10.0.0.1:7", "10.0.0.1:7")],
+)
+def test_a_server_on_every_interface_is_reached_over_loopback(address: str, reached: str) -> None:
+    assert reachable_from_here(address) == reached

@@ -1,0 +1,65 @@
+"""What `crossdock status` makes of a group view."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from crossdock.status import as_dict, as_table, format_bytes
+from crossdock.supervisor import describe
+from crossdock.v1.control_pb2 import FORMING, SERVING, GroupView, Member, WorkerId, WorkerStats
+
+
+def view() -> GroupView:
+    stats = WorkerStats(tokens_total=1234567, tokens_per_s=98.7, first_expert=4, num_experts=4, expert_bytes=3 << 30)
+    first = Member(rank=0, worker=WorkerId(uid="a/0", incarnation=1 << 60), address="a:1", ready=True, stats=stats)
+    third = Member(rank=2, worker=WorkerId(uid="a/2"), address="a:3", heartbeat_age_s=0.52, region=b"secret")
+    return GroupView(
+        epoch=7, state=FORMING, world_size=3, members=[third, first], lost_ranks=[1], reason="rank 1 lost", version=9
+    )
+
+
+def rendered(what: GroupView) -> str:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(as_table(what, "a:7400"))
+    return capture.get()
+
+
+def test_the_table_has_a_row_per_rank_in_order_and_says_why() -> None:
+    lines = rendered(view()).splitlines()
+    assert "FORMING  epoch 7  2/3 ranks  control plane a:7400" in lines[0]
+    rows = [line.split() for line in lines[3:6]]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert [row[1] for row in rows] == ["ready", "lost", "joining"]
+    assert "4-7" in lines[3]
+    assert "3 GiB" in lines[3]
+    assert "1,234,567" in lines[3]
+    assert "0.5 s" in lines[5]
+    assert "rank 1 lost" in lines[-1]
+
+
+def test_a_hostile_uid_is_shown_as_it_is() -> None:
+    what = GroupView(state=SERVING, members=[Member(worker=WorkerId(uid="[bold]x[/bold]"))])
+    assert "[bold]x[/bold]" in rendered(what)
+
+
+def test_the_dict_is_json_with_whole_numbers_and_no_region() -> None:
+    said = json.loads(json.dumps(as_dict(view())))
+    assert said["epoch"] == 7
+    assert said["members"][1]["incarnation"] == 1 << 60
+    assert said["members"][1]["tokens_total"] == 1234567
+    assert "secret" not in json.dumps(said)
+
+
+def test_a_view_in_a_few_words() -> None:
+    assert describe(view()) == "FORMING, 2/3 registered, 1 ready (rank 1 lost)"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5 MiB"), (1 << 50, "1024 TiB")]
+)
+def test_bytes_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
