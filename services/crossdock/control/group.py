@@ -1,0 +1,299 @@
+"""The group as a pure state machine: `step(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
+
+    FORMING ──every slot taken──▶ EXCHANGING ──all regions published, all ready──▶ SERVING
+       ▲                              │  │                                            │
+       │  slot empty    epoch broken: │  └── too often in a row ──▶ FAILED            │
+       └──────────────── epoch + 1 ◀──┴───────────────────────────────────────────────┘
+
+An epoch is one table of regions. It is *sealed* when the last region is in: from then on members map each other's
+memory, and whatever happens to one of them (lost, left, replaced, called silent) ends the epoch, once. Before that,
+nobody has built on it, so a member may go or be replaced without a new number. That is why killing one worker costs
+exactly one epoch, in whatever order its lease, its neighbours' reports and its successor arrive.
+
+A new process has no memory. For `recover_s` it listens to workers that remember a group (`Prior`). When all of them
+agree, the group serves on at the same epoch and nobody noticed; else the group forms anew above every reported epoch.
+
+docs/group-protocol.md has the tables. Ranks are chosen in ranks.py, the memory of workers is judged in recovery.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from crossdock.control import recovery
+from crossdock.control.records import (
+    Blamed,
+    Effect,
+    Event,
+    Group,
+    Heartbeat,
+    Leave,
+    Lost,
+    Member,
+    Phase,
+    Publish,
+    PublishRegion,
+    Ready,
+    Refusal,
+    Refuse,
+    Register,
+    Settings,
+    Tick,
+    Worker,
+)
+
+Result = tuple[Group, tuple[Effect, ...]]
+
+
+class _Refused(Exception):
+    """Leaves a rule early; `step` turns it into a Refuse effect on the unchanged group."""
+
+    def __init__(self, refusal: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+def new_group(settings: Settings, now: float) -> Group:
+    """The state of a process that was just started: empty, listening for a group that may have served before it."""
+    return Group(
+        settings=settings,
+        phase=Phase.FORMING,
+        epoch=0,
+        members=(),
+        owners=(None,) * settings.world_size,
+        placed=False,
+        recover_until=now + settings.recover_s,
+        highest_reported=0,
+        since=now,
+        ticked_at=now,
+        num_failed_epochs=0,
+        reason="control plane started: waiting for workers",
+        broken_ranks=(),
+    )
+
+
+def step(group: Group, event: Event, now: float) -> Result:
+    """Take one event.
+
+    Args:
+        group: the state before.
+        event: what happened.
+        now: seconds on a monotonic clock, never smaller than in the step before.
+
+    Returns:
+        The state after and what the shell must do. A refused event gives the same state and one Refuse.
+    """
+    try:
+        after, effects = _RULES[type(event)](group, event, now)
+    except _Refused as refused:
+        return group, (Refuse(refused.refusal, str(refused)),)
+    after = _settle(after, now)
+    if _visible(after) != _visible(group):
+        effects += (Publish(),)
+    return after, effects
+
+
+def _register(group: Group, event: Register, now: float) -> Result:
+    worker = event.worker
+    known = group.member(worker.uid)
+    if known is not None and worker.incarnation == known.worker.incarnation:
+        return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
+    if known is not None and worker.incarnation < known.worker.incarnation:
+        raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
+    _check_same_kind(worker, [member for member in group.members if member is not known])
+    if known is None and group.full:
+        size = group.settings.world_size
+        raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
+    if known is None:
+        return _add(group, event, now), ()
+    reason = f"{known} replaced: a newer process of it registered"
+    group = _add(_remove(group, (known,), reason, now), event, now)
+    return replace(group, reason=reason), (Lost(known.rank, known.uid, "replaced"),)
+
+
+def _publish_region(group: Group, event: PublishRegion, now: float) -> Result:
+    member = _require(group, event, event.epoch)
+    if not event.region:
+        raise _Refused(Refusal.BAD_VALUE, "region: expected some bytes, got none")
+    if not group.placed or group.phase is Phase.FAILED:
+        raise _Refused(Refusal.WRONG_PHASE, f"region: ranks are not final, or the group has failed: {group.reason}")
+    if group.sealed and event.region != member.region:
+        raise _Refused(Refusal.WRONG_PHASE, f"region: {member} has published another one in epoch {group.epoch}")
+    return _update(group, replace(member, region=event.region)), ()
+
+
+def _ready(group: Group, event: Ready, now: float) -> Result:
+    member = _require(group, event, event.epoch)
+    if not group.sealed or group.phase is Phase.FAILED:
+        raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
+    return _update(group, replace(member, ready=True)), ()
+
+
+def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
+    member = _require(group, event, None)
+    wrong = [rank for rank in event.silent_ranks if rank >= group.settings.world_size]
+    if wrong:
+        raise _Refused(Refusal.BAD_VALUE, f"silent_ranks: expected < {group.settings.world_size}, got {wrong}")
+    group = _update(group, replace(member, lease_until=now + group.settings.lease_s))
+    broken = bool(event.silent_ranks or event.fault)
+    if group.recovering:
+        return recovery.hear(group, event, broken), ()
+    if event.epoch > group.epoch:
+        reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
+        return replace(_raise_epoch(group, event.epoch + 1, now), reason=reason), ()
+    if not broken or event.epoch != group.epoch or group.phase not in {Phase.EXCHANGING, Phase.SERVING}:
+        return group, ()
+    blamed = {rank for rank in event.silent_ranks if rank != member.rank}
+    members = tuple(replace(m, num_blamed=m.num_blamed + 1) if m.rank in blamed else m for m in group.members)
+    effects = tuple(Blamed(m.rank, member.rank, m.num_blamed) for m in members if m.rank in blamed)
+    names = ", ".join(str(m) for m in members if m.rank in blamed)
+    told = f" silent: {names}" if names else " a fault"
+    reason = f"{member} reported{told}" + (f": {event.fault}" if event.fault else "")
+    return _break_epoch(replace(group, members=members), reason, tuple(sorted(blamed)), now), effects
+
+
+def _leave(group: Group, event: Leave, now: float) -> Result:
+    member = group.member(event.uid)
+    if member is None or member.worker.incarnation != event.incarnation:
+        return group, ()
+    reason = f"{member} left" + (f": {event.reason}" if event.reason else "")
+    return _remove(group, (member,), reason, now), (Lost(member.rank, member.uid, "left"),)
+
+
+def _tick(group: Group, event: Tick, now: float) -> Result:
+    group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
+    silent = tuple(member for member in group.members if member.lease_until <= now)
+    if silent:
+        reason = ", ".join(str(member) for member in silent) + " lost: lease expired"
+        effects = tuple(Lost(member.rank, member.uid, "lease") for member in silent)
+        return _remove(group, silent, reason, now), effects
+    if group.phase is Phase.EXCHANGING and now - group.since >= group.settings.form_timeout_s:
+        late = [m for m in group.members if not (m.ready if group.sealed else m.region)]
+        what = "ready" if group.sealed else "published"
+        names = ", ".join(str(member) for member in late)
+        reason = f"epoch {group.epoch} timed out after {group.settings.form_timeout_s:g} s: not {what}: {names}"
+        return _break_epoch(group, reason, tuple(member.rank for member in late), now), ()
+    return group, ()
+
+
+_RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
+    Register: _register,
+    PublishRegion: _publish_region,
+    Ready: _ready,
+    Heartbeat: _heartbeat,
+    Leave: _leave,
+    Tick: _tick,
+}
+
+
+def _settle(group: Group, now: float) -> Group:
+    """Move on as far as the members allow, after any event."""
+    if group.recover_until is not None:
+        if not group.full and now < group.recover_until:
+            return group
+        group = recovery.decide(group, now)
+    if group.phase is Phase.FORMING and group.full:
+        owners = tuple(member.worker.place for member in group.members)
+        group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
+    if group.phase is Phase.EXCHANGING and all(member.ready for member in group.members):
+        size = group.settings.world_size
+        group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=f"all {size} ranks ready")
+    return group
+
+
+def _add(group: Group, event: Register, now: float) -> Group:
+    worker, prior = event.worker, event.prior
+    member = Member(worker, rank=0, lease_until=now + group.settings.lease_s, claim=prior)
+    if group.placed:
+        rank = recovery.seat(member, group.slots)
+        members = (*group.members, replace(member, rank=rank))
+        owners = tuple(worker.place if slot == rank else owner for slot, owner in enumerate(group.owners))
+        group = replace(group, owners=owners, members=tuple(sorted(members, key=lambda one: one.rank)))
+    else:
+        group = replace(group, members=recovery.arrange((*group.members, member), group.settings.world_size))
+    joined = group.member(worker.uid)
+    missing = len(group.lost_ranks)
+    reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
+    group = replace(group, reason=reason, num_failed_epochs=0)
+    if prior is None:
+        return group
+    if group.recovering:
+        return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
+    # A memory of this epoch or a later one is of another process: its table and ours must not share a number.
+    return _raise_epoch(group, prior.epoch + 1, now) if prior.epoch >= group.epoch else group
+
+
+def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
+    ranks = tuple(member.rank for member in gone)
+    broke = group.sealed or group.phase is Phase.FAILED
+    members = tuple(member for member in group.members if member not in gone)
+    if not members:  # whoever comes next may be a wholly other set of workers
+        group = replace(group, placed=False, owners=(None,) * group.settings.world_size)
+    if not group.placed:
+        members = recovery.arrange(members, group.settings.world_size)
+    group = replace(group, members=members, reason=reason, num_failed_epochs=0)
+    if broke:
+        return replace(_raise_epoch(group, group.epoch + 1, now), broken_ranks=ranks)
+    phase_changed = group.phase is not Phase.FORMING
+    broken = tuple(sorted({*group.broken_ranks, *ranks}))
+    return replace(group, phase=Phase.FORMING, since=now if phase_changed else group.since, broken_ranks=broken)
+
+
+def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) -> Group:
+    """End the epoch while every member is alive: a member's report, or a deadline."""
+    failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
+    group = _raise_epoch(group, group.epoch + 1, now)
+    group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
+    if failed < group.settings.max_failed_epochs:
+        return group
+    return replace(group, phase=Phase.FAILED, reason=f"{failed} epochs broke in a row; the last: {reason}")
+
+
+def _raise_epoch(group: Group, epoch: int, now: float) -> Group:
+    """A new epoch: every region and every ready is void."""
+    members = tuple(replace(member, region=b"", ready=False) for member in group.members)
+    return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members)
+
+
+def _forgive_pause(group: Group, pause: float) -> Group:
+    """When this process itself stood still (suspended, starved), nobody could reach it: no lease runs meanwhile."""
+    if pause <= group.settings.lease_s / 2:
+        return group
+    members = tuple(replace(member, lease_until=member.lease_until + pause) for member in group.members)
+    until = None if group.recover_until is None else group.recover_until + pause
+    return replace(group, members=members, recover_until=until)
+
+
+def _check_same_kind(worker: Worker, members: Sequence[Member]) -> None:
+    for member in members:
+        for field in ("abi", "model", "transport"):
+            here, there = getattr(member.worker, field), getattr(worker, field)
+            if here != there:
+                message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
+                raise _Refused(Refusal.MIXED_GROUP, message)
+
+
+def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:
+    """The live member that sent the event, at the epoch it must speak of (None: any)."""
+    member = group.member(event.uid)
+    if member is None or event.incarnation > member.worker.incarnation:
+        raise _Refused(Refusal.UNKNOWN_WORKER, f"worker {event.uid}: not registered here (any more)")
+    if event.incarnation < member.worker.incarnation:
+        raise _Refused(Refusal.REPLACED, f"worker {event.uid}: a newer process holds {member}")
+    if epoch is not None and (group.recovering or epoch != group.epoch):
+        expected = "none before the group has recovered" if group.recovering else str(group.epoch)
+        raise _Refused(Refusal.WRONG_EPOCH, f"epoch: expected {expected}, got {epoch}")
+    return member
+
+
+def _update(group: Group, member: Member) -> Group:
+    members = tuple(member if other.uid == member.uid else other for other in group.members)
+    return replace(group, members=members)
+
+
+def _visible(group: Group) -> tuple[Any, ...]:
+    """What watchers are told of when it changes; leases, reports and single regions are not."""
+    who = tuple((member.rank, member.uid, member.worker.incarnation) for member in group.members)
+    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, who

@@ -1,0 +1,76 @@
+"""Who gets which rank: pure functions from stated facts to slots.
+
+Neighbours in rank are neighbours in hardware: the ranks of one NVLink domain are consecutive, inside it those of one
+host, inside it by local rank. Slots are stable: a worker that comes back gets its own, nobody is renumbered when
+another leaves, and the slot of one who left stays reserved until somebody new has no other place to go.
+
+Not here: who is alive, epochs, experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_DIGITS = re.compile(r"([0-9]+)")
+
+NameKey = tuple[tuple[str | int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands."""
+
+    uid: str
+    hostname: str
+    local_rank: int = 0
+    nvlink_domain: str = ""
+    """Workers with equal, non-empty domains reach each other over NVLink. Empty: only the host is known."""
+
+    @property
+    def neighbourhood(self) -> tuple[str, str]:
+        """What the worker shares with those that should be next to it in rank."""
+        return ("domain", self.nvlink_domain) if self.nvlink_domain else ("host", self.hostname)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One rank of the group: who holds it, or held it last."""
+
+    owner: Place | None = None
+    live: bool = False
+
+
+def assign_ranks(places: Iterable[Place]) -> dict[str, int]:
+    """Number workers that hold no rank yet: uid -> rank, consecutive from 0, whatever the order of `places`."""
+    return {place.uid: rank for rank, place in enumerate(sorted(places, key=_order))}
+
+
+def assign_rank(place: Place, slots: Sequence[Slot]) -> int | None:
+    """Find one newcomer a slot among those without a live owner; None when there is no such slot.
+
+    In order of preference: the slot it held itself; the slot of the same host and local rank (a worker that returned
+    under another name); a slot reserved for nobody; the slot with most kin (last owner and live neighbours of the same
+    NVLink domain or host); the lowest.
+    """
+    free = [rank for rank, slot in enumerate(slots) if not slot.live]
+    return max(free, key=lambda rank: _fitness(place, rank, slots), default=None)
+
+
+def _fitness(place: Place, rank: int, slots: Sequence[Slot]) -> tuple[bool, bool, bool, int, int]:
+    owner = slots[rank].owner
+    around = [slots[near].owner for near in (rank - 1, rank + 1) if 0 <= near < len(slots) and slots[near].live]
+    kin = sum(other is not None and other.neighbourhood == place.neighbourhood for other in (owner, *around))
+    same_seat = owner is not None and (owner.hostname, owner.local_rank) == (place.hostname, place.local_rank)
+    return owner is not None and owner.uid == place.uid, same_seat, owner is None, kin, -rank
+
+
+def _order(place: Place) -> tuple[bool, NameKey, NameKey, int, NameKey]:
+    area = place.nvlink_domain or place.hostname
+    return not place.nvlink_domain, _natural(area), _natural(place.hostname), place.local_rank, _natural(place.uid)
+
+
+def _natural(name: str) -> NameKey:
+    """Sort key that puts host-2 before host-10: text at even, numbers at odd positions; then by the text itself."""
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(_DIGITS.split(name))), name

@@ -1,0 +1,222 @@
+"""What the group machine works on: its state, the events it takes, the effects it asks for. Frozen values only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from crossdock.control.ranks import Place, Slot
+
+
+class Phase(enum.Enum):
+    """State of the group; the names are those of `GroupState` in control.proto."""
+
+    FORMING = "FORMING"
+    EXCHANGING = "EXCHANGING"
+    SERVING = "SERVING"
+    FAILED = "FAILED"
+
+
+class Refusal(enum.Enum):
+    """Why an event was refused. A refused event changes nothing."""
+
+    UNKNOWN_WORKER = "unknown worker"
+    REPLACED = "replaced"
+    WRONG_EPOCH = "wrong epoch"
+    WRONG_PHASE = "wrong phase"
+    MIXED_GROUP = "mixed group"
+    GROUP_FULL = "group full"
+    BAD_VALUE = "bad value"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Numbers that never change in the life of a group. Times in seconds."""
+
+    world_size: int
+    lease_s: float
+    form_timeout_s: float
+    recover_s: float
+    max_failed_epochs: int = 8
+    """Epochs that may break one after the other, with unchanged members and without serving, before FAILED."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """A worker's memory of the group, told to a control plane that has none."""
+
+    epoch: int
+    rank: int
+    region: bytes
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a worker says about itself when it registers."""
+
+    place: Place
+    incarnation: int
+    address: str
+    http_address: str
+    transport: str
+    abi: str
+    model: str
+
+    @property
+    def uid(self) -> str:
+        return self.place.uid
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live worker in its slot."""
+
+    worker: Worker
+    rank: int
+    lease_until: float
+    claim: Prior | None = None
+    region: bytes = b""
+    """Published in this epoch; empty before."""
+    ready: bool = False
+    num_blamed: int = 0
+    """How often others called this rank silent in the life of this member."""
+
+    @property
+    def uid(self) -> str:
+        return self.worker.uid
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.uid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot."""
+
+    settings: Settings
+    phase: Phase
+    epoch: int
+    members: tuple[Member, ...]
+    """By rank, live ones only."""
+    owners: tuple[Place | None, ...]
+    """By rank: who holds or last held the slot. All None until ranks are final."""
+    placed: bool
+    """Ranks are final: from the first complete group on, nobody is renumbered."""
+    recover_until: float | None
+    """Still listening for a group that served under a former process, until then; None once that is decided."""
+    highest_reported: int
+    """Greatest epoch that a worker remembered while recovering."""
+    since: float
+    """When `phase` or `epoch` changed."""
+    ticked_at: float
+    num_failed_epochs: int
+    reason: str
+    broken_ranks: tuple[int, ...]
+    """Ranks that were lost, replaced or called silent when the epoch before ended, or since."""
+
+    @property
+    def recovering(self) -> bool:
+        return self.recover_until is not None
+
+    @property
+    def full(self) -> bool:
+        return len(self.members) == self.settings.world_size
+
+    @property
+    def sealed(self) -> bool:
+        """Every region of this epoch is published, so the table was handed out and members may have mapped it."""
+        return self.full and all(member.region for member in self.members)
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        held = {member.rank for member in self.members}
+        return tuple(rank for rank in range(self.settings.world_size) if rank not in held)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        live = {member.rank: member.worker.place for member in self.members}
+        return tuple(Slot(live.get(rank, owner), rank in live) for rank, owner in enumerate(self.owners))
+
+    def member(self, uid: str) -> Member | None:
+        return next((member for member in self.members if member.uid == uid), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    worker: Worker
+    prior: Prior | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRegion:
+    uid: str
+    incarnation: int
+    epoch: int
+    region: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    uid: str
+    incarnation: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    uid: str
+    incarnation: int
+    epoch: int
+    """Of the sender's communicator; 0 before its first."""
+    silent_ranks: tuple[int, ...] = ()
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    uid: str
+    incarnation: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. Expected at least four times per lease."""
+
+
+Event = Register | PublishRegion | Ready | Heartbeat | Leave | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The view of the group changed: tell every watcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer the sender with this; nothing changed."""
+
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member is gone. cause: "lease" | "left" | "replaced"."""
+
+    rank: int
+    uid: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A member called another one silent and so ended an epoch. The blamed one keeps its slot: it may be only slow."""
+
+    rank: int
+    by_rank: int
+    num_blamed: int
+
+
+Effect = Publish | Refuse | Lost | Blamed

@@ -1,0 +1,266 @@
+"""The control plane as a process: messages become events, effects become Watch streams, log lines and metrics.
+
+    run_control(config)   blocking; prints one `crossdock-ready {...}` line, serves until SIGTERM or SIGINT
+
+All state is one frozen `Group`; every handler is one `step` of group.py on the event loop, so there is no lock. Watch
+streams are conflated: a slow watcher skips views and gets the newest. Nothing is written to disk.
+"""
+# ruff: noqa: N802  (the methods of a servicer are named in control.proto)
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from crossdock.common import log as logs
+from crossdock.common import rpc
+from crossdock.common.announce import announce
+from crossdock.common.config import ControlConfig
+from crossdock.common.http import serve_http
+from crossdock.common.metrics import ControlMetrics
+from crossdock.control import views
+from crossdock.control.group import new_group, step
+from crossdock.control.records import (
+    Blamed,
+    Effect,
+    Event,
+    Group,
+    Lost,
+    Phase,
+    Publish,
+    Refusal,
+    Refuse,
+    Settings,
+    Tick,
+)
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import control_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
+MAX_WATCHERS = 1024
+TICKS_PER_LEASE = 8
+MAX_TICK_S = 0.25
+STOP_GRACE_S = 1.0
+EXIT_OK, EXIT_BAD_CONFIG = 0, 2
+
+log = logs.get(__name__)
+
+REFUSALS: dict[Refusal, type[rpc.CallError]] = {
+    Refusal.UNKNOWN_WORKER: rpc.NotFound,
+    Refusal.REPLACED: rpc.AlreadyExists,
+    Refusal.WRONG_EPOCH: rpc.FailedPrecondition,
+    Refusal.WRONG_PHASE: rpc.FailedPrecondition,
+    Refusal.MIXED_GROUP: rpc.FailedPrecondition,
+    Refusal.GROUP_FULL: rpc.ResourceExhausted,
+    Refusal.BAD_VALUE: rpc.InvalidArgument,
+}
+"""The status that tells a worker what to do next; rpc.py says what each one means."""
+
+
+class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
+    """The ControlPlane service around one group.
+
+    Args:
+        config: of this process.
+        metrics: where to count.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: ControlConfig, metrics: ControlMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        settings = Settings(config.world_size, config.lease_s, config.form_timeout_s, config.recover_s)
+        self._clock, self._metrics = clock, metrics
+        self._limits = views.Limits.of(config.world_size, config.max_message_bytes)
+        self._group = new_group(settings, clock())
+        self._version = 1
+        self._stats: dict[str, pb.WorkerStats] = {}
+        self._watchers: set[asyncio.Event] = set()
+        self._stopping = False
+        metrics.world_size.set(config.world_size)
+        self._measure()
+
+    @property
+    def group(self) -> Group:
+        """The state as it is now."""
+        return self._group
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        """Enter the group, or enter it again."""
+        self._take(views.register_event(request, self._limits))
+        return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
+
+    async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
+        """Keep a member's region for this epoch."""
+        self._take(views.publish_event(request, self._limits))
+        return pb.PublishRegionResponse()
+
+    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
+        """A member has mapped all regions and can serve."""
+        self._take(views.ready_event(request))
+        return pb.ReadyResponse()
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+        """Renew a lease; take reports about silent ranks."""
+        self._take(views.heartbeat_event(request, self._limits))
+        self._metrics.heartbeats_total.inc()
+        if request.HasField("stats"):
+            request.stats.DiscardUnknownFields()  # whatever else was sent would be in every view
+            self._stats[request.worker.uid] = request.stats
+        return pb.HeartbeatResponse(epoch=self._group.epoch)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        """Go on purpose. Also answered well when the member is gone already."""
+        self._take(views.leave_event(request))
+        return pb.LeaveResponse()
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView]:
+        """The newest view, at once and after each change, until the caller or this process goes."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise rpc.ResourceExhausted(f"watch: expected at most {MAX_WATCHERS} watchers, got one more")
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        self._metrics.watchers.set(len(self._watchers))
+        try:
+            while not self._stopping:
+                changed.clear()
+                if views.is_replaced(self._group, request.worker):
+                    raise rpc.AlreadyExists(f"worker {request.worker.uid}: a newer process has its place")
+                yield self._view(request.worker)
+                await changed.wait()
+            raise rpc.Unavailable("the control plane is stopping")
+        finally:
+            self._watchers.discard(changed)
+            self._metrics.watchers.set(len(self._watchers))
+
+    def tick(self) -> None:
+        """Let time pass for the group."""
+        self._take(Tick())
+
+    def stop(self) -> None:
+        """End every Watch stream with UNAVAILABLE, so that watchers look for a successor."""
+        self._stopping = True
+        self._wake_watchers()
+
+    def _view(self, watcher: pb.WorkerId) -> pb.GroupView:
+        regions = views.is_member(self._group, watcher)
+        return views.group_view(self._group, self._version, self._clock(), self._stats, regions=regions)
+
+    def _take(self, event: Event) -> None:
+        before = self._group
+        self._group, effects = step(before, event, self._clock())
+        for effect in effects:
+            self._perform(effect, before)
+
+    def _perform(self, effect: Effect, before: Group) -> None:
+        match effect:
+            case Refuse(refusal, message):
+                raise REFUSALS[refusal](message)
+            case Lost(rank, uid, cause):
+                self._metrics.lost_total.labels(cause=cause).inc()
+                self._stats.pop(uid, None)
+                log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
+            case Blamed(rank, by_rank, num_blamed):
+                log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
+            case Publish():
+                self._publish(before)
+
+    def _publish(self, before: Group) -> None:
+        group = self._group
+        self._version += 1
+        if (group.phase, group.epoch) != (before.phase, before.epoch):
+            self._metrics.transitions_total.labels(to=group.phase.value).inc()
+        self._measure()
+        say = log.error if group.phase is Phase.FAILED else log.info
+        say(
+            "group changed",
+            state=group.phase.value,
+            epoch=group.epoch,
+            members=f"{len(group.members)}/{group.settings.world_size}",
+            regions="complete" if group.sealed else "missing",
+            reason=group.reason,
+        )
+        self._wake_watchers()
+
+    def _measure(self) -> None:
+        self._metrics.epoch.set(self._group.epoch)
+        self._metrics.members.set(len(self._group.members))
+        for phase in Phase:
+            self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
+
+    def _wake_watchers(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+
+def run_control(config: ControlConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address cannot be used."""
+    logs.setup(config.log, role="control")
+    try:
+        return asyncio.run(_serve(config))
+    except rpc.ListenError as error:
+        log.error("cannot listen", error=str(error))
+        return EXIT_BAD_CONFIG
+
+
+async def _serve(config: ControlConfig) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    metrics = ControlMetrics()
+    service = ControlPlane(config, metrics)
+    health = rpc.Health([SERVICE_NAME])
+    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics))
+    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
+    address = rpc.bind(server, config.listen)
+    http = serve_http(config.http_listen, metrics.registry, lambda: _readiness(service.group, stop.is_set()))
+    ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
+    ticking.add_done_callback(lambda _: stop.set())
+    try:
+        await server.start()
+        await health.set(True)
+        announce(address, http.address)
+        log.info("listening", address=address, http=http.address, world_size=config.world_size)
+        await stop.wait()
+        log.info("stopping")
+    finally:
+        await _shut_down(server, service, health, ticking)
+        http.close()
+    return EXIT_OK
+
+
+async def _shut_down(
+    server: grpc.aio.Server, service: ControlPlane, health: rpc.Health, ticking: asyncio.Task[None]
+) -> None:
+    await health.shut_down()
+    service.stop()
+    await server.stop(STOP_GRACE_S)
+    ticking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await ticking
+
+
+async def _tick_forever(service: ControlPlane, interval_s: float) -> None:
+    while True:
+        service.tick()
+        await asyncio.sleep(interval_s)
+
+
+def _readiness(group: Group, stopping: bool) -> tuple[bool, str]:
+    """The control plane is ready when it listens, whatever the group does: workers must find it to form one."""
+    held = f"{len(group.members)}/{group.settings.world_size} members"
+    return not stopping, "stopping" if stopping else f"{group.phase.value} epoch {group.epoch}, {held}"
+
+
+def _observer(metrics: ControlMetrics) -> rpc.Observe:
+    def observe(method: str, code: str, seconds: float) -> None:
+        if method != "Watch":  # it lasts as long as its watcher
+            metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
+
+    return observe

@@ -1,0 +1,172 @@
+"""Between messages and records: requests are checked here and become events, the state becomes a GroupView. Pure.
+
+A value that can never be right is refused with `InvalidArgument` before the group machine sees it, so no peer can make
+the state large, and nothing that a peer wrote can break a log line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crossdock.common.rpc import InvalidArgument
+from crossdock.control.ranks import Place
+from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
+from crossdock.v1 import control_pb2 as pb
+
+MAX_NAME_CHARS = 256
+MAX_TEXT_CHARS = 1000
+MAX_REGION_BYTES = 64 << 10
+MAX_EPOCH = 1 << 62
+MAX_LOCAL_RANK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that depend on the configuration."""
+
+    world_size: int
+    max_region_bytes: int
+
+    @staticmethod
+    def of(world_size: int, max_message_bytes: int) -> Limits:
+        """Such that a view with every region fits in one message, with room for the names."""
+        room = max_message_bytes // world_size - 8 * MAX_NAME_CHARS
+        return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
+
+
+def register_event(request: pb.RegisterRequest, limits: Limits) -> Register:
+    """Check a RegisterRequest. Raises InvalidArgument."""
+    uid, incarnation = _worker_id(request.worker)
+    if request.local_rank > MAX_LOCAL_RANK:
+        raise InvalidArgument(f"local_rank: expected <= {MAX_LOCAL_RANK}, got {request.local_rank}")
+    domains = {gpu.index: gpu.nvlink_domain for gpu in request.host.gpus}
+    place = Place(
+        uid,
+        _name("host.hostname", request.host.hostname),
+        request.local_rank,
+        _name("host.gpus.nvlink_domain", domains.get(request.local_rank, "")),
+    )
+    worker = Worker(
+        place,
+        incarnation,
+        address=_name("address", request.address),
+        http_address=_name("http_address", request.http_address),
+        transport=_name("transport", request.transport),
+        abi=_name("abi", request.abi),
+        model=_name("model", request.model),
+    )
+    return Register(worker, _prior(request.prior, limits) if request.HasField("prior") else None)
+
+
+def publish_event(request: pb.PublishRegionRequest, limits: Limits) -> PublishRegion:
+    """Check a PublishRegionRequest. Raises InvalidArgument."""
+    return PublishRegion(*_worker_id(request.worker), request.epoch, _region("region", request.region, limits))
+
+
+def ready_event(request: pb.ReadyRequest) -> Ready:
+    """Check a ReadyRequest. Raises InvalidArgument."""
+    return Ready(*_worker_id(request.worker), request.epoch)
+
+
+def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits) -> Heartbeat:
+    """Check a HeartbeatRequest. Raises InvalidArgument."""
+    if len(request.silent_ranks) > limits.world_size:
+        got = len(request.silent_ranks)
+        raise InvalidArgument(f"silent_ranks: expected at most {limits.world_size} of them, got {got}")
+    if request.epoch > MAX_EPOCH:
+        raise InvalidArgument(f"epoch: expected <= {MAX_EPOCH}, got {request.epoch}")
+    silent = tuple(sorted(set(request.silent_ranks)))
+    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, _text(request.fault))
+
+
+def leave_event(request: pb.LeaveRequest) -> Leave:
+    """Check a LeaveRequest. Raises InvalidArgument."""
+    return Leave(*_worker_id(request.worker), _text(request.reason))
+
+
+def is_member(group: Group, worker: pb.WorkerId) -> bool:
+    """Whether `worker` is a live member in just this incarnation."""
+    member = group.member(worker.uid)
+    return member is not None and member.worker.incarnation == worker.incarnation
+
+
+def is_replaced(group: Group, worker: pb.WorkerId) -> bool:
+    """Whether a newer process of the same uid is a live member."""
+    member = group.member(worker.uid)
+    return member is not None and member.worker.incarnation > worker.incarnation
+
+
+def group_view(
+    group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool
+) -> pb.GroupView:
+    """Render the state.
+
+    Args:
+        version: grows with every change of one control-plane process.
+        now: on the clock of the machine; gives the heartbeat ages.
+        stats: uid -> what its last heartbeat told.
+        regions: for members only. Even they get none before all are in: half a table is of no use.
+    """
+    with_regions = regions and group.sealed
+    view = pb.GroupView(
+        epoch=group.epoch,
+        state=group.phase.value,
+        world_size=group.settings.world_size,
+        reason=group.reason,
+        lost_ranks=group.lost_ranks,
+        version=version,
+        model=group.members[0].worker.model if group.members else "",
+        broken_ranks=group.broken_ranks,
+    )
+    for member in group.members:
+        age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
+        message = _member(member, age_s, stats.get(member.uid))
+        if with_regions:
+            message.region = member.region
+        view.members.append(message)
+    return view
+
+
+def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Member:
+    return pb.Member(
+        rank=member.rank,
+        worker=pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation),
+        hostname=member.worker.place.hostname,
+        address=member.worker.address,
+        http_address=member.worker.http_address,
+        ready=member.ready,
+        heartbeat_age_s=age_s,
+        stats=stats,
+    )
+
+
+def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:
+    if not worker.uid:
+        raise InvalidArgument("worker.uid: expected a name, got none")
+    return _name("worker.uid", worker.uid), worker.incarnation
+
+
+def _prior(prior: pb.PriorMembership, limits: Limits) -> Prior:
+    if not 0 < prior.epoch <= MAX_EPOCH:
+        raise InvalidArgument(f"prior.epoch: expected 1..{MAX_EPOCH}, got {prior.epoch}")
+    return Prior(prior.epoch, prior.rank, _region("prior.region", prior.region, limits), prior.ready)
+
+
+def _region(field: str, region: bytes, limits: Limits) -> bytes:
+    if len(region) > limits.max_region_bytes:
+        raise InvalidArgument(f"{field}: expected at most {limits.max_region_bytes} bytes, got {len(region)}")
+    return region
+
+
+def _name(field: str, text: str) -> str:
+    if len(text) > MAX_NAME_CHARS:
+        raise InvalidArgument(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(text)}")
+    if not text.isprintable():
+        raise InvalidArgument(f"{field}: expected printable characters, got {text!r}")
+    return text
+
+
+def _text(text: str) -> str:
+    """Free text for people: cut and made printable, never refused, because losing a fault report would be worse."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_TEXT_CHARS]).strip()

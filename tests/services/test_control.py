@@ -1,0 +1,276 @@
+"""The control plane over real gRPC: its service, its limits, bad input at every door."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from crossdock.common import rpc
+from crossdock.common.config import ControlConfig
+from crossdock.control import server, views
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import topology_pb2
+from tests.services.control_world import (
+    TIMEOUT_S,
+    FakeWorker,
+    InProcess,
+    exchange,
+    form,
+    in_process,
+    newest_view,
+    watch_until,
+)
+
+METHODS = ("Register", "PublishRegion", "Ready", "Heartbeat", "Leave")
+
+
+@pytest_asyncio.fixture
+async def control() -> AsyncIterator[InProcess]:
+    async with in_process(ControlConfig(world_size=3, lease_s=4, recover_s=5)) as made:
+        yield made
+
+
+async def test_health_says_serving_for_the_process_and_the_service(control: InProcess) -> None:
+    stub = health_pb2_grpc.HealthStub(control.channel)
+    for name in ("", server.SERVICE_NAME):
+        answer = await rpc.call(stub.Check, health_pb2.HealthCheckRequest(service=name), timeout_s=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(rpc.NotFound):
+        await rpc.call(stub.Check, health_pb2.HealthCheckRequest(service="nobody"), timeout_s=TIMEOUT_S)
+
+
+async def test_reflection_lists_and_describes_the_service(control: InProcess) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(control.channel)
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=server.SERVICE_NAME),
+    ]
+    listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=TIMEOUT_S)]
+    names = {service.name for service in listed.list_services_response.service}
+    assert {server.SERVICE_NAME, "grpc.health.v1.Health"} <= names
+    assert any(b"PublishRegion" in file for file in described.file_descriptor_response.file_descriptor_proto)
+
+
+async def test_a_group_forms_and_serves(control: InProcess) -> None:
+    workers = [FakeWorker(control.stub, uid) for uid in ("b/0", "a/1", "a/0")]
+    watch = control.stub.Watch(pb.WatchRequest(worker=workers[0].id), timeout=TIMEOUT_S)
+    assert (await watch.read()).members == []
+    for worker in workers:
+        assert (await worker.register()).lease_s == 4
+    view = await watch_until(watch, pb.EXCHANGING)
+    assert [member.worker.uid for member in view.members] == ["a/0", "a/1", "b/0"]
+    for worker in workers:
+        await worker.publish(view)
+    table = await watch.read()
+    assert [member.region for member in table.members] == [b"a/0 in 1", b"a/1 in 1", b"b/0 in 1"]
+    for worker in workers:
+        await worker.get_ready()
+    view = await watch_until(watch, pb.SERVING)
+    assert (view.epoch, view.world_size, view.model, list(view.lost_ranks)) == (1, 3, "m", [])
+    assert view.members[2].address == "b:1"
+    assert view.version > table.version
+    watch.cancel()
+
+
+async def test_only_members_see_regions(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    stranger = pb.WorkerId(uid="a/0", incarnation=0)
+    for worker, expected in [(None, False), (pb.WorkerId(uid="x"), False), (workers[0].id, True)]:
+        view = await newest_view(control.stub, worker)
+        assert view.state == pb.SERVING
+        assert [bool(member.region) for member in view.members] == [expected] * 3
+    with pytest.raises(rpc.AlreadyExists, match="newer process"):
+        await _read(control, stranger)
+
+
+async def test_fields_that_nobody_knows_are_in_no_view(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    unknown = bytes([0xFA, 0x06, 5]) + b"stray"  # field 111, five bytes
+    request = pb.HeartbeatRequest(worker=workers[0].id, epoch=1, stats=pb.WorkerStats.FromString(unknown))
+    await rpc.call(control.stub.Heartbeat, request, timeout_s=TIMEOUT_S)
+    assert b"stray" in request.SerializeToString()
+    assert b"stray" not in (await newest_view(control.stub)).SerializeToString()
+
+
+async def test_heartbeats_carry_stats_and_hold_the_lease(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    await control.wait(6, *workers)
+    view = await newest_view(control.stub)
+    assert view.state == pb.SERVING
+    assert [member.stats.tokens_total for member in view.members] == [7, 7, 7]
+    assert all(member.heartbeat_age_s < 1 for member in view.members)
+    await control.wait(6, *workers[:2])
+    view = await newest_view(control.stub)
+    assert (view.state, view.epoch, list(view.lost_ranks), list(view.broken_ranks)) == (pb.FORMING, 2, [2], [2])
+    assert view.reason == "rank 2 (c/0) lost: lease expired"
+    with pytest.raises(rpc.NotFound):
+        await workers[2].beat()
+
+
+async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> None:
+    old = (await form(control.stub, "a/0", "b/0", "c/0"))[1]
+    watch = control.stub.Watch(pb.WatchRequest(worker=old.id), timeout=TIMEOUT_S)
+    await watch.read()
+    new = FakeWorker(control.stub, "b/0", incarnation=2)
+    await new.register()
+    with pytest.raises(grpc.RpcError) as raised:
+        await watch_until(watch, pb.FAILED)
+    assert isinstance(rpc.error_of(raised.value), rpc.AlreadyExists)
+    for attempt in (old.register, old.beat, old.get_ready):
+        with pytest.raises(rpc.AlreadyExists, match="newer process"):
+            await attempt()
+    view = await newest_view(control.stub)
+    assert (view.state, view.epoch, list(view.broken_ranks)) == (pb.EXCHANGING, 2, [1])
+
+
+async def test_refusals_have_the_status_that_tells_what_to_do(control: InProcess) -> None:
+    first = FakeWorker(control.stub, "a/0")
+    await first.register()
+    with pytest.raises(rpc.FailedPrecondition, match="model: expected 'm' as rank 0"):
+        await FakeWorker(control.stub, "b/0").register(model="other")
+    await FakeWorker(control.stub, "b/0").register()
+    await FakeWorker(control.stub, "c/0").register()
+    with pytest.raises(rpc.ResourceExhausted, match="all 3 slots"):
+        await FakeWorker(control.stub, "d/0").register()
+    first.epoch = 5
+    with pytest.raises(rpc.FailedPrecondition, match="epoch: expected 1, got 5"):
+        await first.get_ready()
+    with pytest.raises(rpc.InvalidArgument, match="silent_ranks: expected < 3"):
+        await first.beat(3)
+
+
+async def test_fault_reports_raise_the_epoch_once(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    epochs = [await worker.beat(2, fault="PeerTimeout: peer 2\nsilent") for worker in workers[:2]]
+    assert epochs == [2, 2]
+    view = await newest_view(control.stub)
+    assert view.reason == "rank 0 (a/0) reported silent: rank 2 (c/0): PeerTimeout: peer 2 silent"
+    await exchange(control.stub, workers)
+    assert (await newest_view(control.stub)).state == pb.SERVING
+
+
+async def test_a_slow_watcher_gets_the_newest_view_only(control: InProcess) -> None:
+    stream = control.service.Watch(pb.WatchRequest(), None)
+    first = await anext(stream)
+    worker = FakeWorker(control.stub, "a/0")
+    for worker.incarnation in range(1, 51):
+        await worker.register()
+    second = await anext(stream)
+    assert second.members[0].worker.incarnation == 50
+    assert second.version >= first.version + 50
+    third = asyncio.ensure_future(anext(stream))
+    await newest_view(control.stub)
+    assert not third.done()
+    await worker.leave()
+    assert not (await third).members
+    await stream.aclose()
+
+
+async def test_watchers_are_counted_limited_and_forgotten(control: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_WATCHERS", 2)
+    calls = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(2)]
+    for call in calls:
+        await call.read()
+    assert control.sample("crossdock_watchers") == 2
+    with pytest.raises(rpc.ResourceExhausted, match="at most 2 watchers"):
+        await _read(control, None)
+    for call in calls:
+        call.cancel()
+    async with asyncio.timeout(TIMEOUT_S):
+        while control.sample("crossdock_watchers"):
+            await asyncio.sleep(0.01)
+
+
+async def test_metrics_follow_the_group(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    await control.wait(8, *workers[1:])
+    assert control.sample("crossdock_epoch") == 2
+    assert control.sample("crossdock_members") == 2
+    assert control.sample("crossdock_world_size") == 3
+    assert control.sample("crossdock_state", state="FORMING") == 1
+    assert control.sample("crossdock_state", state="SERVING") == 0
+    assert control.sample("crossdock_lost_total", cause="lease") == 1
+    assert control.sample("crossdock_transitions_total", to="SERVING") == 1
+    assert control.sample("crossdock_heartbeats_total") == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"worker": pb.WorkerId()}, "worker.uid: expected a name"),
+        ({"worker": pb.WorkerId(uid="x" * 300)}, "worker.uid: expected at most 256 characters, got 300"),
+        ({"worker": pb.WorkerId(uid="a\nERROR forged")}, "worker.uid: expected printable"),
+        ({"address": "x" * 257}, "address: expected at most 256"),
+        ({"model": "\x1b[2J"}, "model: expected printable"),
+        ({"host": topology_pb2.HostFacts(hostname="h\x00")}, "host.hostname: expected printable"),
+        ({"local_rank": 1 << 31}, "local_rank: expected <="),
+        ({"prior": pb.PriorMembership(epoch=0)}, "prior.epoch: expected 1"),
+        ({"prior": pb.PriorMembership(epoch=(1 << 64) - 1)}, "prior.epoch: expected 1"),
+        ({"prior": pb.PriorMembership(epoch=1, region=bytes(70_000))}, "prior.region: expected at most 65536 bytes"),
+    ],
+)
+async def test_a_bad_registration_is_refused_by_name(
+    control: InProcess, change: dict[str, object], message: str
+) -> None:
+    before = control.service.group
+    request = pb.RegisterRequest(**{"worker": pb.WorkerId(uid="a/0"), **change})
+    with pytest.raises(rpc.InvalidArgument) as raised:
+        await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
+    assert str(raised.value).startswith(message)
+    assert control.service.group is before
+
+
+async def test_a_region_that_is_too_large_or_empty_is_refused(control: InProcess) -> None:
+    worker = (await form(control.stub, "a/0", "b/0", "c/0"))[0]
+    for region in (bytes(views.MAX_REGION_BYTES + 1), b""):
+        request = pb.PublishRegionRequest(worker=worker.id, epoch=1, region=region)
+        with pytest.raises(rpc.InvalidArgument, match="region: expected"):
+            await rpc.call(control.stub.PublishRegion, request, timeout_s=TIMEOUT_S)
+    assert (await newest_view(control.stub)).state == pb.SERVING
+
+
+async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    before = control.service.group
+    allowed = (rpc.InvalidArgument, rpc.NotFound, rpc.FailedPrecondition, rpc.AlreadyExists)
+    draw = random.Random()
+    whole = pb.HeartbeatRequest(worker=workers[0].id, epoch=1, fault="x").SerializeToString()
+    for method in METHODS:
+        raw = control.channel.unary_unary(f"/{server.SERVICE_NAME}/{method}")
+        for size in (0, 1, 2, 30, 3000):
+            with pytest.raises(allowed):
+                await rpc.call(raw, b"\xff" + draw.randbytes(size), timeout_s=TIMEOUT_S)
+        with pytest.raises(rpc.InvalidArgument):
+            await rpc.call(raw, whole[:5], timeout_s=TIMEOUT_S)
+        with pytest.raises(rpc.ResourceExhausted):
+            await rpc.call(raw, bytes(5 << 20), timeout_s=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError) as raised:
+        _ = [view async for view in control.channel.unary_stream(f"/{server.SERVICE_NAME}/Watch")(b"\xff" * 9)]
+    assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
+    host, _, port = control.address.rpartition(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(4096)):
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            connection.sendall(noise)
+    assert control.service.group is before
+    assert (await newest_view(control.stub)).state == pb.SERVING
+
+
+async def test_calls_that_do_not_exist_are_unimplemented(control: InProcess) -> None:
+    raw = control.channel.unary_unary(f"/{server.SERVICE_NAME}/SelfDestruct")
+    with pytest.raises(rpc.Unimplemented):
+        await rpc.call(raw, b"", timeout_s=TIMEOUT_S)
+
+
+async def _read(control: InProcess, worker: pb.WorkerId | None) -> None:
+    try:
+        await newest_view(control.stub, worker)
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from None
