@@ -1,0 +1,182 @@
+"""Which requests share the next step: requests in, slices out. Pure: no clock, no lock, no thread, no tensor read.
+
+A step carries one layer. Clients take turns: the client that has waited longest for its turn names the layer (the one
+of its oldest request), and everybody else's requests for that layer ride along, one request per client and round, until
+the step is full. A turn is used up only when a client's *oldest* request is served, so riding along costs no turn and a
+client with many layers in flight cannot starve its own oldest request. Requests longer than a step are cut.
+
+`Budget` bounds the bytes that wait: per client (the client's stream is read no further) and in all (refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from crossdock.worker.work import Slice, Work
+
+_NEVER_NS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What this rank would like to serve next.
+
+    Attributes:
+        layer: layer of the oldest request of the client whose turn it is.
+        waited_ns: how long that client has waited for its turn; comparable between hosts, since it is a duration.
+        num_tokens: tokens queued here for that layer, of all clients.
+    """
+
+    layer: int
+    waited_ns: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Client:
+    """Queue of one client: requests by layer, oldest first. `turn_ns`: when its oldest request was last served."""
+
+    works: dict[Work, None] = field(default_factory=dict)
+    by_layer: dict[int, dict[Work, None]] = field(default_factory=dict)
+    turn_ns: int = 0
+
+    def oldest(self) -> Work:
+        return next(iter(self.works))
+
+    def waiting_since_ns(self) -> int:
+        return max(self.turn_ns, self.oldest().arrived_ns)
+
+    def remove(self, work: Work) -> None:
+        del self.works[work]
+        same_layer = self.by_layer[work.layer]
+        del same_layer[work]
+        if not same_layer:
+            del self.by_layer[work.layer]
+
+
+class Batcher:
+    """The queue of one rank. Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self) -> None:
+        self._clients: dict[Hashable, _Client] = {}
+        self._tokens: dict[int, int] = {}
+        self._no_deadline_before_ns = _NEVER_NS
+
+    def __len__(self) -> int:
+        return sum(len(client.works) for client in self._clients.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    def add(self, work: Work) -> None:
+        """Queue a request of at least one token."""
+        self._no_deadline_before_ns = min(self._no_deadline_before_ns, work.deadline_ns)
+        client = self._clients.setdefault(work.client, _Client())
+        client.works[work] = None
+        client.by_layer.setdefault(work.layer, {})[work] = None
+        self._tokens[work.layer] = self._tokens.get(work.layer, 0) + work.num_waiting
+
+    def remove(self, work: Work) -> bool:
+        """Take a request out (cancelled, expired). False if no tokens of it wait any more."""
+        client = self._clients.get(work.client)
+        if client is None or work not in client.works:
+            return False
+        self._forget(client, work)
+        return True
+
+    def expire(self, now_ns: int) -> list[Work]:
+        """Take out the requests that are past their deadline."""
+        if now_ns < self._no_deadline_before_ns:
+            return []
+        works = [work for client in self._clients.values() for work in client.works]
+        expired = [work for work in works if work.deadline_ns <= now_ns]
+        for work in expired:
+            self.remove(work)
+        self._no_deadline_before_ns = min(
+            (work.deadline_ns for work in works if work.deadline_ns > now_ns), default=_NEVER_NS
+        )
+        return expired
+
+    def clear(self) -> list[Work]:
+        """Take everything out, oldest first within a client."""
+        works = [work for client in self._clients.values() for work in client.works]
+        self._clients.clear()
+        self._tokens.clear()
+        return works
+
+    def head(self, now_ns: int) -> Head | None:
+        """What this rank wants next, or None if nothing waits."""
+        if not self._clients:
+            return None
+        client = min(self._clients.values(), key=_Client.waiting_since_ns)
+        layer = client.oldest().layer
+        return Head(layer, max(0, now_ns - client.waiting_since_ns()), self._tokens[layer])
+
+    def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
+        """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
+        clients = [client for client in self._clients.values() if layer in client.by_layer]
+        clients.sort(key=_Client.waiting_since_ns)
+        slices: list[Slice] = []
+        room = max_tokens
+        while clients and room > 0:
+            for client in clients:
+                if room == 0:
+                    break
+                piece = self._cut(client, layer, room, now_ns)
+                room -= piece.num_tokens
+                slices.append(piece)
+            clients = [client for client in clients if layer in client.by_layer]
+        return slices
+
+    def _cut(self, client: _Client, layer: int, room: int, now_ns: int) -> Slice:
+        work = next(iter(client.by_layer[layer]))
+        if work is client.oldest():
+            client.turn_ns = now_ns
+        piece = Slice(work, work.num_taken, work.num_taken + min(room, work.num_waiting))
+        if piece.is_last:
+            self._forget(client, work)
+        else:
+            self._tokens[layer] -= piece.num_tokens
+        work.num_taken = piece.stop
+        return piece
+
+    def _forget(self, client: _Client, work: Work) -> None:
+        left = self._tokens[work.layer] - work.num_waiting
+        if left:
+            self._tokens[work.layer] = left
+        else:
+            del self._tokens[work.layer]
+        client.remove(work)
+        if not client.works:
+            del self._clients[work.client]
+
+
+class Budget:
+    """Bytes of requests that are here and not yet answered, per client and in all."""
+
+    def __init__(self, max_bytes_per_client: int, max_bytes: int) -> None:
+        self._max_per_client, self._max = max_bytes_per_client, max_bytes
+        self._clients: dict[Hashable, int] = {}
+        self.num_bytes = 0
+
+    def charge(self, client: Hashable, num_bytes: int) -> bool:
+        """Take `num_bytes` in for `client`. False, and nothing is charged, if the total would pass its limit."""
+        if self.num_bytes + num_bytes > self._max:
+            return False
+        self.num_bytes += num_bytes
+        self._clients[client] = self._clients.get(client, 0) + num_bytes
+        return True
+
+    def release(self, client: Hashable, num_bytes: int) -> None:
+        """Give back what `charge` took."""
+        self.num_bytes -= num_bytes
+        left = self._clients[client] - num_bytes
+        if left:
+            self._clients[client] = left
+        else:
+            del self._clients[client]
+
+    def has_room(self, client: Hashable) -> bool:
+        """True while the client is below its limit: its stream may be read. One request may pass the limit."""
+        return self._clients.get(client, 0) < self._max_per_client

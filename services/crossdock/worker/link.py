@@ -1,0 +1,228 @@
+"""The worker's line to the control plane: register, watch, heartbeat, and tell again what a restarted one forgot.
+
+Policy-free: it knows the newest view of the group and lets others wait for one they like. Two tasks run on the event
+loop for the whole life of the worker, whatever loads or computes in threads beside them:
+* `_watch`: Register (with what is remembered of the group), Watch, and again from the start when the stream breaks;
+* `_beat`: a heartbeat every third of the lease; a fault that was reported is repeated until the epoch has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+
+import grpc
+
+from crossdock.common import log, rpc
+from crossdock.v1 import control_pb2, control_pb2_grpc
+from crossdock.worker.work import Fault
+
+_log = log.get(__name__)
+
+_CALL_S = 5.0
+"""Deadline of one call. A call that takes longer than a lease is lost anyway."""
+_RETRY_S = (0.1, 2.0)
+"""First and longest pause before a broken line is tried again."""
+
+View = control_pb2.GroupView
+
+
+class JoinRefused(Exception):
+    """The control plane will never take this worker as it is: another model, another ABI, or a newer process of it."""
+
+
+class Link:
+    """See the module's head. Make and use it inside the running loop.
+
+    Args:
+        target: host:port of the control plane.
+        registration: what Register says; `prior` is filled in here.
+        stats: asked for at each heartbeat.
+
+    Attributes:
+        trouble: why there is no line just now, or empty.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        registration: control_pb2.RegisterRequest,
+        stats: Callable[[], control_pb2.WorkerStats],
+    ) -> None:
+        self._channel = rpc.aio_channel(target)
+        self._stub = control_pb2_grpc.ControlPlaneStub(self._channel)
+        self._registration, self._stats = registration, stats
+        self._view = View()
+        self._changed = asyncio.Condition()
+        self._refused: JoinRefused | None = None
+        self._prior: control_pb2.PriorMembership | None = None
+        self._fault: tuple[int, Fault] | None = None
+        self._lease_s = 3.0
+        self.trouble = ""
+        self._beat_now = asyncio.Event()
+        self._register_again = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def view(self) -> View:
+        """The newest view; epoch 0 and no members before the first."""
+        return self._view
+
+    @property
+    def registered(self) -> bool:
+        """True once a view has come."""
+        return bool(self._view.version)
+
+    def start(self) -> None:
+        """Begin to register, watch and beat."""
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._beat())]
+
+    async def wait(self, wanted: Callable[[View], bool]) -> View:
+        """The newest view, as soon as `wanted` likes it. Raises JoinRefused if there will be no more views."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._refused is not None or wanted(self._view))
+            if self._refused is not None:
+                raise self._refused
+            return self._view
+
+    def me(self, view: View) -> control_pb2.Member | None:
+        """This worker's seat in a view."""
+        worker = self._registration.worker
+        return next((member for member in view.members if member.worker == worker), None)
+
+    async def publish(self, epoch: int, rank: int, region: bytes) -> None:
+        """Give this rank's region for `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
+        self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
+        request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
+        await rpc.call(self._stub.PublishRegion, request, timeout_s=_CALL_S, retry_s=4 * _CALL_S)
+
+    async def ready(self, epoch: int) -> None:
+        """Everything is in place for `epoch`. Raises rpc.CallError."""
+        request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
+        await rpc.call(self._stub.Ready, request, timeout_s=_CALL_S, retry_s=4 * _CALL_S)
+
+    def serving(self, epoch: int) -> None:
+        """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
+        if self._prior is not None and self._prior.epoch == epoch:
+            self._prior.ready = True
+
+    def report(self, epoch: int, fault: Fault) -> None:
+        """Say that `epoch` is broken, now and with every heartbeat until there is a newer one."""
+        self._fault = (epoch, fault)
+        if self._prior is not None:
+            self._prior.ready = False
+        self._beat_now.set()
+
+    async def leave(self, reason: str) -> None:
+        """Go on purpose; nothing is sent after this. Best effort: a lease ends by itself."""
+        await self._stop_tasks()
+        request = control_pb2.LeaveRequest(worker=self._registration.worker, reason=reason)
+        with contextlib.suppress(rpc.CallError):
+            await rpc.call(self._stub.Leave, request, timeout_s=2.0)
+
+    async def close(self) -> None:
+        """Stop both tasks and hang up."""
+        await self._stop_tasks()
+        await self._channel.close(None)
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        pause_s = _RETRY_S[0]
+        while self._refused is None:
+            try:
+                await self._register()
+                pause_s, self.trouble = _RETRY_S[0], ""
+                await self._follow()
+            except (rpc.AlreadyExists, rpc.FailedPrecondition, rpc.InvalidArgument) as error:
+                await self._refuse(JoinRefused(str(error)))
+            except rpc.CallError as error:
+                self.trouble = str(error)
+                _log.info("no control plane", error=error, retry_s=pause_s)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    async def _register(self) -> None:
+        request = control_pb2.RegisterRequest()
+        request.CopyFrom(self._registration)
+        if self._prior is not None:
+            request.prior.CopyFrom(self._prior)
+        response = await rpc.call(self._stub.Register, request, timeout_s=_CALL_S)
+        self._lease_s = response.lease_s
+        _log.info("registered", epoch=response.epoch, lease_s=response.lease_s)
+
+    async def _follow(self) -> None:
+        """Take views until the stream ends (raises CallError) or `_beat` wants to register again."""
+        self._register_again.clear()
+        again = asyncio.create_task(self._register_again.wait())
+        reader = asyncio.create_task(self._read_views())
+        try:
+            await asyncio.wait({reader, again}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+        finally:
+            for task in (reader, again):
+                task.cancel()
+
+    async def _read_views(self) -> bool:
+        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker))
+        try:
+            async for view in stream:
+                await self._show(view)
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from None
+        finally:
+            stream.cancel()
+        raise rpc.Unavailable("the control plane ended the Watch stream")
+
+    async def _show(self, view: View) -> None:
+        if self._fault is not None and view.epoch > self._fault[0]:
+            self._fault = None
+        self._remember(view)
+        async with self._changed:
+            self._view = view
+            self._changed.notify_all()
+
+    def _remember(self, view: View) -> None:
+        """A newer epoch makes what was remembered void: a control plane that forgot the group must not be told that the
+        old one still serves, nor form a new one under the number that this worker has seen already."""
+        me = self.me(view)
+        seen = self._prior.epoch if self._prior is not None else 0
+        final = self._prior is not None or view.state == control_pb2.EXCHANGING
+        if view.epoch > seen and me is not None and final:
+            self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank)
+
+    async def _refuse(self, error: JoinRefused) -> None:
+        async with self._changed:
+            self._refused = error
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        while self._refused is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._beat_now.wait(), self._lease_s / 3)
+            self._beat_now.clear()
+            if not self.registered:
+                continue
+            try:
+                await rpc.call(self._stub.Heartbeat, self._heartbeat(), timeout_s=max(0.5, self._lease_s / 3))
+            except rpc.NotFound:
+                self._register_again.set()
+            except rpc.AlreadyExists as error:
+                await self._refuse(JoinRefused(str(error)))
+            except rpc.CallError as error:
+                _log.debug("heartbeat failed", error=error)
+
+    def _heartbeat(self) -> control_pb2.HeartbeatRequest:
+        epoch = self._prior.epoch if self._prior is not None else 0
+        request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
+        if self._fault is not None:
+            request.epoch, fault = self._fault
+            request.silent_ranks.extend(fault.silent_ranks)
+            request.fault = fault.reason
+        return request

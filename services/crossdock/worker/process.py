@@ -1,0 +1,210 @@
+"""The worker process: config in, exit code out. `run_worker` is what `crossdock worker` calls.
+
+    open the model ─▶ listen (gRPC, HTTP) ─▶ print `crossdock-ready {...}` ─▶ session: join, serve, join again, ...
+    SIGTERM, SIGINT or Drain: finish what is queued, leave, exit 0. A second signal ends the process at once.
+
+Exit codes: 0 drained; 2 the model or an address cannot be used; 3 the group does not take this worker, or there was no
+control plane for `JOIN_TIMEOUT_S` after the start. Whoever started the process may start it again after a 3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import grpc.aio
+import torch
+
+from crossdock.common import log, rpc
+from crossdock.common.announce import announce
+from crossdock.common.config import Identity, WorkerConfig
+from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.metrics import WorkerMetrics
+from crossdock.common.rpc import ListenError
+from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
+from crossdock.wire import NAMES
+from crossdock.worker.admission import Door
+from crossdock.worker.batcher import Budget
+from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.engine import Engine
+from crossdock.worker.link import JoinRefused, Link
+from crossdock.worker.model import Model
+from crossdock.worker.seat import host_facts
+from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
+from crossdock.worker.session import Session
+from crossdock.worker.status import Status
+from crossdock.worker.telemetry import Telemetry
+from ep_kernels import EpError
+
+EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED = 0, 2, 3
+JOIN_TIMEOUT_S = 120.0
+"""Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
+_STOP_GRACE_S = 1.0
+_MAX_CALLS = 1024
+"""Streams and other calls open at once; each may hold one message that is not yet counted as queued."""
+
+_log = log.get(__name__)
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Serve until drained; returns the exit code. Blocks."""
+    identity = Identity.from_env()
+    log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
+    torch.set_num_threads(config.torch_threads)
+    try:
+        model = Model(config, Checkpoint.open(config.model))
+    except (CheckpointError, EpError) as error:
+        _log.error("cannot serve this model", error=str(error))
+        return EXIT_BAD_CONFIG
+    try:
+        return asyncio.run(_Process(config, identity, model).run())
+    except ListenError as error:
+        _log.error("cannot listen", error=str(error))
+        return EXIT_BAD_CONFIG
+    except CheckpointError as error:
+        _log.error("cannot load the experts", error=str(error))
+        return EXIT_BAD_CONFIG
+    finally:
+        model.close()
+
+
+class _Process:
+    """Wires the parts together and takes them apart again."""
+
+    def __init__(self, config: WorkerConfig, identity: Identity, model: Model) -> None:
+        self._config, self._identity, self._model = config, identity, model
+        self._metrics = WorkerMetrics()
+        self._telemetry = Telemetry(self._metrics, model.row_bytes)
+        self._engine = Engine(config.max_tokens_per_step, self._telemetry)
+        self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
+        self._metrics.queued_requests.set_function(self._engine.num_queued)
+        self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
+        self._health = rpc.Health([SERVICE_NAME])
+        self._status = Status(self._metrics, self._tell_health)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """From listening to the exit code. Raises ListenError, CheckpointError."""
+        server, address = await self._listen()
+        try:
+            http = serve_http(self._config.http_listen, self._metrics.registry, self._status.ready)
+        except ListenError:
+            await server.stop(0)
+            raise
+        await server.start()
+        self._link = Link(self._config.control, self._registration(address, http.address), self._stats)
+        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry)
+        self._stop = asyncio.Event()
+        _handle_signals(self._stop)
+        announce(address, http.address)
+        _log.info("listening", address=address, http=http.address, model=self._model.spec.family)
+        try:
+            return await self._live()
+        finally:
+            await self._shut_down(server, http)
+
+    async def _live(self) -> int:
+        self._link.start()
+        life = asyncio.create_task(self._session.run())
+        stop = asyncio.create_task(self._stop.wait())
+        joined = asyncio.create_task(asyncio.wait_for(self._link.wait(lambda view: view.version > 0), JOIN_TIMEOUT_S))
+        try:
+            await asyncio.wait({life, stop, joined}, return_when=asyncio.FIRST_COMPLETED)
+            if joined.done() and not life.done() and not stop.done():
+                joined.result()
+                await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not life.done():
+                await self._session.drain(self._config.drain_timeout_s)
+                life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await life
+        except TimeoutError:
+            _log.error("could not join", control=self._config.control, why=self._link.trouble, waited_s=JOIN_TIMEOUT_S)
+            return EXIT_NOT_JOINED
+        except JoinRefused as error:
+            _log.error("the group does not take this worker", error=str(error))
+            return EXIT_NOT_JOINED
+        finally:
+            for task in (life, stop, joined):
+                task.cancel()
+            await asyncio.gather(life, stop, joined, return_exceptions=True)
+        return EXIT_DRAINED
+
+    async def _listen(self) -> tuple[grpc.aio.Server, str]:
+        server = await rpc.server(self._config.max_message_bytes, self._health, max_calls=_MAX_CALLS)
+        backend = Backend(
+            self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
+        )
+        service = ExpertService(backend, self._describe, self._drain)
+        expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
+        return server, rpc.bind(server, self._config.listen)
+
+    async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
+        self._status.close()
+        await self._health.shut_down()
+        await self._link.leave("drained" if self._stop.is_set() else "stopping")
+        await self._link.close()
+        await server.stop(_STOP_GRACE_S)
+        http.close()
+        self._telemetry.close()
+        _log.info("stopped")
+
+    async def _drain(self) -> None:
+        """The Drain call: like SIGTERM, answered when the group was left."""
+        self._stop.set()
+        await self._session.wait_left()
+
+    def _registration(self, address: str, http_address: str) -> control_pb2.RegisterRequest:
+        config, identity = self._config, self._identity
+        uid = config.uid or f"{identity.pod_name or identity.hostname}/{config.local_rank}"
+        return control_pb2.RegisterRequest(
+            worker=control_pb2.WorkerId(uid=uid, incarnation=time.time_ns()),
+            host=host_facts(identity.hostname),
+            local_rank=config.local_rank,
+            address=config.advertise or address,
+            http_address=http_address,
+            transport=config.transport,
+            abi=self._model.capabilities.abi,
+            model=self._model.spec.fingerprint,
+        )
+
+    def _stats(self) -> control_pb2.WorkerStats:
+        return self._telemetry.stats(self._engine.num_queued())
+
+    def _describe(self) -> expert_pb2.DescribeResponse:
+        spec, seat = self._model.spec, self._status.seat
+        return expert_pb2.DescribeResponse(
+            model=spec.fingerprint,
+            family=spec.family,
+            num_layers=spec.num_layers,
+            moe_layers=spec.moe_layers,
+            num_experts=spec.num_experts,
+            hidden_size=spec.hidden_size,
+            topk=spec.topk,
+            dtype=NAMES[self._model.dtype],
+            max_tokens_per_step=self._config.max_tokens_per_step,
+            epoch=seat.epoch if seat else 0,
+            rank=seat.rank if seat else 0,
+            world_size=seat.size if seat else 0,
+            serving=self._status.ready()[0],
+        )
+
+    def _tell_health(self, serving: bool) -> None:
+        task = asyncio.create_task(self._health.set(serving))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _handle_signals(stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT drains, the second ends the process at once."""
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)

@@ -1,0 +1,112 @@
+"""A seat in one epoch of the group: rank, size, and the bootstrap over the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossdock.common import rpc
+from crossdock.v1 import control_pb2, topology_pb2
+from crossdock.worker.link import JoinRefused, Link, View
+from ep_kernels import TransportError, topology
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Who this worker is in one epoch."""
+
+    epoch: int
+    rank: int
+    size: int
+
+
+class ControlGroup:
+    """A `Group` whose all_gather is PublishRegion, then the table of regions in the next views.
+
+    It gathers once per epoch, which is what a communicator asks for. Used from a thread beside the event loop.
+    """
+
+    def __init__(self, seat: Seat, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        self._seat, self._link, self._loop = seat, link, loop
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._seat.rank
+
+    @property
+    def size(self) -> int:
+        """Rank slots R."""
+        return self._seat.size
+
+    @property
+    def epoch(self) -> int:
+        """Membership counter, owned by the control plane."""
+        return self._seat.epoch
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """See `ep_kernels.Group`. `timeout_s` is not used: peers may be loading weights, and the control plane ends an
+        epoch that takes too long. Raises TransportError when the epoch is over."""
+        return asyncio.run_coroutine_threadsafe(self._gather(payload), self._loop).result()
+
+    async def _gather(self, payload: bytes) -> list[bytes]:
+        epoch = self._seat.epoch
+        try:
+            await self._link.publish(epoch, self._seat.rank, payload)
+            view = await self._link.wait(lambda view: view.epoch > epoch or _has_all_regions(view, self._seat))
+        except (rpc.CallError, JoinRefused) as error:
+            raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
+        if view.epoch > epoch:
+            raise TransportError(f"bring-up of epoch {epoch}: superseded by epoch {view.epoch}: {view.reason}")
+        return [member.region for member in view.members]
+
+
+def _has_all_regions(view: View, seat: Seat) -> bool:
+    members = view.members
+    return view.epoch == seat.epoch and len(members) == seat.size and all(member.region for member in members)
+
+
+def seat_in(view: View, link: Link) -> Seat | None:
+    """This worker's seat if a complete group is forming in `view`, else None."""
+    me = link.me(view)
+    if me is None or view.state != control_pb2.EXCHANGING:
+        return None
+    return Seat(view.epoch, me.rank, view.world_size)
+
+
+def host_facts(hostname: str) -> topology_pb2.HostFacts:
+    """What this host says about itself, under the name by which the platform knows it. The GPUs of one host that have
+    NVLinks are one domain."""
+    facts = topology.probe()
+    gpus = [
+        topology_pb2.Gpu(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            pci_bus_id=gpu.pci_address,
+            numa_node=gpu.numa_node,
+            nvlink_domain=facts.boot_id if gpu.num_nvlinks else "",
+        )
+        for gpu in facts.gpus
+    ]
+    nics = [
+        topology_pb2.Nic(
+            name=f"{nic.device}/{nic.port}",
+            link_layer=nic.link_layer,
+            state=nic.state,
+            rate_bits_per_s=int(nic.rate_gbps * 1e9),
+            numa_node=nic.numa_node,
+        )
+        for nic in facts.nics
+    ]
+    return topology_pb2.HostFacts(
+        hostname=hostname,
+        boot_id=facts.boot_id,
+        num_cpus=facts.num_cpus,
+        memory_bytes=facts.memory_bytes,
+        numa_nodes=len(facts.numa_nodes),
+        gpus=gpus,
+        nics=nics,
+    )

@@ -1,0 +1,145 @@
+"""The safetensors files of one checkpoint directory, as one name -> tensor map. Knows nothing of models.
+
+Files are mapped, never read whole: `read` touches the bytes of the slice it is asked for. Errors of the safetensors
+library and of the file system become CheckpointError here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Element types that expert weights and their scales may have, by safetensors' name."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint directory cannot be served: something is missing, broken or not supported. Says what, and where."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError: missing, unreadable, or not a JSON object."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: unreadable: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+class Shards:
+    """All tensors of a directory: `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+    Raises:
+        CheckpointError: no safetensors in the directory, or a broken index.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+        self._keys: dict[str, frozenset[str]] = {}
+        self._file_of = self._index()
+
+    def _index(self) -> dict[str, str]:
+        index = self._directory / INDEX
+        if index.is_file():
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise CheckpointError(f"{index}: expected weight_map: tensor name -> file name")
+            outside = sorted(name for name in set(files.values()) if Path(name).name != name)
+            if outside:
+                raise CheckpointError(f"{index}: expected file names of this directory, got {outside[0]!r}")
+            return files
+        if not (self._directory / SINGLE).is_file():
+            found = sorted(path.name for path in self._directory.iterdir())[:8]
+            raise CheckpointError(f"{self._directory}: expected {SINGLE} or {INDEX}, found {found}")
+        self._handle(SINGLE)
+        return dict.fromkeys(self._keys[SINGLE], SINGLE)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._directory / file
+            try:
+                handle = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path}: missing shard, named by {INDEX}") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: truncated or corrupt shard: {error}") from error
+            self._open[file], self._keys[file] = handle, frozenset(handle.keys())  # type: ignore[no-untyped-call]
+        return self._open[file]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._directory / self._file_of[name]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
+        handle = self._handle(file)
+        if name not in self._keys[file]:
+            raise CheckpointError(f"{self._directory / file}: tensor {name} is missing, though {INDEX} puts it here")
+        return handle.get_slice(name)
+
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of a tensor, without touching its data.
+
+        Raises:
+            CheckpointError: missing tensor or shard, broken shard, or an element type that is not supported.
+        """
+        view = self._slice(name)
+        dtype = DTYPES.get(view.get_dtype())
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file(name)}: {name}: expected one of {sorted(DTYPES)}, got {view.get_dtype()}"
+            )
+        return dtype, tuple(view.get_shape())
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor, or `tensor[index]` alone. May be a view of the mapped file: copy before you keep or write it.
+
+        Raises:
+            CheckpointError: as `describe`, or the bytes cannot be read.
+        """
+        view = self._slice(name)
+        try:
+            tensor: torch.Tensor = view[:] if index is None else view[index : index + 1][0]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.file(name)}: {name}: unreadable: {error}") from error
+        return tensor
+
+    def first_row(self, name: str, index: int | None = None) -> torch.Tensor:
+        """First row of the matrix that `read` would give, touching little more than its bytes.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        view = self._slice(name)
+        try:
+            row: torch.Tensor = view[:1] if index is None else view[index : index + 1, :1]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.file(name)}: {name}: unreadable: {error}") from error
+        return row.reshape(-1)
+
+    def close(self) -> None:
+        """Unmap every file. The next read maps again."""
+        self._open.clear()
+        self._keys.clear()

@@ -1,0 +1,113 @@
+"""How the ranks agree on the next step: each gives one `Proposal`, each computes the same `Decision`. Pure.
+
+One exchange of 8 int64 per rank carries the proposals *and* the outcome of the step before, so a busy group pays one
+exchange per step. A request is answered only after that exchange: then every rank has said that its experts did their
+part, and an expert failure on one rank becomes an error of the requests, never a silently wrong sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from crossdock.worker.batcher import Head
+
+NO_LAYER = -1
+_DRAINING, _LEAVING, _FAILED = 1, 2, 4
+
+
+class DesyncError(RuntimeError):
+    """The ranks are not at the same step: the group is broken and must form again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank says in an exchange.
+
+    Attributes:
+        step: number of steps done in this epoch; equal on all ranks.
+        layer: layer it wants next, or NO_LAYER.
+        waited_ns: how long its client has waited for the turn.
+        num_tokens: tokens that wait here for `layer`.
+        draining: it takes no new requests.
+        leaving: it wants to leave as soon as no draining rank has work.
+        failed: its experts failed in the step just done; its rows were zeros.
+    """
+
+    step: int
+    layer: int = NO_LAYER
+    waited_ns: int = 0
+    num_tokens: int = 0
+    draining: bool = False
+    leaving: bool = False
+    failed: bool = False
+
+    @staticmethod
+    def of(head: Head | None, step: int, *, draining: bool, leaving: bool, failed: bool) -> Proposal:
+        """A proposal for `head`, or for nothing."""
+        if head is None:
+            return Proposal(step, draining=draining, leaving=leaving, failed=failed)
+        return Proposal(step, head.layer, head.waited_ns, head.num_tokens, draining, leaving, failed)
+
+    def words(self) -> tuple[int, ...]:
+        """The 8 int64 that travel."""
+        flags = _DRAINING * self.draining | _LEAVING * self.leaving | _FAILED * self.failed
+        return (self.step, self.layer, self.waited_ns, self.num_tokens, flags, 0, 0, 0)
+
+    @staticmethod
+    def parse(words: Sequence[int]) -> Proposal:
+        """Undo `words`."""
+        step, layer, waited_ns, num_tokens, flags = words[:5]
+        return Proposal(
+            step, layer, waited_ns, num_tokens, bool(flags & _DRAINING), bool(flags & _LEAVING), bool(flags & _FAILED)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All ranks dispatch now: at most `max_tokens` tokens each, all for `layer`."""
+
+    layer: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """`ranks` leave now, between two steps; the epoch ends here for everybody."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nobody has work."""
+
+
+Decision = Step | Departure | Idle
+
+
+def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> Decision:
+    """Decide what the group does next; the same on every rank, since all are given the same proposals.
+
+    The layer of whoever waited longest wins (ties: the lowest layer). When all ranks with work want that layer, the
+    longest queue among them bounds the step, so that AUTO can choose the algorithm; else the full step size does.
+
+    Args:
+        proposals: by rank, of every active rank.
+        max_tokens_per_step: M.
+
+    Raises:
+        DesyncError: the ranks are not at the same step.
+    """
+    if len({proposal.step for proposal in proposals.values()}) > 1:
+        raise DesyncError(f"ranks are at different steps: { {rank: p.step for rank, p in proposals.items()} }")
+    working = [proposal for proposal in proposals.values() if proposal.layer != NO_LAYER]
+    leaving = tuple(sorted(rank for rank, proposal in proposals.items() if proposal.leaving))
+    if leaving and not any(proposal.draining for proposal in working):
+        return Departure(leaving)
+    if not working:
+        return Idle()
+    layer = min(working, key=lambda proposal: (-proposal.waited_ns, proposal.layer)).layer
+    agreed = all(proposal.layer == layer for proposal in working)
+    longest = max(proposal.num_tokens for proposal in working)
+    return Step(layer, min(longest, max_tokens_per_step) if agreed else max_tokens_per_step)

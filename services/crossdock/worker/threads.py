@@ -1,0 +1,40 @@
+"""Blocking work beside the event loop, in daemon threads: a stuck one never keeps the process from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+    """Call `function(*args)` in a new daemon thread; the future has its result or exception.
+
+    Cancelling the future only stops the waiting: the thread goes on to its end.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, caught = None, None
+        try:
+            result = function(*args)
+        except BaseException as error:
+            caught = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, caught)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,135 @@
+"""What the engine is given and gives back: one `Work` per request, answered exactly once by a `Done` or a `Failure`.
+
+Plain records; no queue, no thread, no gRPC server here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, nanoseconds; summed over its steps."""
+
+    queue_ns: int = 0
+    dispatch_ns: int = 0
+    experts_ns: int = 0
+    combine_ns: int = 0
+    steps: int = 0
+
+    def plus_step(self, dispatch_ns: int, experts_ns: int, combine_ns: int) -> Timing:
+        """One more step."""
+        return Timing(
+            self.queue_ns,
+            self.dispatch_ns + dispatch_ns,
+            self.experts_ns + experts_ns,
+            self.combine_ns + combine_ns,
+            self.steps + 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer: y [T, H], dtype of x."""
+
+    y: torch.Tensor
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no answer. `lost_ranks` and `epoch` say which group broke, where one did."""
+
+    code: grpc.StatusCode
+    message: str
+    lost_ranks: tuple[int, ...] = ()
+    epoch: int = 0
+
+
+class Refused(Exception):
+    """A request was not taken in; `failure` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One request on its way through the engine. Only the batcher and the engine change it, under the engine's lock.
+
+    Attributes:
+        client: who asked; requests of one client are served in order within a layer, clients take turns.
+        layer: MoE layer number.
+        x: [T, H] in the served dtype.
+        topk_ids: int32 [T, K], -1 = no expert.
+        topk_weights: float32 [T, K].
+        deadline_ns: monotonic time after which nobody waits for the answer.
+        arrived_ns: monotonic time of admission.
+        reply: called once, from any thread, with the answer.
+        num_taken: tokens that were given to steps so far.
+        y: [T, H] filled by the steps; None until the first one ended.
+        answered: True once `reply` was called (or must not be any more).
+    """
+
+    client: Hashable
+    layer: int
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    deadline_ns: int
+    arrived_ns: int
+    reply: Callable[[Done | Failure], None]
+    num_taken: int = 0
+    y: torch.Tensor | None = None
+    timing: Timing = field(default_factory=Timing)
+    answered: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.x.shape[0]
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that no step has taken yet."""
+        return self.num_tokens - self.num_taken
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows [start, stop) of one request, as part of one step."""
+
+    work: Work
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows in the slice."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """True if the request ends with this slice."""
+        return self.stop == self.work.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an epoch broke, as seen by one rank. `silent_ranks` are those that it waited for in vain."""
+
+    reason: str
+    silent_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How an epoch ends well: `ranks` left between two steps, as agreed by all."""
+
+    ranks: tuple[int, ...]
