@@ -1,0 +1,26 @@
+"""Clients of the expert service: `Client` and `AsyncClient` for rows of one layer, `attach` for a whole torch model."""
+
+from crossdock.client.attach import Attached, RemoteExperts, attach
+from crossdock.client.client import AsyncClient, Client
+from crossdock.client.errors import (
+    ClientError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelMismatch,
+    Overloaded,
+    Unavailable,
+)
+
+__all__ = [
+    "AsyncClient",
+    "Attached",
+    "Client",
+    "ClientError",
+    "DeadlineExceeded",
+    "InvalidRequest",
+    "ModelMismatch",
+    "Overloaded",
+    "RemoteExperts",
+    "Unavailable",
+    "attach",
+]

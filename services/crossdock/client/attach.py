@@ -1,0 +1,249 @@
+"""Put remote experts in place of a model's own: the model keeps its routers, biases and shared experts.
+
+    with attach(model, "127.0.0.1:7400"):
+        model.generate(...)
+
+Any module is taken whose forward is (hidden_states, top_k_index, top_k_weights) and that sits under a numbered layer:
+that is how `transformers` (>= 5) writes the experts of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3. The weights it
+is called with are final: DeepSeek's routed_scaling_factor is already in, its shared experts are added by the block.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from crossdock import wire
+from crossdock.client.client import Client
+from crossdock.client.errors import ClientError, ModelMismatch
+from crossdock.v1 import expert_pb2
+
+SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
+"""Parameters of an experts module's forward."""
+
+MAX_PROBE_ERROR = 0.03
+"""Largest root-mean-square difference between local and remote rows, relative to the local ones, that counts as the
+same weights: far above rounding in any dtype, far below what other weights give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a model has experts: `getattr(parent, name) is module`."""
+
+    layer: int
+    parent: nn.Module
+    name: str
+    module: nn.Module
+
+
+def find_experts(model: nn.Module) -> list[Site]:
+    """The experts modules of a model, by layer.
+
+    Raises:
+        ModelMismatch: two of them under one layer number.
+    """
+    sites: dict[int, Site] = {}
+    for path, module in model.named_modules():
+        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", path)
+        if not numbers or tuple(inspect.signature(module.forward).parameters) != SIGNATURE:
+            continue
+        parent, _, name = path.rpartition(".")
+        layer = int(numbers[-1])
+        if layer in sites:
+            raise ModelMismatch(f"layer {layer}: expected one experts module, got two, the second at {path}")
+        sites[layer] = Site(layer, model.get_submodule(parent), name, module)
+    return [sites[layer] for layer in sorted(sites)]
+
+
+class RemoteExperts(nn.Module):
+    """The experts of one layer, somewhere else. Inference only: a backward pass through it raises.
+
+    Args:
+        client: connected to the service.
+        layer: the layer's number in the model.
+        num_experts: E; ids from E on (padding of some routers) count as no expert.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(self, client: Client, layer: int, num_experts: int, timeout_s: float) -> None:
+        super().__init__()
+        self._client: Client | None = client
+        self.layer, self.num_experts, self.timeout_s = layer, num_experts, timeout_s
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[..., H], [T, K], [T, K] -> [..., H]. Raises ClientError."""
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            return _NoBackward.apply(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return self.call(hidden_states, top_k_index, top_k_weights)
+
+    def call(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """`forward` without autograd."""
+        if self._client is None:
+            raise ClientError(f"layer {self.layer}: the model was detached, and its local experts were not kept")
+        ids = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y = self._client.forward(self.layer, rows, ids, top_k_weights, timeout_s=self.timeout_s)
+        return y.view(hidden_states.shape)
+
+    def disconnect(self) -> None:
+        """Forget the client: calls raise from now on."""
+        self._client = None
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"layer={self.layer}, target={self._client.target if self._client else None}"
+
+
+class _NoBackward(torch.autograd.Function):
+    """Lets a model run outside `no_grad`, and says clearly that it cannot be trained."""
+
+    @staticmethod
+    def forward(ctx: Any, module: RemoteExperts, *args: torch.Tensor) -> torch.Tensor:
+        return module.call(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ClientError("remote experts are for inference: they have no backward pass")
+
+
+class Attached:
+    """A model whose experts are remote. Use `attach`.
+
+    Attributes:
+        model: the model.
+        client: what its experts are called through.
+        description: what the service said it serves.
+        layers: numbers of the layers whose experts are remote.
+        num_freed_bytes: bytes of local expert weights that the model let go (0 with keep_local).
+    """
+
+    def __init__(
+        self, model: nn.Module, client: Client, description: expert_pb2.DescribeResponse, sites: list[Site]
+    ) -> None:
+        self.model, self.client, self.description = model, client, description
+        self.layers = tuple(site.layer for site in sites)
+        self.num_freed_bytes = 0
+        self._sites = sites
+        self._remote: list[RemoteExperts] = []
+        self._owns_client = False
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Put the local experts back if they were kept (else calls raise ClientError from now on), and hang up if
+        `attach` made the client. Idempotent."""
+        for site in self._sites:
+            setattr(site.parent, site.name, site.module)
+        self._sites = []
+        for module in self._remote:
+            module.disconnect()
+        if self._owns_client:
+            self.client.close()
+
+    def _swap(self, timeout_s: float, keep_local: bool) -> None:
+        for site in self._sites:
+            remote = RemoteExperts(self.client, site.layer, self.description.num_experts, timeout_s)
+            remote.train(site.module.training)
+            setattr(site.parent, site.name, remote)
+            self._remote.append(remote)
+        if not keep_local:
+            self.num_freed_bytes = sum(p.nbytes for site in self._sites for p in site.module.parameters())
+            self._sites = []
+
+
+def attach(
+    model: nn.Module,
+    target: str | Client,
+    *,
+    timeout_s: float = 60.0,
+    verify: bool = True,
+    keep_local: bool = False,
+    fingerprint: str = "",
+) -> Attached:
+    """Swap a model's experts for remote ones, after checking that they are the same.
+
+    Args:
+        model: an unchanged model; its local experts may be on the meta device.
+        target: host:port of a control plane or a worker, or a client, which is then the caller's to close.
+        timeout_s: deadline of each call of an experts module, and of connecting.
+        verify: also compare the rows of every expert with the local ones, where those are there: a service of the same
+            shape but other weights is refused.
+        keep_local: keep the local expert weights, so that `detach` can put them back; else their memory is freed.
+        fingerprint: that the service must have (ModelSpec.fingerprint of the checkpoint); empty: any.
+
+    Raises:
+        ModelMismatch: the service serves something else; the model is unchanged.
+        ClientError: no connection; the model is unchanged.
+    """
+    client = Client(target) if isinstance(target, str) else target
+    try:
+        sites = find_experts(model)
+        description = client.describe(timeout_s)
+        _check(model, sites, description, fingerprint)
+        for site in sites if verify else ():
+            _probe(site, client, description, timeout_s)
+    except BaseException:
+        if isinstance(target, str):
+            client.close()
+        raise
+    attached = Attached(model, client, description, sites)
+    attached._owns_client = isinstance(target, str)
+    attached._swap(timeout_s, keep_local)
+    return attached
+
+
+def _check(model: nn.Module, sites: list[Site], description: expert_pb2.DescribeResponse, fingerprint: str) -> None:
+    """Compare what can be known without running anything."""
+
+    def require(what: str, expected: object, got: object) -> None:
+        if expected != got:
+            raise ModelMismatch(f"{what}: the model has {expected}, the service has {got}")
+
+    if not sites:
+        raise ModelMismatch(f"model: expected modules with forward{SIGNATURE} under numbered layers, got none")
+    if fingerprint:
+        require("fingerprint", fingerprint, description.model)
+    config = getattr(model, "config", None)
+    require("model_type", getattr(config, "model_type", description.family), description.family)
+    require("experts per token", getattr(config, "num_experts_per_tok", description.topk), description.topk)
+    require("layers with experts", [site.layer for site in sites], list(description.moe_layers))
+    for site in sites:
+        down = getattr(site.module, "down_proj", None)
+        if isinstance(down, torch.Tensor) and down.ndim == 3:
+            require(f"layer {site.layer}: experts", down.shape[0], description.num_experts)
+            require(f"layer {site.layer}: hidden size", down.shape[1], description.hidden_size)
+            require(f"layer {site.layer}: dtype", wire.NAMES.get(down.dtype, str(down.dtype)), description.dtype)
+
+
+@torch.no_grad()
+def _probe(site: Site, client: Client, description: expert_pb2.DescribeResponse, timeout_s: float) -> None:
+    """Send every expert of a layer at least one row, here and there, and compare."""
+    example = next(site.module.parameters(), None)
+    if example is None or example.is_meta:
+        return
+    topk, num_experts = description.topk, description.num_experts
+    num_tokens = -(-num_experts // topk)
+    generator = torch.Generator().manual_seed(site.layer)
+    x = torch.randn(num_tokens, description.hidden_size, generator=generator).to(example.device, example.dtype)
+    ids = (torch.arange(num_tokens * topk) % num_experts).view(num_tokens, topk).to(example.device)
+    weights = torch.full(ids.shape, 1 / topk, device=example.device)
+    local = site.module(x, ids, weights.to(x.dtype)).float()
+    remote = client.forward(site.layer, x, ids, weights, timeout_s=timeout_s).float()
+    error = float((remote - local).square().mean().sqrt() / local.square().mean().sqrt().clamp_min(1e-30))
+    if not error <= MAX_PROBE_ERROR:
+        raise ModelMismatch(
+            f"layer {site.layer}: the service's experts give other rows than the model's own: relative difference "
+            f"{error:.3g}, expected at most {MAX_PROBE_ERROR}: are these the same weights?"
+        )

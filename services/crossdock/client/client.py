@@ -1,0 +1,346 @@
+"""Python clients of the expert service, for asyncio and for threads.
+
+    client = Client("127.0.0.1:7400")                    # a control plane, or one worker
+    y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
+
+A batch is spread over the ranks, so that each brings a share of the tokens. Streams to the workers stay open. Views are
+followed: a lost rank costs the requests under way, which are sent again until their deadline (forward changes nothing
+at the service, so it may safely happen twice).
+
+Letters: T tokens, H hidden size, K experts per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tenacity
+import torch
+
+from crossdock import wire
+from crossdock.client.directory import Directory, Service
+from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from crossdock.client.stream import WorkerStream
+from crossdock.v1 import expert_pb2
+
+Result = TypeVar("Result")
+
+MAX_MESSAGE_BYTES = 64 << 20
+REQUEST_BYTES = 16 << 20
+"""A share larger than this travels as several requests: a worker can start before all of it is there."""
+MIN_TOKENS_PER_WORKER = 64
+"""Smaller shares are not made: each costs a message and may cost a step of its own."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows start..stop of a batch, for the worker at position `worker` of the list."""
+
+    worker: int
+    start: int
+    stop: int
+
+
+def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_tokens: int) -> list[Share]:
+    """Cut a batch into even shares, one per worker, and shares into requests. Pure.
+
+    Args:
+        num_tokens: T > 0.
+        num_workers: how many there are.
+        first: position of the worker that gets the first share.
+        max_tokens: most tokens of one request.
+        min_tokens: fewer workers are used rather than smaller shares.
+    """
+    parts = max(1, min(num_workers, num_tokens // min_tokens))
+    bounds = [part * num_tokens // parts for part in range(parts + 1)]
+    return [
+        Share((first + part) % num_workers, start, min(start + max_tokens, bounds[part + 1]))
+        for part in range(parts)
+        for start in range(bounds[part], bounds[part + 1], max_tokens)
+    ]
+
+
+class AsyncClient:
+    """For asyncio: use it inside one event loop, from any number of tasks. `Client` is the same for threads.
+
+    Args:
+        target: host:port of a control plane (its workers are found and followed), or of one worker.
+        retry: try again on Unavailable and Overloaded until the deadline.
+        min_tokens_per_worker: see MIN_TOKENS_PER_WORKER.
+        model: fingerprint that the service must have; empty: any.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        retry: bool = True,
+        min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
+        model: str = "",
+    ) -> None:
+        self.target, self._retry, self._model = target, retry, model
+        self._min_tokens = min_tokens_per_worker
+        self._directory: Directory | None = None
+        self._streams: dict[str, WorkerStream] = {}
+        self._turn = 0
+        self._closed = False
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
+        """What is served, and how the group is. Raises ClientError."""
+
+        async def attempt(left_s: float) -> expert_pb2.DescribeResponse:
+            service = await self._service(left_s)
+            return await self._stream(service, 0).describe(left_s)
+
+        return await self._until(attempt, timeout_s)
+
+    async def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        timeout_s: float = 60.0,
+    ) -> torch.Tensor:
+        """Run the routed experts of one layer.
+
+        Args:
+            layer: the layer's number in the model.
+            x: [T, H] in the service's dtype.
+            topk_ids: int32 or int64 [T, K], logical expert ids; -1 = no expert.
+            topk_weights: float [T, K], final: scaling factors are already in.
+            timeout_s: deadline over everything, trying again included.
+
+        Returns:
+            [T, H], dtype and device of x.
+
+        Raises:
+            InvalidRequest: a wrong shape, dtype, layer or id.
+            Unavailable: nobody serves (with retry: until the deadline), naming the lost ranks.
+            DeadlineExceeded: no answer in time.
+            Overloaded: the service refused more work (with retry: until the deadline).
+        """
+        _check(x, topk_ids, topk_weights)
+        if x.shape[0] == 0:
+            return x.new_empty(x.shape)
+        parts = (x.detach().cpu(), topk_ids.cpu(), topk_weights.detach().float().cpu())
+        turn, self._turn = self._turn, self._turn + 1
+
+        async def attempt(left_s: float) -> torch.Tensor:
+            return await self._forward_once(layer, parts, turn, left_s)
+
+        return (await self._until(attempt, timeout_s)).to(x.device)
+
+    async def close(self) -> None:
+        """Hang up everywhere. Idempotent."""
+        self._closed = True
+        streams, self._streams = list(self._streams.values()), {}
+        await asyncio.gather(*(stream.close() for stream in streams))
+        if self._directory is not None:
+            await self._directory.close()
+
+    async def _until(self, attempt: Callable[[float], Awaitable[Result]], timeout_s: float) -> Result:
+        """Call attempt(seconds left) until it works, ends otherwise, or the deadline passes."""
+        deadline = time.monotonic() + timeout_s
+        last: ClientError | None = None
+
+        async def once() -> Result:
+            nonlocal last
+            if self._closed:
+                raise ClientError("the client is closed")
+            try:
+                return await attempt(max(0.0, deadline - time.monotonic()))
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error}; before that: {last}" if last else str(error)) from last
+            except (Unavailable, Overloaded) as error:
+                if self._closed:
+                    raise ClientError("the client is closed") from error
+                last = error
+                raise
+
+        if not self._retry:
+            return await once()
+        policy = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type((Unavailable, Overloaded)),
+            stop=tenacity.stop_before_delay(timeout_s),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+            reraise=True,
+        )
+        return await policy(once)
+
+    async def _forward_once(
+        self, layer: int, parts: tuple[torch.Tensor, ...], turn: int, left_s: float
+    ) -> torch.Tensor:
+        deadline = time.monotonic() + left_s
+        service = await self._service(left_s)
+        x = parts[0]
+        max_tokens = max(1, REQUEST_BYTES // max(1, x.shape[1] * x.element_size()))
+        shares = split(x.shape[0], len(service.workers), turn, max_tokens, self._min_tokens)
+        out = torch.empty_like(x)
+
+        async def run(share: Share) -> None:
+            rows = slice(share.start, share.stop)
+            left_s = max(0.0, deadline - time.monotonic())
+            request = self._request(layer, tuple(part[rows] for part in parts), left_s)
+            response = await self._stream(service, share.worker).forward(request, left_s)
+            out[rows] = _rows(response, x.dtype, (share.stop - share.start, x.shape[1]))
+
+        await _all([run(share) for share in shares])
+        return out
+
+    def _request(self, layer: int, parts: tuple[torch.Tensor, ...], left_s: float) -> expert_pb2.ForwardRequest:
+        x, topk_ids, topk_weights = (wire.encode(part) for part in parts)
+        return expert_pb2.ForwardRequest(
+            layer=layer,
+            x=x,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            timeout_ms=max(1, int(left_s * 1000)),
+            model=self._model,
+        )
+
+    async def _service(self, left_s: float) -> Service:
+        if self._directory is None:
+            self._directory = Directory(self.target)
+        service = await self._directory.service(left_s, wait=self._retry)
+        if not service.workers:
+            raise Unavailable(f"the group (epoch {service.epoch}) has no ready worker", (), service.epoch)
+        here = {address for _, address in service.workers}
+        gone = [address for address, stream in self._streams.items() if address not in here and stream.idle]
+        for stream in [self._streams.pop(address) for address in gone]:
+            await stream.close()
+        return service
+
+    def _stream(self, service: Service, worker: int) -> WorkerStream:
+        rank, address = service.workers[worker]
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = WorkerStream(address, rank, service.epoch, MAX_MESSAGE_BYTES)
+        stream.epoch = service.epoch
+        return stream
+
+
+class Client:
+    """For threads: every method may be called from any thread at any time. Arguments as AsyncClient."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        retry: bool = True,
+        min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
+        model: str = "",
+    ) -> None:
+        self._client = AsyncClient(target, retry=retry, min_tokens_per_worker=min_tokens_per_worker, model=model)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crossdock-client", daemon=True)
+        self._thread.start()
+        self._lock, self._closed = threading.Lock(), False
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def target(self) -> str:
+        """Where it was told to connect."""
+        return self._client.target
+
+    def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
+        """See AsyncClient.describe."""
+        return self._run(self._client.describe(timeout_s))
+
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        timeout_s: float = 60.0,
+    ) -> torch.Tensor:
+        """See AsyncClient.forward."""
+        return self._run(self._client.forward(layer, x, topk_ids, topk_weights, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Hang up everywhere. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            end = asyncio.run_coroutine_threadsafe(self._end(), self._loop) if first else None
+        if end is not None:
+            end.result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if end is not None:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        """Hang up, and let the calls under way tell their threads so before the loop stops."""
+        await self._client.close()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        with self._lock:  # whatever is handed to the loop is so before `_end`, which waits for it
+            if self._closed:
+                coroutine.close()
+                raise ClientError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first failure cancels the others and is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    for name, tensor, dtypes in (
+        ("x", x, _FLOATS),
+        ("topk_ids", topk_ids, _INTS),
+        ("topk_weights", topk_weights, _FLOATS),
+    ):
+        if tensor.ndim != 2:
+            raise InvalidRequest(f"{name}: expected 2 dimensions, got {tensor.ndim}")
+        if tensor.dtype not in dtypes:
+            raise InvalidRequest(f"{name}: expected dtype one of {dtypes}, got {tensor.dtype}")
+    expected = (x.shape[0], topk_ids.shape[1])
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tuple(tensor.shape) != expected:
+            raise InvalidRequest(f"{name}: expected {list(expected)}, got {list(tensor.shape)}")
+
+
+def _rows(response: expert_pb2.ForwardResponse, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
+    try:
+        rows = wire.decode(response.y, name="y", dtypes=[dtype], ndim=2)
+    except wire.WireError as error:
+        raise ClientError(f"answer: {error}") from error
+    if tuple(rows.shape) != shape:
+        raise ClientError(f"answer: y: expected {list(shape)}, got {list(rows.shape)}")
+    return rows

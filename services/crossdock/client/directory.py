@@ -1,0 +1,120 @@
+"""Who serves just now: follows the control plane's views, or knows the one worker it was given.
+
+While the control plane is away the newest view stays in force: serving does not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import grpc
+
+from crossdock.client.errors import Unavailable
+from crossdock.common import rpc
+from crossdock.v1 import control_pb2, control_pb2_grpc
+
+_RETRY_S = (0.1, 1.0)
+"""First and longest pause before a broken Watch is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where requests may go.
+
+    Attributes:
+        epoch: membership counter; 0 for a worker that was named directly.
+        workers: (rank, address) by rank; the rank is None for a worker that was named directly.
+    """
+
+    epoch: int
+    workers: tuple[tuple[int | None, str], ...]
+
+
+class Directory:
+    """Make and use it inside the running loop.
+
+    Args:
+        target: host:port of a control plane or of one worker; which of the two is found out.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._channel = rpc.aio_channel(target)
+        self._changed = asyncio.Condition()
+        self._service: Service | None = None
+        self._trouble = Unavailable(f"control plane {target}: no answer yet")
+        self._known = self._closed = False
+        self._task = asyncio.create_task(self._follow())
+
+    async def service(self, timeout_s: float, *, wait: bool) -> Service:
+        """Where to send requests now.
+
+        Args:
+            timeout_s: longest wait.
+            wait: wait for a group that is not serving; else only for the first word of the control plane.
+
+        Raises:
+            Unavailable: nobody serves (any more, or within timeout_s), with the ranks that are missing.
+        """
+
+        def settled() -> bool:
+            return self._service is not None or (self._known and not wait) or self._closed
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(settled)
+        except TimeoutError:
+            pass
+        if self._service is None:
+            trouble = self._trouble
+            raise Unavailable(str(trouble), trouble.lost_ranks, trouble.epoch)
+        return self._service
+
+    async def close(self) -> None:
+        """Stop following; whoever waits for a service is told that there is none."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._closed = True
+        await self._set(None)
+        await self._channel.close(None)
+
+    async def _follow(self) -> None:
+        stub = control_pb2_grpc.ControlPlaneStub(self._channel)
+        pause_s = _RETRY_S[0]
+        while True:
+            try:
+                async for view in stub.Watch(control_pb2.WatchRequest()):
+                    pause_s = _RETRY_S[0]
+                    await self._take(view)
+            except grpc.RpcError as error:
+                problem = rpc.error_of(error)
+                if isinstance(problem, rpc.Unimplemented):
+                    await self._set(Service(0, ((None, self._target),)))
+                    return
+                if self._service is None:
+                    trouble = self._trouble
+                    words = f"control plane {self._target}: {problem}"
+                    self._trouble = Unavailable(words, trouble.lost_ranks, trouble.epoch)
+                    await self._set(None)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    async def _take(self, view: control_pb2.GroupView) -> None:
+        if view.state == control_pb2.SERVING:
+            workers = tuple((member.rank, member.address) for member in view.members if member.ready)
+            await self._set(Service(view.epoch, workers))
+            return
+        if view.epoch == 0 and self._service is not None:
+            return  # a control plane that was just restarted has not heard of the group yet; the group serves on
+        state = control_pb2.GroupState.Name(view.state)
+        why = f": {view.reason}" if view.reason else ""
+        lost = tuple(view.lost_ranks)
+        self._trouble = Unavailable(f"the group is {state} (epoch {view.epoch}){why}", lost, view.epoch)
+        await self._set(None)
+
+    async def _set(self, service: Service | None) -> None:
+        async with self._changed:
+            self._service, self._known = service, True
+            self._changed.notify_all()

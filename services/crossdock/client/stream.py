@@ -1,0 +1,131 @@
+"""One worker as a client sees it: a channel and one Forward stream that is kept open and shared by all requests.
+
+Answers come in any order and are matched by id. A stream that breaks fails what was under way on it and is opened
+again by the next request. Requests are written by grpc's own task from an outbox: cancelling a request must not cancel
+the write of a message, because grpc would end the whole stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import grpc
+
+from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
+from crossdock.common import rpc
+from crossdock.v1 import expert_pb2, expert_pb2_grpc
+
+_Outbox = asyncio.Queue[expert_pb2.ForwardRequest | None]
+"""What is to be written; None ends the stream."""
+
+
+class WorkerStream:
+    """Make and use it inside the running loop.
+
+    Args:
+        address: host:port of the worker's ExpertService.
+        rank: its rank, for errors; None if unknown.
+        epoch: of the view that named it, for errors.
+        max_message_bytes: largest message in either direction.
+    """
+
+    def __init__(self, address: str, rank: int | None, epoch: int, max_message_bytes: int) -> None:
+        self.address, self.epoch = address, epoch
+        self._rank = rank
+        self._channel = rpc.aio_channel(address, max_message_bytes)
+        self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
+        self._outbox: _Outbox = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True while no request is under way."""
+        return not self._pending
+
+    async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
+        """What is served there. Raises ClientError."""
+        try:
+            description: expert_pb2.DescribeResponse = await rpc.call(
+                self._stub.Describe, expert_pb2.DescribeRequest(), timeout_s=timeout_s
+            )
+        except rpc.CallError as error:
+            raise self._broken(error) from error
+        return description
+
+    async def forward(self, request: expert_pb2.ForwardRequest, timeout_s: float) -> expert_pb2.ForwardResponse:
+        """Send one request (its id is set here) and wait for its answer.
+
+        Raises:
+            ClientError: what the answer says, or what became of the stream. A request that is given up, by deadline or
+                by cancelling this call, is cancelled at the worker too.
+        """
+        if self._reader is None:
+            self._outbox = asyncio.Queue()
+            self._reader = asyncio.create_task(self._read(self._outbox))
+        outbox, request.id = self._outbox, next(self._ids)
+        answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
+        outbox.put_nowait(request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                response: expert_pb2.ForwardResponse = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s") from None
+        finally:
+            if self._pending.pop(request.id, None) is not None and not self._has_answer(answer):
+                outbox.put_nowait(expert_pb2.ForwardRequest(id=request.id, cancel=True))
+        if response.HasField("error"):
+            raise from_answer(response.error)
+        return response
+
+    async def close(self) -> None:
+        """Hang up; requests under way end with Unavailable."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._fail(self._closed())  # a reader that had not begun yet told nobody
+        await self._channel.close(None)
+
+    @staticmethod
+    def _has_answer(answer: asyncio.Future[expert_pb2.ForwardResponse]) -> bool:
+        return answer.done() and not answer.cancelled()
+
+    async def _read(self, outbox: _Outbox) -> None:
+        failure: ClientError = self._closed()
+        try:
+            async for response in self._stub.Forward(self._write(outbox)):
+                answer = self._pending.pop(response.id, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(response)
+        except grpc.RpcError as error:
+            failure = self._broken(rpc.error_of(error))
+        finally:
+            self._reader = None
+            outbox.put_nowait(None)
+            self._fail(failure)
+
+    def _fail(self, failure: ClientError) -> None:
+        pending, self._pending = self._pending, {}
+        for answer in pending.values():
+            if not answer.done():
+                answer.set_exception(failure)
+
+    async def _write(self, outbox: _Outbox) -> AsyncIterator[expert_pb2.ForwardRequest]:
+        while (request := await outbox.get()) is not None:
+            if request.cancel or request.id in self._pending:
+                yield request
+
+    def _broken(self, error: rpc.CallError) -> ClientError:
+        return from_call(error, self._where(), self._lost(), self.epoch)
+
+    def _closed(self) -> ClientError:
+        return Unavailable(f"{self._where()}: the connection was closed", self._lost(), self.epoch)
+
+    def _lost(self) -> tuple[int, ...]:
+        return () if self._rank is None else (self._rank,)
+
+    def _where(self) -> str:
+        return f"worker {self.address}" if self._rank is None else f"rank {self._rank} ({self.address})"

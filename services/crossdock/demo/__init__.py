@@ -1,0 +1,1 @@
+"""`crossdock demo`: small random models, served and compared with themselves. Needs `transformers`."""

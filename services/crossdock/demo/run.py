@@ -1,0 +1,175 @@
+"""`crossdock demo`: is a model the same when its experts live in other processes?
+
+For each family a small random model is written to disk and run as plain `transformers`, in float32 and in bfloat16.
+Then, for each dtype, a control plane and four workers serve its experts, the same model is attached to them, and both
+are compared by the criteria of `compare.py`. Nothing is downloaded, everything is seeded.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+import transformers
+from rich.console import Console
+
+from crossdock.client import ClientError, attach
+from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.demo import scrape
+from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
+from crossdock.demo.models import write_checkpoint
+from crossdock.demo.report import Row, notes, table
+from crossdock.demo.text import find_text, token_ids
+from crossdock.supervisor import Supervisor, SupervisorError
+
+Name = Literal["float32", "bfloat16"]
+
+
+class Sizes(TypedDict):
+    """What differs between the families' models."""
+
+    num_experts: int
+    topk: int
+
+
+FAMILIES: dict[str, Sizes] = {
+    "qwen3_moe": {"num_experts": 16, "topk": 4},
+    "mixtral": {"num_experts": 8, "topk": 2},
+    "deepseek_v3": {"num_experts": 16, "topk": 4},
+}
+"""What is served, and how many experts each has."""
+
+DTYPES: dict[Name, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NUM_WORKERS = 4
+NUM_PROMPTS, PROMPT_BYTES, NUM_NEW_TOKENS = 4, 64, 32
+TEXT_ROWS, TEXT_COLUMNS = 4, 256
+FORM_TIMEOUT_S = 180.0
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What the plain model says.
+
+    Attributes:
+        tokens: int64 [B, G], greedily generated in float32.
+        exact: float32 [B, S, V], teacher-forced logits of the float32 run.
+        rounded: the same of the bfloat16 run.
+    """
+
+    tokens: torch.Tensor
+    exact: torch.Tensor
+    rounded: torch.Tensor
+
+
+def run_demo(families: Sequence[str] = tuple(FAMILIES), console: Console | None = None) -> int:
+    """Run the whole comparison and print the table.
+
+    Returns:
+        0 if every criterion was met, else 1; the reasons are printed, and logs kept.
+    """
+    console = console or Console()
+    started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="crossdock-demo-"))
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    source, text = find_text(TEXT_ROWS * TEXT_COLUMNS)
+    console.print(f"text: {source}, byte by byte; models: random weights, in {folder}", soft_wrap=True)
+    rows: list[Row] = []
+    problem = ""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are small, and the workers want the other cores
+    try:
+        for family in families:
+            for row in _run_family(family, folder / family, text, console):
+                rows.append(row)
+    except (SupervisorError, ClientError, OSError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(num_threads)
+    if _report(rows, problem, console):
+        console.print(f"[green]every criterion met[/] in {time.monotonic() - started:.0f} s")
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    console.print(f"logs: {folder}", soft_wrap=True)
+    return 1
+
+
+def _report(rows: Sequence[Row], problem: str, console: Console) -> bool:
+    """Print the table and what failed; True if nothing did."""
+    if rows:
+        console.print(table(rows))
+        console.print(notes(rows), soft_wrap=True, highlight=False)
+    failures = [f"{row.family} {row.dtype}: {reason}" for row in rows for reason in row.verdict.failures]
+    for reason in [*failures, *([problem] if problem else [])]:
+        console.print(f"[red]failed[/] {reason}", soft_wrap=True, highlight=False)
+    return not (failures or problem)
+
+
+def _run_family(family: str, folder: Path, text: bytes, console: Console) -> Iterator[Row]:
+    """Write the model, run it plain, then serve it once per dtype."""
+    write_checkpoint(family, folder, dtype=torch.bfloat16, **FAMILIES[family])
+    plain = functools.cache(lambda: _run_plain(folder, text))
+    for name in DTYPES:
+        yield _serve(family, folder, name, plain, text, console)
+
+
+def _run_plain(folder: Path, text: bytes) -> Plain:
+    exact, rounded = _load(folder, torch.float32), _load(folder, torch.bfloat16)
+    ids = token_ids(text, TEXT_ROWS, TEXT_COLUMNS)
+    return Plain(_generate(exact, text), _logits(exact, ids), _logits(rounded, ids))
+
+
+def _serve(family: str, folder: Path, name: Name, plain: Callable[[], Plain], text: bytes, console: Console) -> Row:
+    """Start the service, run the plain model meanwhile, attach the model to the service, compare, scrape."""
+    started = time.monotonic()
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=NUM_WORKERS)
+    workers = [WorkerConfig(model=str(folder), local_rank=rank, dtype=name) for rank in range(NUM_WORKERS)]
+    with Supervisor(control, workers, folder / f"logs-{name}") as group:
+        plain()
+        view = group.wait_serving(FORM_TIMEOUT_S)
+        urls = [f"http://{member.http_address}/metrics" for member in view.members]
+        up_s = time.monotonic() - started
+        console.print(f"{family} {name}: {NUM_WORKERS} workers behind {group.control_address}, up in {up_s:.1f} s")
+        model = _load(folder, DTYPES[name])
+        with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S):
+            verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
+        phases = scrape.phase_buckets(scrape.fetch(urls))
+    return Row(family, name, verdict, phases, tokens_per_s, urls)
+
+
+def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple[Verdict, float]:
+    """The verdict, and teacher-forced tokens per second."""
+    ids = token_ids(text, TEXT_ROWS, TEXT_COLUMNS)
+    tokens = _generate(model, text) if dtype is torch.float32 else None
+    started = time.monotonic()
+    logits = _logits(model, ids)
+    tokens_per_s = ids.numel() / (time.monotonic() - started)
+    if tokens is not None:
+        return judge_fp32(plain.tokens, tokens, plain.exact, logits), tokens_per_s
+    return judge_bf16(plain.exact, plain.rounded, logits), tokens_per_s
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    automatic: Any = transformers.AutoModelForCausalLM
+    return automatic.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Teacher-forced logits [B, S, V] in float32."""
+    return model(ids, use_cache=False).logits.float()  # type: ignore[no-any-return]
+
+
+def _generate(model: Any, text: bytes) -> torch.Tensor:
+    """Greedily generated ids [B, G], without the prompts."""
+    prompts = token_ids(text, NUM_PROMPTS, PROMPT_BYTES)
+    options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids: torch.Tensor = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    return ids[:, PROMPT_BYTES:]

@@ -1,0 +1,56 @@
+"""Reads the workers' /metrics as Prometheus would: histograms summed over ranks, quantiles by interpolation."""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PHASES = ("dispatch", "experts", "combine")
+STEP_PHASES = "crossdock_step_phase_seconds"
+_TIMEOUT_S = 10.0
+
+Buckets = Mapping[float, float]
+"""Upper bound in seconds -> observations up to it (cumulative)."""
+
+
+def fetch(urls: Iterable[str]) -> list[str]:
+    """The pages of several workers. Raises OSError."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    pages = []
+    for url in urls:
+        with direct.open(url, timeout=_TIMEOUT_S) as response:
+            pages.append(response.read().decode())
+    return pages
+
+
+def phase_buckets(pages: Iterable[str]) -> dict[str, Buckets]:
+    """The step-phase histogram of all pages together, by phase."""
+    summed: dict[str, dict[float, float]] = {phase: defaultdict(float) for phase in PHASES}
+    for page in pages:
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == f"{STEP_PHASES}_bucket" and sample.labels["phase"] in summed:
+                    summed[sample.labels["phase"]][float(sample.labels["le"])] += sample.value
+    return dict(summed)
+
+
+def quantile(buckets: Buckets, share: float) -> float:
+    """The value below which `share` of the observations lie, linear inside a bucket; NaN without observations.
+
+    As Prometheus' histogram_quantile: past the last finite bound the answer is that bound.
+    """
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if not total:
+        return math.nan
+    rank, low, below = share * total, 0.0, 0.0
+    for bound in bounds:
+        count = buckets[bound]
+        if count >= rank and count > below:
+            return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
+        low, below = (low if math.isinf(bound) else bound), count
+    return low

@@ -1,0 +1,171 @@
+"""A worker and a control plane that live in the test's own process: real gRPC, no processes, no data plane.
+
+`FakeWorker` serves all experts of a layer by itself and can be told to misbehave; `FakeControl` says the views it is
+given. For tests of the client, which must not care who is at the other end.
+"""
+
+# ruff: noqa: N802  (the methods of a servicer are named in the protos)
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import torch
+
+from crossdock import wire
+from crossdock.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.worker.experts import Experts
+
+Answer = expert_pb2.ForwardResponse
+Behaviour = Callable[[expert_pb2.ForwardRequest], Answer | None]
+"""What to answer to a request; None: nothing, ever."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dense(experts: Experts, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """All experts on one rank: the weighted sum [T, H] in fp32 order of ascending k, in the dtype of x.
+
+    Args:
+        experts: slots are expert ids.
+        layer, x, ids, weights: as a Forward request, decoded.
+    """
+    flat = ids.reshape(-1).long()
+    order = torch.argsort(flat, stable=True)
+    num_none = int((flat < 0).sum())
+    counts = torch.bincount(flat[flat >= 0], minlength=experts.num_experts)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    kept = order[num_none:]
+    rows = torch.zeros(flat.numel(), x.shape[1])
+    grouped = x[kept // ids.shape[1]]
+    rows[kept] = experts.forward(layer, grouped, offsets.int(), counts.int()).float()
+    return (rows.view(*ids.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+
+
+class _Served:
+    """A gRPC server of one servicer on a free port of 127.0.0.1."""
+
+    def __init__(self) -> None:
+        self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.max_receive_message_length", 64 << 20)])
+        self._add(self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def _add(self, server: grpc.Server) -> None:
+        raise AssertionError("a subclass adds its servicer")
+
+    def kill(self) -> None:
+        """End every call at once, as a killed process does."""
+        self._server.stop(None).wait()
+
+
+class FakeWorker(_Served, expert_pb2_grpc.ExpertServiceServicer):
+    """Serves `description`. `behave` may be replaced at any time; `seen` and `cancelled` record what came."""
+
+    def __init__(self, description: expert_pb2.DescribeResponse, behave: Behaviour) -> None:
+        self.description, self.behave = description, behave
+        self.seen: list[expert_pb2.ForwardRequest] = []
+        self.cancelled: queue.Queue[int] = queue.Queue()
+        self.num_streams = 0
+        super().__init__()
+
+    def _add(self, server: grpc.Server) -> None:
+        expert_pb2_grpc.add_ExpertServiceServicer_to_server(self, server)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests seen."""
+        return sum(request.x.shape[0] for request in self.seen)
+
+    def Describe(self, request: Any, context: Any) -> expert_pb2.DescribeResponse:
+        return self.description
+
+    def Forward(self, requests: Iterator[expert_pb2.ForwardRequest], context: Any) -> Iterator[Answer]:
+        self.num_streams += 1
+        for request in requests:
+            if request.cancel:
+                self.cancelled.put(request.id)
+                continue
+            self.seen.append(request)
+            answer = self.behave(request)
+            if answer is not None:
+                answer.id = request.id
+                yield answer
+
+
+class FakeControl(_Served, control_pb2_grpc.ControlPlaneServicer):
+    """Says views to whoever watches."""
+
+    def __init__(self, view: control_pb2.GroupView) -> None:
+        self._view, self._changed, self._stopped = view, threading.Condition(), False
+        super().__init__()
+
+    def _add(self, server: grpc.Server) -> None:
+        control_pb2_grpc.add_ControlPlaneServicer_to_server(self, server)
+
+    def say(self, view: control_pb2.GroupView) -> None:
+        """Change the view."""
+        with self._changed:
+            self._view = view
+            self._changed.notify_all()
+
+    def kill(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        super().kill()
+
+    def Watch(self, request: Any, context: Any) -> Iterator[control_pb2.GroupView]:
+        said = None
+        while context.is_active() and not self._stopped:
+            with self._changed:
+                self._changed.wait_for(lambda said=said: self._view is not said or self._stopped, 0.5)
+                view = self._view
+            if view is not said and not self._stopped:
+                said = view
+                yield view
+
+
+def view_of(
+    workers: Sequence[FakeWorker | None],
+    *,
+    epoch: int = 1,
+    state: control_pb2.GroupState = control_pb2.SERVING,
+    reason: str = "",
+) -> control_pb2.GroupView:
+    """A group of these workers by rank; None is a hole."""
+    members = [
+        control_pb2.Member(rank=rank, address=worker.address, ready=state == control_pb2.SERVING)
+        for rank, worker in enumerate(workers)
+        if worker is not None
+    ]
+    lost = [rank for rank, worker in enumerate(workers) if worker is None]
+    return control_pb2.GroupView(epoch=epoch, state=state, members=members, lost_ranks=lost, reason=reason)
+
+
+def echo(request: expert_pb2.ForwardRequest) -> Answer:
+    """Answers x + layer: quick, and shows which rows came back where."""
+    x = wire.decode(request.x, name="x", dtypes=FLOATS, ndim=2)
+    return Answer(y=wire.encode(x + request.layer))
+
+
+def refuse(code: grpc.StatusCode, message: str, lost_ranks: Sequence[int] = (), epoch: int = 0) -> Behaviour:
+    """Answers an error."""
+    error = expert_pb2.Error(code=code.value[0], message=message, lost_ranks=lost_ranks, epoch=epoch)
+    return lambda request: Answer(error=error)
+
+
+def serve(experts: Experts) -> Behaviour:
+    """Answers with what these experts make of the rows."""
+
+    def behave(request: expert_pb2.ForwardRequest) -> Answer:
+        x = wire.decode(request.x, name="x", dtypes=FLOATS, ndim=2)
+        ids = wire.decode(request.topk_ids, name="topk_ids", dtypes=(torch.int32, torch.int64), ndim=2)
+        weights = wire.decode(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
+        return Answer(y=wire.encode(dense(experts, request.layer, x, ids, weights)))
+
+    return behave

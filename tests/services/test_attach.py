@@ -1,0 +1,233 @@
+"""`attach`: unchanged transformers models with remote experts give the same logits; everything else is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach
+from crossdock.client.attach import find_experts
+from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
+from crossdock.v1 import expert_pb2
+from crossdock.wire import NAMES
+from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.experts import Experts
+from tests.services.fakes import FakeWorker, refuse, serve
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
+
+
+def _write(family: str, path: Path, seed: int = 0, **sizes: int) -> Path:
+    return write_checkpoint(family, path, seed=seed, **(SIZES | sizes))  # type: ignore[arg-type]
+
+
+def _model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def _worker(path: Path, dtype: torch.dtype = torch.float32) -> FakeWorker:
+    checkpoint = Checkpoint.open(path)
+    spec = checkpoint.spec
+    description = expert_pb2.DescribeResponse(
+        model=spec.fingerprint,
+        family=spec.family,
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        num_experts=spec.num_experts,
+        hidden_size=spec.hidden_size,
+        topk=spec.topk,
+        dtype=NAMES[dtype],
+        serving=True,
+    )
+    return FakeWorker(description, serve(Experts.load(checkpoint, range(spec.num_experts), dtype=dtype)))
+
+
+def _ids(num_tokens: int = 24) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (2, num_tokens))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture
+def worker(path: Path) -> Iterator[FakeWorker]:
+    made = _worker(path)
+    yield made
+    made.kill()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_logits_and_tokens(tmp_path: Path, family: str) -> None:
+    path = _write(family, tmp_path)
+    worker = _worker(path)
+    plain, model, ids = _model(path), _model(path), _ids()
+    with attach(model, worker.address, fingerprint=Checkpoint.open(path).spec.fingerprint) as attached:
+        assert attached.layers == Checkpoint.open(path).spec.moe_layers
+        assert attached.num_freed_bytes == len(attached.layers) * 3 * 8 * 64 * 32 * 4
+        assert sum(isinstance(module, RemoteExperts) for module in model.modules()) == len(attached.layers)
+        before = len(worker.seen)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+        assert len(worker.seen) == before + len(attached.layers)
+        tokens = [each.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None) for each in (model, plain)]
+        assert torch.equal(*tokens)
+    worker.kill()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(path: Path, dtype: torch.dtype) -> None:
+    worker = _worker(path, dtype)
+    plain, model, ids = _model(path, dtype), _model(path, dtype), _ids()
+    with attach(model, worker.address), torch.no_grad():
+        error = (model(ids).logits.float() - plain(ids).logits.float()).square().mean().sqrt()
+    assert float(error) < 0.1
+    worker.kill()
+
+
+def test_local_weights_are_freed(path: Path, worker: FakeWorker) -> None:
+    model = _model(path)
+    references = [weakref.ref(site.module.gate_up_proj) for site in find_experts(model)]
+    with attach(model, worker.address):
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+
+
+def test_detach_without_local_weights(path: Path, worker: FakeWorker) -> None:
+    model = _model(path)
+    attached = attach(model, worker.address)
+    attached.detach()
+    attached.detach()
+    with pytest.raises(ClientError, match="layer 0: the model was detached"), torch.no_grad():
+        model(_ids())
+
+
+def test_detach_puts_kept_weights_back(path: Path, worker: FakeWorker) -> None:
+    model, ids = _model(path), _ids()
+    sites = find_experts(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, worker.address, keep_local=True) as attached:
+            assert attached.num_freed_bytes == 0
+            model(ids)
+            count = len(worker.seen)
+        assert [site.module for site in find_experts(model)] == [site.module for site in sites]
+        assert torch.equal(model(ids).logits, expected)
+    assert len(worker.seen) == count
+
+
+def test_a_client_of_the_caller_stays_open(path: Path, worker: FakeWorker) -> None:
+    with Client(worker.address) as client:
+        with attach(_model(path), client), attach(_model(path), client):
+            pass
+        assert client.describe().family == "mixtral"
+
+
+def test_forward_with_grad_works_and_backward_says_no(path: Path, worker: FakeWorker) -> None:
+    model = _model(path)
+    with attach(model, worker.address):
+        logits = model(_ids()).logits
+        with pytest.raises(ClientError, match="no backward pass"):
+            logits.sum().backward()
+
+
+def test_other_weights_of_the_same_shape(tmp_path: Path, worker: FakeWorker) -> None:
+    other = _model(_write("mixtral", tmp_path, seed=1))
+    before = dict(other.named_modules())
+    with pytest.raises(ModelMismatch, match=r"layer 0: .* are these the same weights\?"):
+        attach(other, worker.address)
+    assert dict(other.named_modules()) == before
+    with attach(other, worker.address, verify=False):
+        pass
+
+
+def test_one_wrong_expert_is_found(path: Path, worker: FakeWorker) -> None:
+    model = _model(path)
+    with torch.no_grad():
+        find_experts(model)[1].module.down_proj[7].neg_()
+    with pytest.raises(ModelMismatch, match="layer 1: "):
+        attach(model, worker.address)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        ("qwen3_moe", {}, "model_type: the model has qwen3_moe, the service has mixtral"),
+        ("mixtral", {"topk": 4}, "experts per token: the model has 4, the service has 2"),
+        ("mixtral", {"num_layers": 3}, r"layers with experts: the model has \[0, 1, 2\], the service has \[0, 1\]"),
+        ("mixtral", {"num_experts": 16}, "layer 0: experts: the model has 16, the service has 8"),
+        ("mixtral", {"hidden_size": 128}, "layer 0: hidden size: the model has 128, the service has 64"),
+    ],
+)
+def test_other_models(tmp_path: Path, worker: FakeWorker, family: str, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ModelMismatch, match=words):
+        attach(_model(_write(family, tmp_path, **sizes)), worker.address)
+
+
+def test_other_dtype_fingerprint_or_no_experts(path: Path, worker: FakeWorker) -> None:
+    with pytest.raises(ModelMismatch, match="layer 0: dtype: the model has bfloat16, the service has float32"):
+        attach(_model(path, torch.bfloat16), worker.address)
+    with pytest.raises(ModelMismatch, match="fingerprint: the model has beef, the service has "):
+        attach(_model(path), worker.address, fingerprint="beef")
+    with pytest.raises(ModelMismatch, match="expected modules with forward"):
+        attach(nn.Linear(3, 3), worker.address)
+
+
+def test_service_errors_reach_the_model_code(path: Path, worker: FakeWorker) -> None:
+    import grpc
+
+    model = _model(path)
+    with attach(model, worker.address), torch.no_grad():
+        worker.behave = refuse(grpc.StatusCode.INVALID_ARGUMENT, "layer: no such thing")
+        with pytest.raises(InvalidRequest, match="no such thing"):
+            model(_ids())
+
+
+class _Experts(nn.Module):
+    """Any module with the signature will do."""
+
+    def __init__(self, experts: Experts, layer: int) -> None:
+        super().__init__()
+        self.experts, self.layer = experts, layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        raise AssertionError("never called: it has no parameters to compare with")
+
+
+def test_any_torch_module(path: Path, worker: FakeWorker) -> None:
+    experts = Experts.load(Checkpoint.open(path), range(8), dtype=torch.float32)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"moe": _Experts(experts, layer)}) for layer in range(2))
+    x, ids, weights = torch.randn(3, 5, 64), torch.randint(0, 9, (15, 2)), torch.rand(15, 2)
+    with attach(model, worker.address):
+        remote = model.blocks[1]["moe"]
+        assert "layer=1" in repr(remote)
+        y = remote(x, ids, weights)
+    assert y.shape == x.shape
+    nothing = ids == 8
+    z = remote_reference(experts, x, ids.masked_fill(nothing, 0), weights.masked_fill(nothing, 0))
+    torch.testing.assert_close(y.view(15, 64), z, rtol=1e-4, atol=1e-5)
+
+
+def remote_reference(experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Layer 1, row by row."""
+    gate_up, down = experts._weights[1]
+    rows = []
+    for row, chosen, scale in zip(x.view(-1, 64), ids.tolist(), weights, strict=True):
+        parts = []
+        for expert in chosen:
+            gate, up = (gate_up[expert] @ row).chunk(2)
+            parts.append(down[expert] @ (nn.functional.silu(gate) * up))
+        rows.append((torch.stack(parts) * scale[:, None]).sum(0))
+    return torch.stack(rows)

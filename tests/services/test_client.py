@@ -1,0 +1,428 @@
+"""The clients against workers of this process: routing of rows, errors, retries, deadlines, cancellation, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock import client as public
+from crossdock import wire
+from crossdock.client import AsyncClient, Client, client
+from crossdock.client import errors as tree
+from crossdock.client.stream import WorkerStream
+from crossdock.v1 import control_pb2, expert_pb2
+from tests.services.fakes import Answer, FakeControl, FakeWorker, echo, refuse, view_of
+
+DESCRIPTION = expert_pb2.DescribeResponse(model="f00d", family="mixtral", hidden_size=8, topk=2, num_experts=4)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[FakeWorker]]:
+    made = [FakeWorker(DESCRIPTION, echo) for _ in range(4)]
+    yield made
+    for worker in made:
+        worker.kill()
+
+
+@pytest.fixture
+def control(workers: list[FakeWorker]) -> Iterator[FakeControl]:
+    made = FakeControl(view_of(workers))
+    yield made
+    made.kill()
+
+
+def _batch(num_tokens: int, hidden: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(num_tokens, hidden), torch.randint(0, 4, (num_tokens, 2)), torch.rand(num_tokens, 2)
+
+
+@given(st.integers(1, 5000), st.integers(1, 9), st.integers(0, 1000), st.integers(1, 999), st.integers(1, 300))
+def test_split_covers_every_row_once(tokens: int, workers: int, first: int, most: int, least: int) -> None:
+    shares = client.split(tokens, workers, first, most, least)
+    rows = [row for share in shares for row in range(share.start, share.stop)]
+    assert rows == list(range(tokens))
+    assert all(0 < share.stop - share.start <= most for share in shares)
+    per_worker: dict[int, int] = {}
+    for share in shares:
+        per_worker[share.worker] = per_worker.get(share.worker, 0) + share.stop - share.start
+    assert set(per_worker) <= set(range(workers))
+    assert len(per_worker) == 1 or min(per_worker.values()) >= least
+    assert max(per_worker.values()) - min(per_worker.values()) <= 1
+    assert len(per_worker) == max(1, min(workers, tokens // least))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_worker_by_its_own_address(workers: list[FakeWorker], dtype: torch.dtype) -> None:
+    x, ids, weights = _batch(5)
+    with Client(workers[2].address) as service:
+        assert torch.equal(service.forward(3, x.to(dtype), ids, weights), x.to(dtype) + 3)
+        assert service.describe().model == "f00d"
+    (request,) = workers[2].seen
+    assert request.layer == 3
+    assert torch.equal(wire.decode(request.topk_ids, name="i", dtypes=[torch.int64], ndim=2), ids)
+    assert torch.equal(wire.decode(request.topk_weights, name="w", dtypes=[torch.float32], ndim=2), weights)
+
+
+def test_a_big_batch_is_spread_and_a_small_one_is_not(control: FakeControl, workers: list[FakeWorker]) -> None:
+    with Client(control.address) as service:
+        x, ids, weights = _batch(303)
+        assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        assert sorted(worker.num_tokens for worker in workers) == [75, 76, 76, 76]
+        x, ids, weights = _batch(3)
+        for _ in range(4):
+            assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        assert sum(worker.num_tokens for worker in workers) == 303 + 12
+        assert [len(worker.seen) for worker in workers] == [2, 2, 2, 2]
+    assert [worker.num_streams for worker in workers] == [1, 1, 1, 1]
+
+
+def test_a_huge_share_travels_in_pieces(monkeypatch: pytest.MonkeyPatch, workers: list[FakeWorker]) -> None:
+    monkeypatch.setattr(client, "REQUEST_BYTES", 8 * 4 * 10)
+    x, ids, weights = _batch(25)
+    with Client(workers[0].address) as service:
+        assert torch.equal(service.forward(2, x, ids, weights), x + 2)
+    assert [request.x.shape[0] for request in workers[0].seen] == [10, 10, 5]
+
+
+def test_no_tokens_need_no_worker() -> None:
+    x, ids, weights = _batch(0)
+    with Client("127.0.0.1:1") as service:
+        assert service.forward(0, x, ids, weights).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, ids, weights: (x[0], ids, weights), "x: expected 2 dimensions, got 1"),
+        (lambda x, ids, weights: (x.double(), ids, weights), r"x: expected dtype one of .* got torch\.float64"),
+        (lambda x, ids, weights: (x, ids.float(), weights), "topk_ids: expected dtype"),
+        (lambda x, ids, weights: (x, ids, weights.long()), "topk_weights: expected dtype"),
+        (lambda x, ids, weights: (x, ids[:4], weights), r"topk_ids: expected \[5, 2\], got \[4, 2\]"),
+        (lambda x, ids, weights: (x, ids, weights[:, :1]), r"topk_weights: expected \[5, 2\], got \[5, 1\]"),
+    ],
+)
+def test_wrong_arguments_are_refused_here(change: Callable[..., Any], words: str) -> None:
+    with Client("127.0.0.1:1") as service, pytest.raises(public.InvalidRequest, match=words):
+        service.forward(0, *change(*_batch(5)))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, public.Unavailable),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, public.Overloaded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, public.DeadlineExceeded),
+        (grpc.StatusCode.INVALID_ARGUMENT, public.InvalidRequest),
+        (grpc.StatusCode.FAILED_PRECONDITION, public.InvalidRequest),
+        (grpc.StatusCode.INTERNAL, public.ClientError),
+    ],
+)
+def test_answers_become_errors(workers: list[FakeWorker], code: grpc.StatusCode, kind: type[Exception]) -> None:
+    workers[0].behave = refuse(code, "the reason", lost_ranks=[3, 1], epoch=7)
+    with Client(workers[0].address, retry=False) as service:
+        with pytest.raises(public.ClientError, match="the reason") as caught:
+            service.forward(0, *_batch(5))
+        assert type(caught.value) is kind
+        if isinstance(caught.value, public.Unavailable):
+            assert (caught.value.lost_ranks, caught.value.epoch) == ((1, 3), 7)
+        workers[0].behave = echo
+        assert service.forward(0, *_batch(5)).shape == (5, 8)
+    assert workers[0].num_streams == 1
+
+
+def test_every_public_error_is_in_the_tree() -> None:
+    for name in public.__all__:
+        item = getattr(public, name)
+        if isinstance(item, type) and issubclass(item, Exception):
+            assert issubclass(item, public.ClientError)
+            assert name in (tree.__doc__ or "")
+
+
+def test_unavailable_is_tried_again(control: FakeControl, workers: list[FakeWorker]) -> None:
+    for worker in workers:
+        worker.behave = _first(refuse(grpc.StatusCode.UNAVAILABLE, "re-forming", [2], 4), then=echo)
+    x, ids, weights = _batch(300)
+    with Client(control.address) as service:
+        assert torch.equal(service.forward(1, x, ids, weights, timeout_s=30), x + 1)
+
+
+def test_unavailable_to_the_end_is_told_as_such(workers: list[FakeWorker]) -> None:
+    workers[0].behave = refuse(grpc.StatusCode.UNAVAILABLE, "re-forming", [2], 4)
+    with Client(workers[0].address) as service:
+        started = time.monotonic()
+        with pytest.raises((public.Unavailable, public.DeadlineExceeded), match="re-forming"):
+            service.forward(0, *_batch(5), timeout_s=0.5)
+        assert time.monotonic() - started < 5
+    assert len(workers[0].seen) > 1
+
+
+def _first(behave: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    calls = iter([behave])
+
+    def each(request: expert_pb2.ForwardRequest) -> Any:
+        return next(calls, then)(request)
+
+    return each
+
+
+def test_a_killed_worker_is_named(control: FakeControl, workers: list[FakeWorker]) -> None:
+    arrived = threading.Event()
+    workers[2].behave = lambda request: arrived.set()  # type: ignore[assignment, return-value]
+    with Client(control.address, retry=False, min_tokens_per_worker=1) as service, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(service.forward, 0, *_batch(40), timeout_s=30)
+        assert arrived.wait(10)
+        workers[2].kill()
+        with pytest.raises(public.Unavailable, match=r"rank 2 \(127\.0\.0\.1:") as caught:
+            future.result(20)
+        assert (caught.value.lost_ranks, caught.value.epoch) == ((2,), 1)
+        with pytest.raises(public.Unavailable, match="rank 2"):
+            service.forward(0, *_batch(40), timeout_s=30)
+
+
+def test_requests_move_to_the_next_epoch(control: FakeControl, workers: list[FakeWorker]) -> None:
+    arrived = threading.Event()
+    workers[1].behave = lambda request: arrived.set()  # type: ignore[assignment, return-value]
+    x, ids, weights = _batch(40)
+    with Client(control.address, min_tokens_per_worker=1) as service, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(service.forward, 5, x, ids, weights, timeout_s=60)
+        assert arrived.wait(10)
+        forming = control_pb2.FORMING
+        control.say(view_of([workers[0], None, *workers[2:]], epoch=2, state=forming, reason="rank 1 lost"))
+        workers[1].kill()
+        other = FakeWorker(DESCRIPTION, echo)
+        control.say(view_of([workers[0], other, *workers[2:]], epoch=3))
+        assert torch.equal(future.result(50), x + 5)
+        assert other.seen
+    other.kill()
+
+
+def test_a_group_that_does_not_serve(workers: list[FakeWorker]) -> None:
+    forming = view_of([workers[0], None], epoch=6, state=control_pb2.FORMING, reason="rank 1 (b/0) lost: lease expired")
+    control = FakeControl(forming)
+    words = r"the group is FORMING \(epoch 6\): rank 1 \(b/0\) lost"
+    with Client(control.address, retry=False) as service:
+        with pytest.raises(public.Unavailable, match=words) as caught:
+            service.forward(0, *_batch(5), timeout_s=30)
+        assert (caught.value.lost_ranks, caught.value.epoch) == ((1,), 6)
+    with Client(control.address) as service, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(public.Unavailable, match=words):
+            service.forward(0, *_batch(5), timeout_s=0.3)
+        future = pool.submit(service.forward, 0, *_batch(5), timeout_s=30)
+        control.say(view_of(workers, epoch=7))
+        assert future.result(20).shape == (5, 8)
+    control.kill()
+
+
+def test_serving_goes_on_without_the_control_plane(control: FakeControl, workers: list[FakeWorker]) -> None:
+    x, ids, weights = _batch(5)
+    with Client(control.address) as service:
+        service.forward(0, x, ids, weights)
+        control.kill()
+        for _ in range(5):
+            assert torch.equal(service.forward(1, x, ids, weights, timeout_s=10), x + 1)
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:1", retry=False) as service:
+        with pytest.raises(public.Unavailable, match=r"control plane 127\.0\.0\.1:1: "):
+            service.forward(0, *_batch(5), timeout_s=30)
+        with pytest.raises(public.Unavailable):
+            service.describe(timeout_s=30)
+
+
+def test_deadline_and_cancel_message(workers: list[FakeWorker]) -> None:
+    workers[0].behave = lambda request: None
+    with Client(workers[0].address) as service:
+        started = time.monotonic()
+        with pytest.raises(public.DeadlineExceeded, match="no answer within"):
+            service.forward(0, *_batch(5), timeout_s=0.4)
+        assert 0.3 < time.monotonic() - started < 5
+        assert workers[0].cancelled.get(timeout=10) == workers[0].seen[0].id
+        assert 0 < workers[0].seen[0].timeout_ms <= 400
+        workers[0].behave = echo
+        assert service.forward(0, *_batch(5)).shape == (5, 8)
+    assert workers[0].num_streams == 1
+
+
+async def test_cancelling_one_request_leaves_the_stream(workers: list[FakeWorker]) -> None:
+    arrived = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(request: expert_pb2.ForwardRequest) -> None:
+        loop.call_soon_threadsafe(arrived.set)
+
+    workers[0].behave = hang
+    async with AsyncClient(workers[0].address) as service:
+        task = asyncio.create_task(service.forward(0, *_batch(5)))
+        await asyncio.wait_for(arrived.wait(), 10)
+        workers[0].behave = echo
+        other = asyncio.create_task(service.forward(1, *_batch(5)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await other).shape == (5, 8)
+        assert await asyncio.to_thread(workers[0].cancelled.get, timeout=10) == workers[0].seen[0].id
+    assert workers[0].num_streams == 1
+
+
+async def test_one_failed_share_cancels_the_others(control: FakeControl, workers: list[FakeWorker]) -> None:
+    workers[0].behave = refuse(grpc.StatusCode.INVALID_ARGUMENT, "no such layer")
+    for worker in workers[1:]:
+        worker.behave = lambda request: None
+    async with AsyncClient(control.address, min_tokens_per_worker=1) as service:
+        with pytest.raises(public.InvalidRequest, match="no such layer"):
+            await service.forward(9, *_batch(40), timeout_s=30)
+        for worker in workers[1:]:
+            await asyncio.to_thread(worker.cancelled.get, timeout=10)
+
+
+def test_answers_in_any_order(workers: list[FakeWorker]) -> None:
+    held: list[Answer] = []
+
+    def late(request: expert_pb2.ForwardRequest) -> Answer | None:
+        held.append(Answer(id=request.id))
+        return None
+
+    workers[0].behave = late
+    worker = workers[0]
+    original = worker.Forward
+
+    def reverse(requests: Iterator[expert_pb2.ForwardRequest], context: Any) -> Iterator[Answer]:
+        batch = [next(requests) for _ in range(6)]
+        for request in reversed(batch):
+            answer = echo(request)
+            answer.id = request.id
+            yield answer
+        yield from original(requests, context)
+
+    server = FakeWorker.__new__(FakeWorker)
+    server.Forward = reverse  # type: ignore[method-assign]
+    FakeWorker.__init__(server, DESCRIPTION, echo)
+    with Client(server.address) as service, ThreadPoolExecutor(6) as pool:
+        batches = [_batch(n) for n in range(1, 7)]
+        futures = [pool.submit(service.forward, n, *batch) for n, batch in enumerate(batches)]
+        for n, (future, batch) in enumerate(zip(futures, batches, strict=True)):
+            assert torch.equal(future.result(20), batch[0] + n)
+    server.kill()
+
+
+def test_many_threads(control: FakeControl) -> None:
+    def run(number: int) -> bool:
+        x, ids, weights = _batch(number + 1)
+        return all(torch.equal(service.forward(n, x, ids, weights), x + n) for n in range(20))
+
+    with Client(control.address, min_tokens_per_worker=4) as service, ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(8)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(), "y: expected dtype one of"),
+        (Answer(y=wire.encode(torch.zeros(4, 8))), r"y: expected \[5, 8\], got \[4, 8\]"),
+        (Answer(y=wire.encode(torch.zeros(5, 8).half())), "y: expected dtype one of"),
+        (Answer(y=expert_pb2.Tensor(dtype="float32", shape=[5, 8], data=b"x")), "y: expected 160 bytes"),
+    ],
+)
+def test_a_worker_that_answers_nonsense(workers: list[FakeWorker], answer: Answer, words: str) -> None:
+    workers[0].behave = lambda request: Answer.FromString(answer.SerializeToString())
+    with Client(workers[0].address) as service, pytest.raises(public.ClientError, match=words):
+        service.forward(0, *_batch(5))
+
+
+def test_close_is_final_and_idempotent(workers: list[FakeWorker]) -> None:
+    before = threading.active_count()
+    service = Client(workers[0].address)
+    service.forward(0, *_batch(5))
+    service.close()
+    service.close()
+    with pytest.raises(public.ClientError, match="the client is closed"):
+        service.forward(0, *_batch(5))
+    assert "crossdock-client" not in {thread.name for thread in threading.enumerate()}
+    assert threading.active_count() <= before + 1
+
+
+def test_close_ends_what_is_under_way(workers: list[FakeWorker]) -> None:
+    arrived = threading.Event()
+    workers[0].behave = lambda request: arrived.set()  # type: ignore[assignment, return-value]
+    service = Client(workers[0].address)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(service.forward, 0, *_batch(5), timeout_s=60)
+        assert arrived.wait(10)
+        service.close()
+        with pytest.raises(public.ClientError, match="closed"):
+            future.result(20)
+
+
+def test_a_call_that_races_with_close_does_not_hang(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Client(workers[0].address)
+    join, late = service._thread.join, ThreadPoolExecutor(1)
+
+    def join_then_call() -> None:
+        join()
+        future = late.submit(service.describe)
+        assert isinstance(future.exception(10), public.ClientError)
+
+    monkeypatch.setattr(service._thread, "join", join_then_call)
+    service.close()
+
+
+async def test_hanging_up_at_once_tells_whoever_has_just_asked() -> None:
+    stream = WorkerStream("127.0.0.1:1", 3, 1, 1 << 20)
+    asking = asyncio.create_task(stream.forward(expert_pb2.ForwardRequest(), 60))
+    await asyncio.sleep(0)  # the request is pending now, and the reader has not begun
+    await stream.close()
+    with pytest.raises(public.Unavailable, match="rank 3"):
+        await asyncio.wait_for(asking, 10)
+
+
+async def test_two_calls_notice_together_that_workers_are_gone(
+    control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = WorkerStream.close
+    closed: list[str] = []
+
+    async def slow_close(self: WorkerStream) -> None:
+        closed.append(self.address)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await close(self)
+
+    async with AsyncClient(control.address, min_tokens_per_worker=1) as service:
+        await service.forward(0, *_batch(40))
+        monkeypatch.setattr(WorkerStream, "close", slow_close)
+        control.say(view_of([workers[0]], epoch=2))
+        while len((await service._directory.service(10, wait=True)).workers) > 1:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(service.forward(0, *_batch(4)) for _ in range(3)))
+        assert sorted(closed) == sorted(worker.address for worker in workers[1:])
+
+
+def test_close_does_not_wait_for_a_group_that_never_serves(workers: list[FakeWorker]) -> None:
+    control = FakeControl(view_of([workers[0], None], epoch=6, state=control_pb2.FORMING))
+    service = Client(control.address)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(service.forward, 0, *_batch(5), timeout_s=60)
+        with pytest.raises(public.Unavailable, match="FORMING"):
+            service.forward(0, *_batch(5), timeout_s=0.3)
+        started = time.monotonic()
+        service.close()
+        with pytest.raises(public.ClientError, match="closed"):
+            future.result(1)
+        assert time.monotonic() - started < 20
+    control.kill()
+
+
+def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:
+    with Client(workers[0].address, model="f00d") as service:
+        service.forward(0, *_batch(5))
+    assert workers[0].seen[0].model == "f00d"

@@ -1,0 +1,108 @@
+"""The client against a real group: its rows are the dense model's, and a killed worker costs it only time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from crossdock.client import Client, InvalidRequest, Unavailable
+from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.supervisor import Supervisor
+from crossdock.v1.control_pb2 import FORMING
+from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.experts import Experts
+from tests.services.fakes import dense
+from tests.unit.moe_files import Sizes, draw_weights, write_files
+
+SIZES = Sizes(num_experts=7, hidden=64, inner=32, layers=2)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor, Experts]]:
+    folder = tmp_path_factory.mktemp("group")
+    path = write_files(folder / "model", "qwen3_moe", SIZES, draw_weights(SIZES))
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=2, lease_s=1.0)
+    workers = [WorkerConfig(model=str(path), local_rank=rank, max_tokens_per_step=64) for rank in range(2)]
+    experts = Experts.load(Checkpoint.open(path), range(7), dtype=torch.float32)
+    with Supervisor(control, workers, folder / "logs") as supervisor:
+        supervisor.wait_serving(120)
+        yield supervisor, experts
+
+
+def _batch(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.rand(num_tokens, 7).argsort(-1)[:, :2]
+    ids[::5, 1] = -1
+    return torch.randn(num_tokens, 64), ids, torch.rand(num_tokens, 2)
+
+
+def _assert_serves(client: Client, experts: Experts, num_tokens: int) -> None:
+    for layer in (0, 1):
+        x, ids, weights = _batch(num_tokens)
+        expected = dense(experts, layer, x, ids, weights)
+        torch.testing.assert_close(client.forward(layer, x, ids, weights, timeout_s=90), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_the_dense_models(group: tuple[Supervisor, Experts]) -> None:
+    supervisor, experts = group
+    with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
+        for num_tokens in (1, 7, 64, 333):
+            _assert_serves(client, experts, num_tokens)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: _assert_serves(client, experts, 10 + n), range(12)))
+
+
+def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, Experts]) -> None:
+    supervisor, experts = group
+    x, ids, weights = _batch(5)
+    with Client(supervisor.control_address) as client:
+        for layer, batch in (
+            (9, (x, ids, weights)),
+            (0, (x[:, :32], ids, weights)),
+            (0, (x.half(), ids, weights)),
+            (0, (x, ids + 100, weights)),
+            (0, (x, ids, weights * float("nan"))),
+            (0, (x, ids[:, :1], weights[:, :1])),
+        ):
+            with pytest.raises(InvalidRequest, match="expected"):
+                client.forward(layer, *batch)
+        _assert_serves(client, experts, 5)
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, Experts]) -> None:
+    supervisor, experts = group
+    patient = Client(supervisor.control_address, min_tokens_per_worker=8)
+    hasty = Client(supervisor.control_address, min_tokens_per_worker=8, retry=False)
+    with patient, hasty:
+        _assert_serves(patient, experts, 40)
+        before = patient.describe().epoch
+        os.kill(supervisor.worker_pids()[1], signal.SIGKILL)
+        lost: set[int] = set()
+        while 1 not in lost:
+            try:
+                hasty.forward(0, *_batch(40), timeout_s=30)
+            except Unavailable as error:
+                lost.update(error.lost_ranks)
+        _assert_serves(patient, experts, 40)
+        assert patient.describe().epoch > before
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_that_stood_still_takes_its_place_again(group: tuple[Supervisor, Experts]) -> None:
+    supervisor, experts = group
+    with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
+        _assert_serves(client, experts, 40)
+        before, pids = client.describe().epoch, supervisor.worker_pids()
+        os.kill(pids[0], signal.SIGSTOP)
+        try:
+            next(view for view in supervisor.views() if view.state == FORMING)
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+        _assert_serves(client, experts, 40)
+        assert client.describe().epoch > before
+        assert supervisor.worker_pids() == pids

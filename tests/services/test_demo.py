@@ -1,0 +1,48 @@
+"""The demo itself, with one family: real processes, the whole way; and that it can fail."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from crossdock.demo import compare, run
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_one_family() -> None:
+    printed = Console(file=io.StringIO(), width=200, record=True)
+    assert run.run_demo(["mixtral"], printed) == 0, printed.export_text()
+    words = printed.export_text()
+    for part in ("float32", "128/128", "bfloat16", "rms logit error", "/metrics", "every criterion met"):
+        assert part in words
+    assert "-/-" not in words
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
+    monkeypatch.setattr(compare, "MIN_CLEAR_SHARE", 1.1)
+    printed = Console(file=io.StringIO(), width=200, record=True)
+    assert run.run_demo(["qwen3_moe"], printed) == 1
+    words = printed.export_text()
+    assert "failed qwen3_moe bfloat16: only" in words
+    assert "logs: " in words
+
+
+def test_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FORM_TIMEOUT_S", 0.2)
+    printed = Console(file=io.StringIO(), width=200, record=True)
+    assert run.run_demo(["mixtral"], printed) == 1
+    assert "failed SupervisorError: group: expected SERVING within 0.2 s" in printed.export_text()

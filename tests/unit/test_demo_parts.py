@@ -1,0 +1,156 @@
+"""The demo's pure parts: each criterion can fail, quantiles are Prometheus', text is always found."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import generate_latest
+from rich.console import Console
+
+from crossdock.common.metrics import WorkerMetrics
+from crossdock.demo import compare, scrape, text
+from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
+from crossdock.demo.report import Row, notes, table
+from crossdock.worker.checkpoint import Checkpoint
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
+
+
+def _logits() -> torch.Tensor:
+    return torch.randn(3, 40, 64) * 3
+
+
+def test_fp32_criteria() -> None:
+    tokens, plain = torch.randint(0, 64, (3, 8)), _logits()
+    good = compare.judge_fp32(tokens, tokens.clone(), plain, plain + 1e-5)
+    assert (good.tokens, good.failures) == ("24/24", ())
+    other = tokens.clone()
+    other[1, 2] += 1
+    assert compare.judge_fp32(tokens, other, plain, plain).failures == ("1 of 24 generated tokens differ",)
+    far = plain.clone()
+    far[0, 0, 0] += 0.01
+    (reason,) = compare.judge_fp32(tokens, tokens, plain, far).failures
+    assert reason == "logits differ by 0.01, expected at most 0.001"
+    assert compare.judge_fp32(tokens, tokens, plain, plain * math.nan).failures
+
+
+def test_bf16_criteria() -> None:
+    exact = _logits()
+    plain = exact + (torch.rand_like(exact) - 0.5) * 0.1
+    good = compare.judge_bf16(exact, plain, exact + (plain - exact) * 0.9)
+    assert good.failures == ()
+    num_clear = int(good.tokens.split("/")[1])
+    assert 120 >= num_clear >= 60
+    assert good.tokens == f"{num_clear}/{num_clear}"
+
+    (reason,) = compare.judge_bf16(exact, plain, exact + (plain - exact) * 1.01).failures
+    assert reason.startswith("rms logit error ")
+
+    wrong = exact.clone()
+    margins = plain.topk(2, -1).values
+    row, column = divmod(int((margins[..., 0] - margins[..., 1]).argmax()), 40)
+    wrong[row, column] = exact[row, column].roll(1)
+    assert f"1 of {num_clear} clear tokens differ" in compare.judge_bf16(exact, plain, wrong).failures[0]
+    assert compare.judge_bf16(exact, plain, exact * math.nan).failures
+
+
+def test_bf16_needs_positions_that_are_clear() -> None:
+    exact = _logits()
+    plain = exact.clone()
+    plain[0, 0, 0] += 50
+    assert "positions are clear of noise" in compare.judge_bf16(exact, plain, exact).failures[0]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "share", "expected"),
+    [
+        ({1.0: 0, 2.0: 10, math.inf: 10}, 0.5, 1.5),
+        ({1.0: 10, 2.0: 10, math.inf: 10}, 0.5, 0.5),
+        ({1.0: 5, 2.0: 10, math.inf: 10}, 0.99, 1.98),
+        ({1.0: 5, 2.0: 5, math.inf: 10}, 0.99, 2.0),
+        ({1.0: 0, math.inf: 0}, 0.5, math.nan),
+        ({}, 0.5, math.nan),
+    ],
+)
+def test_quantile(buckets: dict[float, float], share: float, expected: float) -> None:
+    assert scrape.quantile(buckets, share) == pytest.approx(expected, nan_ok=True)
+
+
+def test_phases_of_several_workers_are_summed() -> None:
+    pages = []
+    for seconds in (0.0015, 0.0045):
+        metrics = WorkerMetrics()
+        for phase in scrape.PHASES:
+            metrics.step_phase_seconds.labels(phase=phase).observe(seconds)
+        pages.append(generate_latest(metrics.registry).decode())
+    buckets = scrape.phase_buckets(pages)["experts"]
+    assert (buckets[1e-3], buckets[2e-3], buckets[5e-3], buckets[math.inf]) == (0, 1, 2, 2)
+    assert scrape.quantile(buckets, 0.5) == pytest.approx(0.002)
+
+
+def test_the_table_shows_every_row() -> None:
+    good = compare.Verdict("8/8", 1e-6, "tolerance one", ())
+    bad = compare.Verdict("7/8", 1e-6, "tolerance two", ("1 of 8 generated tokens differ",))
+    empty = scrape.phase_buckets([])
+    urls = ["http://127.0.0.1:4711/metrics", "http://127.0.0.1:4712/metrics"]
+    slow = {phase: {0.0: 0.0, 1.3: 99.0, float("inf"): 100.0} for phase in scrape.PHASES}
+    rows = [Row("deepseek_v3", "bfloat16", good, slow, 99999, urls), Row("x", "y", bad, empty, 1, urls)]
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(table(rows))
+    console.print(notes(rows), soft_wrap=True)
+    words = console.export_text()
+    for part in ("deepseek_v3", "bfloat16", "8/8", "7/8", "1e-06", "tokens/s", " 99999", "657/1300", "-/-"):
+        assert part in words
+    for part in ("x y: tolerance two", "http://127.0.0.1:4711/metrics :4712"):
+        assert part in words
+
+
+def test_text_is_always_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(text.find_text(1024)[1]) >= 1024
+    monkeypatch.setattr(text, "_checkout", lambda: b"too short")
+    monkeypatch.setattr(text, "_distribution", lambda: b"")
+    name, page = text.find_text(5000)
+    assert name == "packaged text"
+    assert len(page) >= 5000
+    ids = text.token_ids(page, 3, 50)
+    assert bytes(ids[1].tolist()) == page[50:100]
+    assert int(ids.max()) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_are_reproducible(tmp_path: Path, family: str) -> None:
+    paths = [
+        write_checkpoint(family, tmp_path / str(n), seed=seed, **SMALL)  # type: ignore[arg-type]
+        for n, seed in enumerate((3, 3, 4))
+    ]
+    first, same, other = ((path / "model.safetensors").read_bytes() for path in paths)
+    assert first == same
+    assert first != other
+    assert Checkpoint.open(paths[0]).spec.fingerprint != Checkpoint.open(paths[2]).spec.fingerprint
+
+
+def test_unknown_family(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"family: expected one of .* got 'llama'"):
+        write_checkpoint("llama", tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routing_survives_bf16_and_uses_every_expert(family: str) -> None:
+    sizes = {"layers": 3, "hidden": 128, "inner": 32, "experts": 16, "k": 4}
+    chosen: list[list[torch.Tensor]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, seen = build(family, sizes, 0).to(dtype), []
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].sort(-1).values))
+        with torch.no_grad():
+            logits = model(torch.arange(VOCAB_SIZE).view(2, 128)).logits.float()
+        assert 1.5 < float(logits.std()) < 6
+        chosen.append(seen)
+    for exact, rounded in zip(*chosen, strict=True):
+        assert torch.equal(exact, rounded)
+        assert len(exact.unique()) == 16
