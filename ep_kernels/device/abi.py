@@ -1,0 +1,285 @@
+"""What host and GPU share: records and the region's byte map, declared once here and rendered to C++ for the kernels.
+
+`header()` is put in front of every kernel source, with static_asserts on sizes, so the two sides cannot disagree;
+`fingerprint()` goes into the ticket, so two ranks with different byte maps never form a group.
+
+A rank's region, which its peers write (D dispatch slots, C combine slots; each array 256-byte aligned):
+
+    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD, COMBINE: * WHOLE
+    counts   i32 [D, R, keys + R]       by source: rows per (rank, local expert), then rows per rank
+    meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
+    scales       [D, R, M, S]           scales beside the rows, by (source, position)
+    staged       [D, R, M, H]           rows by (source, position): LL, and RANK_MAJOR output
+    rows         [D, capacity, H]       rows in their final place: output of the other layouts
+    home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]
+    home_scales  [C, .., ceil(H/128)]   their scales when they travel as fp8
+    home_weights f32 [C, R, M, K]       numbers carried home beside them
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+FLAGS = ("STARTED", "COUNTS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER")
+OPS = ("dispatch", "combine", "barrier")
+PHASES = ("blocks", "credit", "counts", "payload", "barrier")
+TICKETS = ("DISPATCH_SEND", "COMBINE_SEND")
+MAX_SLOTS = 66
+SAMPLE_CAPACITY = 4096
+SAMPLE_WORDS = 8
+WHOLE = 1 << 20
+"""What an operation adds to a counter of shares (flags PAYLOAD and COMBINE), all blocks together."""
+META_BYTES = 16
+ALIGN = 256
+
+_TYPES: dict[str, tuple[str, Any]] = {
+    "i32": ("i32", ctypes.c_int32),
+    "u32": ("u32", ctypes.c_uint32),
+    "u64": ("u64", ctypes.c_uint64),
+    "f32": ("f32", ctypes.c_float),
+    "u8": ("u8", ctypes.c_uint8),
+}
+
+_RECORDS: list[tuple[str, list[tuple[str, str, str]]]] = []
+
+
+def _record(name: str, *fields: tuple[str, str, str]) -> Any:
+    """Declare a struct. A field is (name, type, contract); a type is i32, u32, u64, f32, `T*`, `T[n]` or a record."""
+    members = []
+    for field, kind, _ in fields:
+        if kind.endswith("*"):
+            members.append((field, ctypes.c_uint64))
+        elif kind.endswith("]"):
+            base, count = kind[:-1].split("[")
+            members.append((field, _TYPES[base][1] * int(count)))
+        else:
+            members.append((field, _TYPES[kind][1]))
+    struct = type(name, (ctypes.Structure,), {"_fields_": members})
+    _TYPES[name] = (name, struct)
+    _RECORDS.append((name, list(fields)))
+    return struct
+
+
+State = _record(
+    "State",
+    ("dispatch_seq", "u64", "dispatches sent; lives on the device, so that a replayed graph goes on counting"),
+    ("combine_seq", "u64", "combines sent"),
+    ("barrier_seq", "u64", "barriers entered"),
+    ("aborted", "u64", "sticky: why this rank stopped, 0 = running"),
+    ("meet_count", "u64", "grid barrier: blocks that arrived"),
+    ("meet_generation", "u64", "grid barrier: times that all blocks met"),
+    ("invalid_ids", "u64", "ids out of range seen by the dispatch that runs"),
+    ("sample_head", "u64", "latency records written"),
+    ("tickets", f"u64[{len(TICKETS)}]", "blocks that finished, per role"),
+    ("dispatch_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a dispatch slot last"),
+    ("combine_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a combine slot last"),
+)
+Postmortem = _record(
+    "Postmortem",
+    ("status", "u64", "0 none, 1 deadline passed, 2 aborted by the host, 3 the peer's process is dead; written last"),
+    ("op", "u64", "index into OPS"),
+    ("phase", "u64", "index into PHASES"),
+    ("peer", "u64", "who was waited for"),
+    ("expected", "u64", "seq waited for"),
+    ("seen", "u64", "seq last seen"),
+    ("waited_ns", "u64", "how long"),
+)
+HostPage = _record(
+    "HostPage",
+    ("abort", "u64", "set by the host: end every wait"),
+    ("clock_ns", "u64", "GPU clock, written by barrier: the host relates it to its own"),
+    ("postmortem", "Postmortem", "the first wait that failed"),
+)
+RegionMap = _record(
+    "RegionMap",
+    *[
+        (name, "u64", "byte offset in the region")
+        for name in ("flags", "counts", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights")
+    ],
+    *[
+        (f"{name}_stride", "u64", "bytes from one slot to the next")
+        for name in ("counts", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights")
+    ],
+    ("num_bytes", "u64", "size of the region"),
+)
+World = _record(
+    "World",
+    ("rank", "i32", "this rank"),
+    ("size", "i32", "R, rank slots"),
+    ("hidden", "i32", "H"),
+    ("topk", "i32", "K"),
+    ("max_tokens", "i32", "M"),
+    ("num_experts", "i32", "E"),
+    ("local_stride", "i32", "most local experts of any rank"),
+    ("num_local", "i32", "L, local experts of this rank"),
+    ("capacity", "i32", "receive capacity: slots per expert, or N"),
+    ("alignment", "i32", "rows to which groups are padded"),
+    ("num_in_flight", "i32", "P: views expire so many dispatches later"),
+    ("row_bytes", "i32", "payload bytes of a row as it travels"),
+    ("scale_bytes", "i32", "bytes of a row's scales, 0 = none"),
+    ("home_row_bytes", "i32", "bytes of a combine row, padded to 16"),
+    ("timeout_ns", "u64", "deadline of every wait"),
+    ("peers", "u64*", "[R] base of each rank's region as mapped here"),
+    ("active", "u8*", "[R] 1 = takes part"),
+    ("experts", "i32*", "[E, 4] first active copy's rank (-2: none) and slot, number of copies, first of them"),
+    ("copies_rank", "i32*", "[copies] rank of a copy"),
+    ("copies_slot", "i32*", "[copies] local expert of a copy"),
+    ("capacities", "i32*", "[R] receive capacity of each rank"),
+    ("state", "State*", "this rank's counters"),
+    ("host", "HostPage*", "pinned host memory"),
+    ("gone", "u64*", "[R] pinned: 1 = the rank's process is known to be dead"),
+    ("block_counts", "i32*", "[blocks, R * most local experts + R] scratch of ht_dispatch"),
+    ("zeros", "u8*", "[H] a row of zeros"),
+    ("samples", "u64*", f"[{SAMPLE_CAPACITY}, {SAMPLE_WORDS} + R] pinned ring of latency records"),
+    ("map", "RegionMap", "byte map, equal on all ranks but for `rows` past the end"),
+)
+Work = _record(
+    "Work",
+    ("piece_bytes", "u32", "bytes of a row that one warp moves at a time"),
+    ("num_stages", "u32", "pieces in flight per warp"),
+    ("stage_offset", "u32", "where the pieces start in shared memory"),
+    ("halves", "u32", "1 = send, 2 = receive, 3 = both"),
+)
+DispatchArgs = _record(
+    "DispatchArgs",
+    ("world", "World", ""),
+    ("work", "Work", ""),
+    ("num_tokens", "i32", "T"),
+    ("slot", "i32", "dispatch slot, chosen by the host, equal on all ranks"),
+    ("scale_row_stride", "i32", "packed scales: elements between rows, 0 = row-major bytes"),
+    ("scale_column_stride", "i32", "packed scales: elements between columns"),
+    ("scale_group_stride", "i32", "packed scales, EXPERT_MAJOR and RANK_MAJOR: elements between groups"),
+    ("power_of_two", "i32", "quantiser: 0 = fp32 scales, 1 = powers of two, 2 = packed powers of two"),
+    ("op", "u64*", "[4] device words of this operation: seq, start_ns, send_ns, -"),
+    ("x", "u8*", "[T, H] caller's rows"),
+    ("x_scales", "u8*", "[T, S] caller's scales, null = none"),
+    ("topk_ids", "i32*", "[T, K] logical experts"),
+    ("topk_weights", "f32*", "[T, K]"),
+    ("home", "i32*", "[T, K, 2] out: destination rank or -1, position there"),
+    ("valid", "u8*", "[T] out: 0 where every copy of a chosen expert is gone"),
+    ("num_invalid_ids", "i32*", "[1] out"),
+    ("places", "i32*", "[R, M, K] out: row that serves (source, position, k), -1 = none, -2 = dropped"),
+    ("weights", "f32*", "[R, M, K] out: weights as sent, 0 where places are -1"),
+    ("tokens", "i32*", "[R, M] out: token index at its source"),
+    ("source_rows", "i32*", "[R] out: rows (positions) that each source sent"),
+    ("counts", "i32*", "[L] or [R] out: DispatchOutput.counts"),
+    ("offsets", "i32*", "[L+1] out, GROUPED, or null"),
+    ("num_rows", "i32*", "[1] out"),
+    ("num_dropped", "i32*", "[1] out"),
+    ("out_scales", "u8*", "scales in their final layout, or null"),
+    ("out_ids", "i32*", "[R, M, K] or [N, K] local ids, rank-wise layouts"),
+    ("out_weights", "f32*", "same shape"),
+)
+CombineArgs = _record(
+    "CombineArgs",
+    ("world", "World", ""),
+    ("work", "Work", ""),
+    ("num_tokens", "i32", "T of the dispatch"),
+    ("slot", "i32", "combine slot"),
+    ("apply_weights", "i32", "0 = sum rows as they are"),
+    ("mode", "i32", "0 = LL, 1 = HT: for the latency record"),
+    ("op", "u64*", "[4] device words of this operation"),
+    ("y", "u8*", "[rows, H] expert output, output dtype"),
+    ("row_weights", "f32*", "[rows] or [rows, K], null = none"),
+    ("places", "i32*", "[R, M, K] of the dispatch"),
+    ("weights", "f32*", "[R, M, K]"),
+    ("tokens", "i32*", "[R, M]"),
+    ("source_rows", "i32*", "[R]"),
+    ("home", "i32*", "[T, K, 2]"),
+    ("topk_weights", "f32*", "[T, K] of the dispatch (exact combine)"),
+    ("z", "u8*", "[T, H] out, output dtype"),
+    ("z_weights", "f32*", "[T, K] out, or null"),
+)
+BarrierArgs = _record("BarrierArgs", ("world", "World", ""))
+
+_PRELUDE = """// Generated by ep_kernels/device/abi.py: what host and GPU share. Do not edit.
+#pragma once
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+using f32 = float;
+"""
+
+
+def header() -> str:
+    """C++ declarations of every record and constant above."""
+    lines = [_PRELUDE]
+    lines += [f"constexpr u32 FLAG_{name} = {i};" for i, name in enumerate(FLAGS)]
+    lines += [f"constexpr u32 OP_{name.upper()} = {i};" for i, name in enumerate(OPS)]
+    lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
+    lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
+    lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
+    for name, fields in _RECORDS:
+        lines.append(f"struct {name} {{")
+        for field, kind, contract in fields:
+            base, bracket, count = kind.partition("[")
+            array = f"[{count}" if bracket else ""
+            lines.append(f"  {base} {field}{array};" + (f"  // {contract}" if contract else ""))
+        lines.append("};")
+        size = ctypes.sizeof(_TYPES[name][1])
+        lines.append(f'static_assert(sizeof({name}) == {size}, "{name}: host and GPU differ");')
+    return "\n".join(lines) + "\n"
+
+
+def fingerprint(sources: str) -> str:
+    """Hash of the byte map and of the kernels that read it."""
+    return hashlib.sha256((header() + sources).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes from which the byte map follows; equal on all ranks.
+
+    Attributes:
+        size, max_tokens, topk, num_keys: R, M, K, R * most local experts of any rank.
+        row_bytes, scale_bytes: payload and scales of one row.
+        capacity_rows: most rows of `rows` on any rank; 0 = the layout is RANK_MAJOR.
+        staged: whether rows are staged by (source, position).
+        home_rows, home_row_bytes, home_scale_bytes: rows per combine slot and bytes of each.
+        dispatch_slots, combine_slots: D, C.
+    """
+
+    size: int
+    max_tokens: int
+    topk: int
+    num_keys: int
+    row_bytes: int
+    scale_bytes: int
+    capacity_rows: int
+    staged: bool
+    home_rows: int
+    home_row_bytes: int
+    home_scale_bytes: int
+    dispatch_slots: int
+    combine_slots: int
+
+
+def region_map(shape: Shape) -> Any:
+    """The byte map of a region: a filled `RegionMap`."""
+    positions = shape.size * shape.max_tokens
+    arrays = (
+        ("flags", 1, len(FLAGS) * shape.size * 8),
+        ("counts", shape.dispatch_slots, shape.size * (shape.num_keys + shape.size) * 4),
+        ("meta", shape.dispatch_slots, positions * shape.topk * META_BYTES),
+        ("scales", shape.dispatch_slots, positions * shape.scale_bytes),
+        ("staged", shape.dispatch_slots, positions * shape.row_bytes if shape.staged else 0),
+        ("rows", shape.dispatch_slots, shape.capacity_rows * shape.row_bytes),
+        ("home", shape.combine_slots, shape.home_rows * shape.home_row_bytes),
+        ("home_scales", shape.combine_slots, shape.home_rows * shape.home_scale_bytes),
+        ("home_weights", shape.combine_slots, positions * shape.topk * 4),
+    )
+    result, offset = RegionMap(), 0
+    for name, slots, num_bytes in arrays:
+        stride = -(-num_bytes // ALIGN) * ALIGN
+        setattr(result, name, offset)
+        if name != "flags":
+            setattr(result, f"{name}_stride", stride)
+        offset += slots * stride
+    result.num_bytes = offset
+    return result

@@ -1,0 +1,69 @@
+// Numbers: payload types, their conversions, and the quantiser that ep_kernels/quant.py writes down (same bits).
+// Every sum and product is one IEEE fp32 operation, rounded to nearest even, never fused.
+#pragma once
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+struct e4m3 { u8 bits; };
+
+__device__ __forceinline__ f32 widen(f32 value) { return value; }
+__device__ __forceinline__ f32 widen(bf16 value) { return __uint_as_float(static_cast<u32>(value.bits) << 16); }
+__device__ __forceinline__ f32 widen(f16 value) { return ptx::f32_from_f16(value.bits); }
+
+template <class T> __device__ __forceinline__ T narrow(f32 value);
+template <> __device__ __forceinline__ f32 narrow<f32>(f32 value) { return value; }
+template <> __device__ __forceinline__ bf16 narrow<bf16>(f32 value) { return {ptx::bf16_from_f32(value)}; }
+template <> __device__ __forceinline__ f16 narrow<f16>(f32 value) { return {ptx::f16_from_f32(value)}; }
+
+// N values that move as one access (16 bytes at most).
+template <class T, i32 N>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec { T at[N]; };
+
+// Columns that a lane takes at a time, so that a load of T is 16 bytes.
+template <class T> constexpr i32 kColumns = 16 / static_cast<i32>(sizeof(T));
+
+namespace quant {
+
+constexpr i32 kBlock = 128;       // columns that share a scale: 4 per lane of a warp
+constexpr i32 kLaneColumns = 4;
+constexpr u32 kNan = 0x7F;
+constexpr f32 kMax = 448.0f, kMinScale = 1.17549435e-38f, kLargest = 3.40282347e38f;
+
+// Scale formats, as in args.power_of_two.
+constexpr i32 kFp32 = 0, kPowerOfTwo = 1, kPacked = 2;
+
+__device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLargest; }
+
+// A warp quantises one block: 4 columns per lane in, their 4 bytes out, the scale to all lanes. Absent columns are 0.
+__device__ __forceinline__ u32 block(const f32 (&value)[kLaneColumns], bool power_of_two, f32* scale_out) {
+  u32 amax = 0;
+#pragma unroll
+  for (i32 i = 0; i < kLaneColumns; ++i)
+    if (finite(value[i])) amax = max(amax, __float_as_uint(fabsf(value[i])));
+  amax = __reduce_max_sync(~0u, amax);
+  f32 scale = amax == 0 ? 1.0f : fmaxf(__fdiv_rn(__uint_as_float(amax), kMax), kMinScale);
+  if (power_of_two) {
+    const u32 bits = __float_as_uint(scale);
+    scale = __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23);
+  }
+  const f32 inverse = __fdiv_rn(1.0f, scale);
+  u32 packed = 0;
+#pragma unroll
+  for (i32 i = 0; i < kLaneColumns; ++i) {
+    const u32 q = ptx::e4m3x2_from_f32(0.0f, __fmul_rn(value[i], inverse)) & 0xFF;
+    packed |= (finite(value[i]) ? q : kNan) << (8 * i);
+  }
+  *scale_out = scale;
+  return packed;
+}
+
+__device__ __forceinline__ void widen4(u32 packed, f32 (&value)[kLaneColumns]) {
+#pragma unroll
+  for (i32 pair = 0; pair < 2; ++pair) {
+    const u32 halves = ptx::f16x2_from_e4m3x2(static_cast<u16>(packed >> (16 * pair)));
+    value[2 * pair] = ptx::f32_from_f16(static_cast<u16>(halves));
+    value[2 * pair + 1] = ptx::f32_from_f16(static_cast<u16>(halves >> 16));
+  }
+}
+
+}  // namespace quant

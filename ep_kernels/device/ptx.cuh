@@ -1,0 +1,158 @@
+// One PTX instruction (or one idiom) per function. No CUDA headers: a kernel compiles in a fraction of a second.
+// Knows no byte map and no algorithm.
+#pragma once
+
+namespace ptx {
+
+// ---- memory order: flags between GPUs (sys) and between blocks of one GPU (gpu) ----
+
+__device__ __forceinline__ u64 load_acquire_sys(const u64* address) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_sys(u64* address, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release_sys(u64* address, u64 value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed_sys(const u64* address) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(u64* address, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// For what earlier kernels wrote: no order, no waiting.
+__device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
+
+__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
+  u64 value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_gpu(u64* address, u64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
+  u64 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+  return old;
+}
+
+__device__ __forceinline__ u64 compare_and_swap_gpu(u64* address, u64 expected, u64 value) {
+  u64 old;
+  asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(old) : "l"(address), "l"(expected), "l"(value) : "memory");
+  return old;
+}
+
+__device__ __forceinline__ u64 now_ns() {
+  u64 time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+// ---- neighbouring launches (PDL): the next kernel of the stream may be set up while this one ends ----
+
+// Until the kernels before this one are complete; at once where they are.
+__device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- bulk copies (TMA, 1-D): addresses and sizes are multiples of 16 bytes ----
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(u64* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes initialised mbarriers visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to_shared, const void* from_global, u32 num_bytes, u64* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to_shared)), "l"(from_global), "r"(num_bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for a local copy, which the hardware always completes; waits for peers live in spin.cuh.
+__device__ __forceinline__ void bulk_load_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again;\n}"
+      ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to_global, const void* from_shared, u32 num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(to_global), "r"(shared_address(from_shared)), "r"(num_bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// At most `kPending` of this thread's store groups still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// All of this thread's store groups are complete: their writes are ordered before what the thread does next.
+__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Between ordinary accesses and the copy engine's accesses to the same bytes.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---- numbers ----
+
+__device__ __forceinline__ u16 bf16_from_f32(f32 value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+__device__ __forceinline__ u16 f16_from_f32(f32 value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+__device__ __forceinline__ f32 f32_from_f16(u16 bits) {
+  f32 value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Two e4m3fn in one word, `low` in the low byte; finite values past 448 saturate (the quantiser makes none).
+__device__ __forceinline__ u16 e4m3x2_from_f32(f32 high, f32 low) {
+  u16 bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+// Two f16 (low half first) from two e4m3fn; exact.
+__device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 bits) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  return halves;
+}
+
+}  // namespace ptx

@@ -1,0 +1,25 @@
+// All active ranks meet: each tells everybody and waits for everybody. One block. The first barrier proves every link.
+// Also writes the GPU's clock, so that the host can relate latency records to its own.
+#pragma once
+
+__device__ __forceinline__ void barrier_rank(const World& world) {
+  ptx::wait_for_previous_launch();
+  const u64 seq = ptx::load_acquire_gpu(&world.state->barrier_seq) + 1;
+  __syncthreads();
+  tell_peers(world, FLAG_BARRIER, seq);
+  await_peers(world, FLAG_BARRIER, seq, OP_BARRIER, PHASE_BARRIER, 0, nullptr);
+  if (threadIdx.x != 0) return;
+  world.state->barrier_seq = seq;
+  ptx::store_relaxed_sys(&world.host->clock_ns, ptx::now_ns());
+}
+
+#ifndef LOOPBACK
+extern "C" __global__ void __launch_bounds__(THREADS, 1) barrier(const __grid_constant__ BarrierArgs args) {
+  barrier_rank(args.world);
+}
+#else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
+extern "C" __global__ void __launch_bounds__(THREADS, 1) barrier(const BarrierArgs* ranks, i32 blocks_per_rank) {
+  const i32 block = blockIdx.x;
+  if (block % blocks_per_rank == 0) barrier_rank(ranks[block / blocks_per_rank].world);
+}
+#endif

@@ -1,0 +1,126 @@
+"""The hosts' small exchange beside the GPUs: one page of shared memory per rank, written by its owner, read by all.
+
+    page: exchanges entered | words of even exchanges | words of odd exchanges | epoch agreed to | its words
+
+A rank enters exchange n by writing its words to half n % 2 and then `number` = n. It cannot enter n + 2 before
+everybody entered n + 1, so a half is never overwritten while somebody still reads it. Survivors of a loss may have
+stopped in different exchanges, so they agree on the next epoch in a place of its own. Waiting sleeps (never spins).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ep_kernels.errors import AbortedError, PeerTimeout
+from ep_kernels.transports.base import EXCHANGE_WORDS
+
+PAGE_BYTES = mmap.PAGESIZE
+_EPOCH = 1 + 2 * EXCHANGE_WORDS
+_FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+
+
+class Mailbox:
+    """This rank's page and its view of the others'.
+
+    Args:
+        rank: this rank.
+        gone: tells whether a rank's process is known to be dead.
+    """
+
+    def __init__(self, rank: int, gone: Callable[[int], bool]) -> None:
+        self._rank, self._gone = rank, gone
+        self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, PAGE_BYTES)
+        self._pages: list[memoryview] = []
+        self._active: list[bool] = []
+        self._number = 0
+        self._woken = threading.Event()
+        self._aborted: str | None = None
+
+    def attach(self, fds: Sequence[int]) -> None:
+        """Map everybody's page, in rank order."""
+        self._pages = [memoryview(mmap.mmap(fd, PAGE_BYTES)).cast("q") for fd in fds]
+        self._active = [True] * len(self._pages)
+
+    def exchange(self, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...] | None]:
+        """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError."""
+        number = self._number = self._number + 1
+        start = 1 + number % 2 * EXCHANGE_WORDS
+        mine = self._pages[self._rank]
+        for i, word in enumerate(words):
+            mine[start + i] = word
+        mine[0] = number
+        self._await_all(0, number, timeout_s)
+        return self._read(start)
+
+    def agree(self, mask: Sequence[bool], epoch: int, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...]]:
+        """Everybody's words for this epoch; collective of the ranks in `mask`. Their exchanges then go on in step."""
+        self._active = list(mask)
+        mine = self._pages[self._rank]
+        for i, word in enumerate((*words, self._number)):
+            mine[_EPOCH + 1 + i] = word
+        mine[_EPOCH] = epoch
+        self._await_all(_EPOCH, epoch, timeout_s)
+        answers = [words for words in self._read(_EPOCH + 1) if words is not None]
+        self._number = max(answer[len(words)] for answer in answers)
+        return answers
+
+    def _read(self, start: int) -> list[tuple[int, ...] | None]:
+        return [
+            tuple(page[start : start + EXCHANGE_WORDS]) if active else None
+            for page, active in zip(self._pages, self._active, strict=True)
+        ]
+
+    def _await_all(self, word: int, number: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for peer in range(len(self._pages)):
+            if self._active[peer]:
+                self._await(peer, word, number, deadline, timeout_s)
+
+    def _await(self, peer: int, word: int, number: int, deadline: float, timeout_s: float) -> None:
+        page, nap = self._pages[peer], _FIRST_NAP_S
+        while page[word] < number:
+            if self._aborted is not None:
+                raise AbortedError(self._aborted)
+            gone, now = self._gone(peer), time.monotonic()
+            if (gone or now > deadline) and page[word] < number:
+                raise PeerTimeout(
+                    peer=peer, op="exchange", phase="words", expected=number, seen=page[word],
+                    waited_s=timeout_s - (deadline - now), gone=gone,
+                )  # fmt: skip
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `base.Transport`."""
+        deadline, nap = time.monotonic() + timeout_s, _FIRST_NAP_S
+        while True:
+            if any(a and page[0] > self._number for a, page in zip(self._active, self._pages, strict=True)):
+                return True
+            if self._aborted is not None:
+                raise AbortedError(self._aborted)
+            left = deadline - time.monotonic()
+            if self._woken.wait(max(0.0, min(nap, left))):
+                self._woken.clear()
+                return True
+            if left <= 0:
+                return False
+            nap = min(2 * nap, 2 * _LONGEST_NAP_S)
+
+    def wake(self) -> None:
+        """End a `wait_for_peer`."""
+        self._woken.set()
+
+    def abort(self, reason: str) -> None:
+        """End every wait, present and future, in AbortedError(reason)."""
+        self._aborted = self._aborted or reason
+
+    def close(self) -> None:
+        """Give the page's descriptor back; the mappings die with the object. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

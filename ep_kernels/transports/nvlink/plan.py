@@ -1,0 +1,159 @@
+"""Pure arithmetic: sizes, byte map, grid and shared memory of every launch. Takes and returns values; touches no
+GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_kernels import jit, quant
+from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.errors import ConfigError
+from ep_kernels.routing import receive_rows
+from ep_kernels.types import Layout, Mode, ScaleFormat
+
+SHARED_BYTES = 227 * 1024 - 1024
+"""Dynamic shared memory that a block of Hopper and Blackwell may take, less what the compiler takes."""
+WARPS = jit.NUM_THREADS // 32
+STAGE_EXTRA = 512
+PIECE_UNIT = 512
+"""Pieces are multiples of this: whole fp8 scale blocks, and whole words of packed scales."""
+MAX_PIECE = 16384
+SMALL_PIECE = 2048
+"""Steps of few tokens cut rows as fine as this, so that all warps share them."""
+HT_BLOCKS = 64
+"""Blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
+TILE_BYTES = 6 * 4 * 1024
+LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
+CPP_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
+}  # fmt: skip
+POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What follows from a MoEConfig alone; equal on all ranks, `capacity` and `num_local` apart.
+
+    Attributes:
+        num_keys: R * most local experts of any rank.
+        num_local: L of this rank.
+        scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
+        scale_bytes: of one row.
+        row_bytes: payload of one row as it travels.
+        capacity, capacities: receive capacity of this rank and of each rank (`routing.receive_rows`).
+        output_rows: leading shape of `tokens` without trimming.
+        shape: from which the byte map follows.
+    """
+
+    num_keys: int
+    num_local: int
+    scale_columns: int
+    scale_dtype: torch.dtype
+    scale_bytes: int
+    row_bytes: int
+    capacity: int
+    capacities: tuple[int, ...]
+    output_rows: tuple[int, ...]
+    shape: abi.Shape
+
+
+def sizes_of(c: MoEConfig) -> Sizes:
+    """All sizes of a configuration. Raises ConfigError where the kernels cannot hold it."""
+    experts, ranks, layout = c.resolved_expert_map, c.group.size, c.resolved_layout
+    locals_ = [experts.num_local_experts(rank) for rank in range(ranks)]
+    num_local = locals_[c.group.rank]
+    capacities = tuple(receive_rows(c, n) for n in locals_)
+    capacity = capacities[c.group.rank]
+    columns, dtype = _scales(c)
+    row_bytes = c.hidden_size * c.payload_dtype.itemsize
+    rows_of = {
+        Layout.EXPERT_MAJOR: max(n * k for n, k in zip(locals_, capacities, strict=True)),
+        Layout.RANK_MAJOR: 0,
+    }
+    output_rows = {
+        Layout.EXPERT_MAJOR: (num_local, capacity),
+        Layout.RANK_MAJOR: (ranks, c.max_tokens_per_rank),
+    }
+    moved = c.resolved_combine_dtype
+    shape = abi.Shape(
+        size=ranks,
+        max_tokens=c.max_tokens_per_rank,
+        topk=c.topk,
+        num_keys=ranks * experts.stride,
+        row_bytes=row_bytes,
+        scale_bytes=columns * dtype.itemsize,
+        capacity_rows=rows_of.get(layout, max(capacities)),
+        staged=c.mode is not Mode.HT or layout is Layout.RANK_MAJOR,
+        home_rows=c.max_tokens_per_rank * (c.topk if c.exact_combine else ranks),
+        home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
+        home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
+        dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
+        combine_slots=c.max_in_flight + 1,
+    )
+    if shape.home_rows >= 1 << 31 or max(capacities) * max(1, num_local) >= 1 << 31:
+        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
+    return Sizes(
+        shape.num_keys, num_local, columns, dtype, shape.scale_bytes, row_bytes, capacity, capacities,
+        output_rows.get(layout, (capacity,)), shape,
+    )  # fmt: skip
+
+
+def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
+    if c.quantize:
+        packed = c.scale_format is ScaleFormat.UE8M0_PACKED
+        return quant.scale_columns(c.hidden_size, c.scale_format), torch.int32 if packed else torch.float32
+    return c.scale_columns, c.scale_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel's launch: grid, shared memory, and the `Work` that tells the kernel. Cooperative where blocks meet."""
+
+    num_blocks: int
+    shared_bytes: int
+    stage_offset: int
+    piece_bytes: int
+    cooperative: bool = False
+
+    def work(self, halves: int) -> Any:
+        """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
+        return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves)
+
+
+def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
+    offset = -(-control_bytes // 128) * 128
+    per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
+    most = min(per_stage // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
+    if most < PIECE_UNIT:
+        raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
+    shared = -(-num_blocks * WARPS // num_rows)  # warps that one row can have
+    pieces = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_PIECE)))
+    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT
+    total = offset + WARPS * jit.NUM_STAGES * (piece + STAGE_EXTRA)
+    return Launch(num_blocks, total, offset, piece, cooperative)
+
+
+def _head_bytes(c: MoEConfig) -> int:
+    """mbarriers, and a wait per peer."""
+    size: int = c.group.size
+    return 512 + (size + 1) // 2 * 16
+
+
+def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
+    """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one)."""
+    counters = sizes.num_keys + c.group.size
+    control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
+    blocks = num_sms if mode is Mode.LL else min(num_sms, HT_BLOCKS)
+    return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
+
+
+def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
+    """How a combine runs."""
+    blocks = num_sms if mode is Mode.LL else min(num_sms, HT_BLOCKS)
+    rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
+    return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)

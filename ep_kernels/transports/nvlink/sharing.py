@@ -1,0 +1,84 @@
+"""Hands file descriptors to peers of the same host: an abstract unix socket, SCM_RIGHTS, the same user only.
+
+Needs no ptrace and no file system; needs a network namespace in common (containers of one pod have it).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+from ep_kernels.errors import TransportError
+
+_NONCE_BYTES = 16
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+class Desk:
+    """Gives copies of `fds` to whoever brings the nonce and runs as the same user, until closed.
+
+    Attributes:
+        address: name of the abstract socket (without its leading NUL) and nonce, as bytes for the ticket.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._fds = list(fds)
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        name = f"crossdock-{secrets.token_hex(16)}".encode()
+        self.address = self._nonce + name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.bind(b"\0" + name)
+        self._socket.listen(128)
+        self._thread = threading.Thread(target=self._serve, name="crossdock-fd-desk", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
+            with peer:
+                self._answer(peer)
+
+    def _answer(self, peer: socket.socket) -> None:
+        try:
+            peer.settimeout(5)
+            raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+            _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+            if uid == os.getuid() and secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
+                socket.send_fds(peer, [b"\1"], self._fds)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Stop giving. Idempotent."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+        self._thread.join()
+        self._socket.close()
+
+
+def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> list[int]:
+    """Descriptors from a peer's desk; the caller owns them. Raises TransportError naming the rank and the cure."""
+    nonce, name = address[:_NONCE_BYTES], address[_NONCE_BYTES:]
+    cure = "its process is gone, or it runs in another network namespace or as another user"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
+        desk.settimeout(timeout_s)
+        try:
+            desk.connect(b"\0" + name)
+            desk.send(nonce)
+            _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
+        except OSError as error:
+            raise TransportError(f"nvlink: rank {rank} gave no memory handle ({error}): {cure}") from error
+    if len(fds) != num_fds:
+        for fd in fds:
+            os.close(fd)
+        raise TransportError(f"nvlink: rank {rank} refused its memory handle: {cure}")
+    return fds

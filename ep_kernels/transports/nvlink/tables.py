@@ -1,0 +1,176 @@
+"""What a rank keeps beside its region: device tables and counters, and the page of host memory that kernels write
+to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.transports.nvlink import plan
+from ep_kernels.types import LatencySample
+
+_TIMED_OUT, _ABORTED, _GONE = 1, 2, 3
+_GONE_RANK = -2
+"""Routing: every copy of the expert is on ranks that take no part."""
+_STATE_WORDS = ctypes.sizeof(abi.State) // 8
+_WORD = {name: getattr(abi.State, name).offset // 8 for name, _ in abi.State._fields_}
+
+
+class HostPage:
+    """Pinned memory that kernels write: the post-mortem record and the ring of latency records; and what they read from
+    the host: the abort word and who is dead."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._taken = size, 0
+        self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True)
+        self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self._ring = torch.zeros(abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size, dtype=torch.int64, pin_memory=True)
+        self._page = abi.HostPage.from_address(self._words.data_ptr())
+        self._clock_offset_ns = 0
+        self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
+        self.ring_address = self._ring.data_ptr()
+        self.reason = ""
+
+    def abort(self, reason: str) -> None:
+        """End this rank's waits on the device, present and future."""
+        self.reason = self.reason or reason
+        self._page.abort = 1
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Waits that are under way on the device end at once; afterwards none of it is remembered."""
+        self._page.abort = 1
+        try:
+            yield
+        finally:
+            self._page.abort = 0
+            self.clear()
+
+    def mark_gone(self, rank: int) -> None:
+        """That rank's process is dead: nobody waits for it any longer."""
+        self._gone[rank] = 1
+
+    def is_gone(self, rank: int) -> bool:
+        return bool(self._gone[rank])
+
+    def fault(self) -> TransportError | None:
+        """The first wait that failed, as an error."""
+        record = self._page.postmortem
+        if self._page.abort or record.status == _ABORTED:
+            return AbortedError(self.reason)
+        if record.status not in (_TIMED_OUT, _GONE):
+            return None
+        phase = abi.PHASES[record.phase]
+        unit = abi.WHOLE if phase == "payload" else 1
+        return PeerTimeout(
+            peer=record.peer, op=abi.OPS[record.op], phase=phase, expected=record.expected // unit,
+            seen=record.seen // unit, waited_s=record.waited_ns / 1e9, gone=record.status == _GONE,
+        )  # fmt: skip
+
+    def clear(self) -> None:
+        """Forget the failed wait."""
+        self._page.postmortem = abi.Postmortem()
+
+    def relate_clocks(self) -> None:
+        """Call when a barrier has just ended: its last act was to read the GPU's clock."""
+        self._clock_offset_ns = time.monotonic_ns() - self._page.clock_ns
+
+    def samples(self) -> list[LatencySample]:
+        """Records since the last call, oldest first."""
+        found = []
+        while (record := self._record(self._taken)) is not None:
+            self._taken += 1
+            op, mode, seq, tokens, start, send, total, _, *waits = record
+            name = "ht" if mode else "ll"
+            found.append(
+                LatencySample(abi.OPS[op], name, seq, tokens, start + self._clock_offset_ns, send, tuple(waits), total)
+            )
+        return found
+
+    def _record(self, index: int) -> list[int] | None:
+        """Record number `index` if it is whole. If the ring went round meanwhile, `samples` goes on from the oldest
+        left.
+        """
+        words: list[int] = self._ring[index % abi.SAMPLE_CAPACITY].tolist()
+        number = words[abi.SAMPLE_WORDS - 1] - sum(words[: abi.SAMPLE_WORDS - 1]) - sum(words[abi.SAMPLE_WORDS :]) - 1
+        if number > index and number % abi.SAMPLE_CAPACITY == index % abi.SAMPLE_CAPACITY:
+            self._taken = number - abi.SAMPLE_CAPACITY + 1
+            return self._record(self._taken)
+        return words if number == index else None
+
+
+class Tables:
+    """Device memory that only this rank's kernels use, and the `World` record that points to all of it.
+
+    Args:
+        config: of the communicator.
+        sizes: `plan.sizes_of(config)`.
+        device: CUDA device.
+        num_blocks: most blocks of a launch.
+    """
+
+    def __init__(self, config: MoEConfig, sizes: plan.Sizes, device: torch.device, num_blocks: int) -> None:
+        self._config, self._device = config, device
+        self.host = HostPage(config.group.size)
+        self.state = torch.zeros(_STATE_WORDS, dtype=torch.int64, device=device)
+        self._active = torch.ones(config.group.size, dtype=torch.uint8, device=device)
+        self._capacities = torch.tensor(sizes.capacities, dtype=torch.int32, device=device)
+        counters = sizes.num_keys + config.group.size
+        self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(config.hidden_size * 4, dtype=torch.uint8, device=device)
+        self._peers = torch.zeros(config.group.size, dtype=torch.int64, device=device)
+        self._copies: tuple[torch.Tensor, ...] = ()
+        self.world = self._world(sizes)
+        self.set_active([True] * config.group.size)
+
+    def _world(self, sizes: plan.Sizes) -> Any:
+        c, shape = self._config, sizes.shape
+        return abi.World(
+            rank=c.group.rank, size=c.group.size, hidden=c.hidden_size, topk=c.topk, max_tokens=c.max_tokens_per_rank,
+            num_experts=c.num_experts, local_stride=c.resolved_expert_map.stride, num_local=sizes.num_local,
+            capacity=sizes.capacity, alignment=c.expert_alignment, num_in_flight=c.max_in_flight,
+            row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, home_row_bytes=shape.home_row_bytes,
+            timeout_ns=int(c.timeout_s * 1e9), peers=self._peers.data_ptr(), active=self._active.data_ptr(),
+            capacities=self._capacities.data_ptr(), state=self.state.data_ptr(), host=self.host.address,
+            gone=self.host.gone_address, block_counts=self._block_counts.data_ptr(), zeros=self._zeros.data_ptr(),
+            samples=self.host.ring_address, map=abi.region_map(shape),
+        )  # fmt: skip
+
+    def set_peers(self, addresses: Sequence[int]) -> None:
+        """Base address of every rank's region, as this process maps it."""
+        self._peers.copy_(torch.tensor(addresses, dtype=torch.int64))
+
+    def set_active(self, mask: Sequence[bool]) -> None:
+        """Route around ranks whose mask is False, and wait for them no more."""
+        self._active.copy_(torch.tensor([int(m) for m in mask], dtype=torch.uint8))
+        first, ranks, slots = self._config.resolved_expert_map.tables(mask)
+        ranks, slots = (torch.cat([t, torch.full((1,), _GONE_RANK, dtype=torch.int32)]) for t in (ranks, slots))
+        begin, copies = first[:-1], first.diff()
+        place = torch.where(copies > 0, begin, len(ranks) - 1).long()
+        experts = torch.stack([ranks[place], slots[place], copies, begin], 1).int()
+        self._copies = tuple(t.to(self._device) for t in (experts, ranks, slots))
+        self.world.experts, self.world.copies_rank, self.world.copies_slot = (t.data_ptr() for t in self._copies)
+
+    def sequence(self) -> tuple[int, int, int]:
+        """(dispatch, combine, barrier) operations so far. Synchronises."""
+        names = ("dispatch_seq", "combine_seq", "barrier_seq")
+        words = self.state.tolist()
+        dispatch, combine, barrier = (words[_WORD[name]] for name in names)
+        return dispatch, combine, barrier
+
+    def restart(self, dispatch: int, combine: int, barrier: int) -> None:
+        """Forget what was under way; count on from here."""
+        words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
+        for name, value in (("dispatch_seq", dispatch), ("combine_seq", combine), ("barrier_seq", barrier)):
+            words[_WORD[name]] = value
+        self.state.copy_(words)
+        self.host.clear()

@@ -1,0 +1,341 @@
+"""The face of the transport (see `transports/base.py`): processes, regions, launches on the current stream.
+
+Waiting is on the stream, never on the CPU, but where the caller asked for what only the device knows: exact shapes, and
+overflow that raises. A failed wait is therefore raised by the call that synchronises, or by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pwd
+import select
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_kernels import jit
+from ep_kernels.config import MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
+from ep_kernels.transports.nvlink import sharing
+from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, Engine
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
+LL_MAX_TOKENS = 256
+"""Default crossover for AUTO. Not measured yet: LL's fixed slots and expansion are made for decode."""
+_TICKET = struct.Struct("<16s8sQQqH")  # abi, kind, region bytes, device, pid, length of the desk's address
+
+
+def create(config: MoEConfig) -> NvlinkTransport:
+    """Build the transport; touches no GPU yet."""
+    return NvlinkTransport(config)
+
+
+def cache_dir(config: MoEConfig) -> Path | None:
+    """Where compiled kernels are kept between runs; None for a user without a home, who compiles in each process."""
+    if config.kernel_cache_dir is not None:
+        return Path(config.kernel_cache_dir)
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "crossdock" / "kernels"
+    except KeyError:
+        return None
+
+
+def require_cuda() -> None:
+    """Raise TransportError where no CUDA device, or no way to its driver and compiler, is here."""
+    if not torch.cuda.is_available():
+        raise TransportError(
+            "nvlink: needs one CUDA device per rank; torch sees none (no GPU, or a torch without CUDA)"
+        )
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        raise TransportError("nvlink: needs cuda-bindings (it comes with torch for CUDA)")
+
+
+class NvlinkTransport:
+    """Ranks on the GPUs of one NVLink domain, one process each. The device is torch's current one at `allocate`."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        self._config = config
+        fingerprint = abi.fingerprint(jit.all_sources())
+        self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, fingerprint)
+        self._epoch: int = config.group.epoch
+        self._functions: dict[jit.Variant, Any] = {}
+        self._open: list[Any] = []  # what close() closes, in order of creation
+        self._closed = False
+
+    # Life.
+
+    def allocate(self) -> bytes:
+        """See `base.Transport`."""
+        require_cuda()
+        from ep_kernels.transports.nvlink import driver, mailbox, memory
+
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=self._device)  # makes torch's context current
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms))
+        self._load(driver)
+        kind, _ = memory.choose_kind(self._device.index)
+        self._region = memory.Region(kind, self._engine.region_bytes, self._device.index)
+        self._open.append(self._region)
+        self._region.mapping.view(0, (self._engine.flag_bytes,), torch.uint8).zero_()
+        torch.cuda.synchronize(self._device)
+        self._mailbox = mailbox.Mailbox(self._config.group.rank, self._engine.tables.host.is_gone)
+        self._open.append(self._mailbox)
+        fds = [self._mailbox.fd] + ([self._region.fd] if self._region.fd >= 0 else [])
+        self._desk = sharing.Desk(fds)
+        self._open.append(self._desk)
+        return self._ticket(kind.value.encode())
+
+    def _load(self, driver: Any) -> None:
+        compiler = jit.Compiler(cache_dir(self._config))
+        for variant, launch in self._engine.variants().items():
+            self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
+
+    def _ticket(self, kind: bytes) -> bytes:
+        address = self._desk.address
+        head = _TICKET.pack(
+            self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, self._device.index, os.getpid(),
+            len(address),
+        )  # fmt: skip
+        return head + address + self._region.token
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `base.Transport`."""
+        pages, mappings = [], []
+        for rank, ticket in enumerate(tickets):
+            if rank == self._config.group.rank:
+                pages.append(os.dup(self._mailbox.fd))
+                mappings.append(self._region.mapping)
+                continue
+            page, mapping = self._import(rank, ticket)
+            pages.append(page)
+            mappings.append(mapping)
+        self._mappings = mappings
+        self._engine.attach(self._region.mapping, [m.address for m in mappings])
+        self._mailbox.attach(pages)
+        for fd in pages:
+            os.close(fd)
+        self._watch([_TICKET.unpack_from(t)[4] for t in tickets])
+
+    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any]:
+        from ep_kernels.transports.nvlink import memory
+
+        abi_, name, num_bytes, _, _, length = _TICKET.unpack_from(ticket)
+        address, token = ticket[_TICKET.size : _TICKET.size + length], ticket[_TICKET.size + length :]
+        if abi_.decode() != self.capabilities.abi:
+            want = self.capabilities.abi
+            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
+        kind = memory.Kind(name.rstrip(b"\0").decode())
+        fds = sharing.fetch(rank, address, 2 if kind is memory.Kind.POSIX_FD else 1, self._config.timeout_s)
+        try:
+            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token)
+        except TransportError as error:
+            os.close(fds[0])
+            raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
+
+    def _watch(self, pids: Sequence[int]) -> None:
+        """A thread that sleeps until a peer's process dies, and tells the kernels."""
+        watched: dict[int, int] = {}
+        for rank, pid in enumerate(pids):
+            if rank != self._config.group.rank:
+                with contextlib.suppress(OSError):  # another PID namespace: only the deadline tells
+                    watched[os.pidfd_open(pid)] = rank
+        end, self._end_watch = os.pipe()
+        host = self._engine.tables.host
+
+        def watch() -> None:
+            poll = select.poll()
+            for fd in (*watched, end):
+                poll.register(fd, select.POLLIN | select.POLLHUP)
+            while True:
+                for fd, _ in poll.poll():
+                    if fd == end:
+                        for each in (*watched, end):
+                            os.close(each)
+                        return
+                    host.mark_gone(watched[fd])
+                    poll.unregister(fd)
+
+        self._watcher = threading.Thread(target=watch, name="crossdock-peer-watch", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this
+        memory.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_engine"):
+            self._engine.tables.host.abort("the communicator was closed")
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+        if hasattr(self, "_end_watch"):
+            os.close(self._end_watch)
+            self._watcher.join()
+        for part in reversed(self._open):
+            part.close()
+        self._mappings = []
+
+    # Operations.
+
+    def _launch(self, call: Call, halves: int) -> None:
+        args = call.halves(halves) if hasattr(call.args, "work") else call.args
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        function = self._functions[call.variant]
+        function.launch(call.launch.num_blocks, jit.NUM_THREADS, stream, args, cooperative=call.launch.cooperative)
+
+    def check(self) -> None:
+        """Raise what failed on the device so far; waits for nothing. Also the way to look after a graph's replay."""
+        fault = self._engine.tables.host.fault()
+        if fault is not None:
+            raise fault
+
+    def _settle(self) -> None:
+        """Wait for the current stream and raise what failed on it."""
+        torch.cuda.current_stream(self._device).synchronize()
+        self.check()
+
+    def barrier(self) -> None:
+        """See `base.Transport`. Host and device wait."""
+        self._launch(self._engine.barrier(), BOTH)
+        self._settle()
+        self._engine.tables.host.relate_clocks()
+
+    def dispatch(self, args: DispatchArgs) -> _PendingDispatch:
+        """See `base.Transport`."""
+        self.check()
+        if self._config.overflow is Overflow.RAISE and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "overflow", "Overflow.DROP under graph capture (RAISE reads the device)", "Overflow.RAISE"
+            )
+        step = self._engine.dispatch(args)
+        if not args.at_once:
+            self._launch(step.call, SEND)
+        return _PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
+
+    def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
+        """What is left of it. Reads the device only where shapes or errors depend on it, and never under graph
+        capture.
+        """
+        self._launch(step.call, halves)
+        c = self._config
+        compact = c.resolved_layout in (Layout.GROUPED, Layout.FLAT)
+        exact = compact and c.exact_shapes
+        rows = None
+        if not torch.cuda.is_current_stream_capturing() and (exact or c.overflow is Overflow.RAISE):
+            self._settle()
+            assert step.outputs["num_rows"] is not None
+            rows = int(step.outputs["num_rows"]) if exact else None
+        return self._engine.finish(step, rows, self._epoch)
+
+    def combine(self, args: CombineArgs) -> _PendingCombine:
+        """See `base.Transport`."""
+        self.check()
+        call, receive = self._engine.combine(args)
+        if not args.at_once:
+            self._launch(call, SEND)
+        return _PendingCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
+
+    def receive(self, call: Call, halves: int) -> None:
+        """What is left of a combine."""
+        self._launch(call, halves)
+        self.check()
+
+    def dispatch_input(self, num_tokens: int) -> torch.Tensor:
+        """See `base.Transport`. Kernels read x wherever it lies, so any memory will do."""
+        return torch.empty(num_tokens, self._config.hidden_size, dtype=self._config.dtype, device=self._device)
+
+    def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `base.Transport`."""
+        return self._engine.combine_input(handle)
+
+    def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `base.Transport`."""
+        return self._engine.row_weights(handle)
+
+    # Membership, hosts, clock.
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `base.Transport`. Survivors may have stopped at different operations: they agree on the next number once
+        nothing of the old epoch runs any more."""
+        tables = self._engine.tables
+        with tables.host.interrupted():
+            torch.cuda.synchronize(self._device)
+        answers = self._mailbox.agree(mask, epoch, tables.sequence(), self._config.timeout_s)
+        dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
+        tables.restart(dispatch, combine, barrier)
+        self._engine.restart_flags(dispatch, combine)
+        tables.set_active(mask)
+        self._engine.restart_slots()
+        self._epoch = epoch
+        torch.cuda.synchronize(self._device)
+        self._mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `base.Transport`."""
+        return self._mailbox.exchange(words, self._config.timeout_s)
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `base.Transport`."""
+        return self._mailbox.wait_for_peer(timeout_s)
+
+    def wake(self) -> None:
+        """See `base.Transport`."""
+        self._mailbox.wake()
+
+    def samples(self) -> list[LatencySample]:
+        """See `base.Transport`."""
+        return self._engine.tables.host.samples()
+
+    def ll_max_tokens(self) -> int:
+        """See `base.Transport`."""
+        return LL_MAX_TOKENS
+
+    def abort(self, reason: str) -> None:
+        """See `base.Transport`."""
+        self._engine.tables.host.abort(reason)
+        self._mailbox.abort(reason)
+
+
+class _PendingDispatch:
+    """See `base.PendingDispatch`."""
+
+    def __init__(self, transport: NvlinkTransport, step: Dispatch, halves: int) -> None:
+        self._transport, self._step, self._halves = transport, step, halves
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        if self._result is None:
+            self._result = self._transport.finish(self._step, self._halves)
+        return self._result
+
+
+class _PendingCombine:
+    """See `base.PendingCombine`."""
+
+    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, halves: int) -> None:
+        self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
+        self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._result is None:
+            z, weights = self._receive(out)
+            self._transport.receive(self._call, self._halves)
+            if out is not None and z is not out:
+                z = out.copy_(z)
+            self._result = z, weights
+        return self._result

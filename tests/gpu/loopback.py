@@ -1,0 +1,153 @@
+"""Many ranks on one GPU: one cooperative launch holds the blocks of all of them, so that they are resident together.
+
+The engines, records and kernels are those of the transport; only processes and mapped memory are missing. This is where
+compute-sanitizer can look, and where R may exceed the number of GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ep_kernels import jit
+from ep_kernels.config import MoEConfig
+from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink.engine import BOTH, Call, Engine
+from ep_kernels.transports.nvlink.transport import cache_dir
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
+from tests.gpu.loopback_group import LoopGroup
+
+
+class Bytes:
+    """A region in ordinary device memory, poisoned past its flags."""
+
+    def __init__(self, num_bytes: int, flag_bytes: int) -> None:
+        self.data = torch.full((max(num_bytes, 1),), 0xA5, dtype=torch.uint8, device="cuda")
+        self.data[:flag_bytes] = 0
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.data[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+_functions: dict[tuple[jit.Variant, int], driver.Function] = {}
+
+
+class Loopback:
+    """R ranks of one configuration.
+
+    Args:
+        make: make(group) -> MoEConfig, for each rank's group.
+        size: R.
+        blocks_per_rank: blocks of each rank; None fills the GPU.
+    """
+
+    def __init__(self, make: Callable[[LoopGroup], MoEConfig], size: int, blocks_per_rank: int | None = None) -> None:
+        self.size = size
+        device = torch.device("cuda", torch.cuda.current_device())
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_blocks = blocks_per_rank or max(1, sms // size)
+        self.configs = [make(LoopGroup(rank, size)) for rank in range(size)]
+        self.engines = [Engine(c, device, self.num_blocks) for c in self.configs]
+        self.memory = [Bytes(e.region_bytes, e.flag_bytes) for e in self.engines]
+        addresses = [m.data.data_ptr() for m in self.memory]
+        for engine, memory in zip(self.engines, self.memory, strict=True):
+            engine.attach(memory, addresses)
+        self._compiler = jit.Compiler(cache_dir(self.configs[0]))
+        self._arch = driver.architecture(device.index)
+
+    def launch(self, calls: Sequence[Call], halves: int = BOTH) -> None:
+        """The calls of all ranks (of the same kernel) in one launch."""
+        first = calls[0]
+        function = self._function(first)
+        records = [c.halves(halves) if hasattr(c.args, "work") else c.args for c in calls]
+        packed = torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8).cuda()
+        blocks = 1 if first.variant.kernel == "barrier" else min(first.launch.num_blocks, self.num_blocks)
+        function.launch(
+            blocks * self.size, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream,
+            ctypes.c_uint64(packed.data_ptr()), ctypes.c_int32(blocks), cooperative=True,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+
+    def _function(self, call: Call) -> driver.Function:
+        variant = replace(call.variant, loopback=True)
+        key = (variant, call.launch.shared_bytes)
+        if key not in _functions:
+            cubin = self._compiler.get(variant, self._arch)
+            _functions[key] = driver.Function(cubin, variant.kernel, call.launch.shared_bytes)
+        return _functions[key]
+
+    def check(self) -> None:
+        """Raise what any rank's kernels met."""
+        for engine in self.engines:
+            if (fault := engine.tables.host.fault()) is not None:
+                raise fault
+
+    def dispatch(
+        self,
+        xs: Sequence[torch.Tensor],
+        ids: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        mode: Mode,
+        scales: Sequence[torch.Tensor] | None = None,
+        halves: Sequence[int] = (BOTH,),
+    ) -> list[tuple[DispatchOutput, DispatchHandle]]:
+        """All ranks' dispatch; inputs on the CPU."""
+        steps = [
+            engine.dispatch(
+                DispatchArgs(
+                    x=xs[r].cuda(),
+                    scales=None if scales is None else scales[r].cuda(),
+                    topk_ids=ids[r].cuda(),
+                    topk_weights=weights[r].cuda(),
+                    mode=mode,
+                    previous=None,
+                )
+            )
+            for r, engine in enumerate(self.engines)
+        ]
+        for half in halves:
+            self.launch([s.call for s in steps], half)
+        self.check()
+        results = []
+        for config, engine, step in zip(self.configs, self.engines, steps, strict=True):
+            compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT) and config.exact_shapes
+            num_rows: Any = step.outputs["num_rows"]
+            out, handle = engine.finish(step, int(num_rows) if compact else None, 0)
+            results.append((out, replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))))
+        return results
+
+    def combine(
+        self,
+        ys: Sequence[torch.Tensor],
+        handles: Sequence[DispatchHandle],
+        row_weights: Sequence[torch.Tensor] | None = None,
+        apply_weights: bool = True,
+        halves: Sequence[int] = (BOTH,),
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """All ranks' combine."""
+        calls, results = [], []
+        for r, engine in enumerate(self.engines):
+            numbers = None if row_weights is None else row_weights[r]
+            call, receive = engine.combine(CombineArgs(ys[r], handles[r], numbers, apply_weights))
+            z, home = receive(None)
+            z.fill_(float("nan"))
+            calls.append(call)
+            results.append((z, home))
+        for half in halves:
+            self.launch(calls, half)
+        self.check()
+        return results
+
+    def preset(self, value: int) -> None:
+        """Let every rank go on counting from `value`, flags included."""
+        for engine, memory in zip(self.engines, self.memory, strict=True):
+            engine.tables.restart(value, value, value)
+            engine.restart_slots()
+            memory.data[: engine.flag_bytes].view(torch.int64).fill_(value)
+            engine.restart_flags(value, value)

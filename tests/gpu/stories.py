@@ -1,0 +1,98 @@
+"""What ranks do in test_several_gpus.py. Each story runs on every rank, over a communicator of its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from ep_kernels import MoECommunicator
+from tests.cases import RoutingCase
+from tests.compare import expert, poison, same_bits, same_dispatch
+from tests.transports.steps import (
+    Expected,
+    Inputs,
+    Place,
+    Store,
+    check_combine,
+    check_dispatch,
+    check_step,
+    next_case,
+    start,
+)
+
+
+def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, replays: int = 12) -> None:
+    """Several dispatch + combine pairs in one graph, replayed with other routing, counts and payload each time."""
+    device = comm.capabilities.device_type
+    statics = [Inputs.of(case, comm.config).arguments(comm.rank, device) for _ in range(pairs)]
+    check_step(comm, case)
+    torch.cuda.synchronize()
+    comm.barrier()
+    graph, results = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for x, ids, weights in statics:
+            out, handle = comm.dispatch(x, ids, weights)
+            y = expert(out, comm.config.resolved_output_dtype)
+            results.append((out, comm.combine(y, handle)))
+    for replay in range(replays):
+        steps = [Inputs.of(next_case(case, replay * pairs + n), comm.config) for n in range(pairs)]
+        for static, inputs in zip(statics, steps, strict=True):
+            for kept, fresh in zip(static, inputs.arguments(comm.rank, device), strict=True):
+                kept.copy_(fresh)
+        graph.replay()
+        torch.cuda.synchronize()
+        comm.check()
+        for n, (inputs, (out, z)) in enumerate(zip(steps, results, strict=True)):
+            expected = Expected(comm, inputs)
+            same_bits(z, expected.combined()[comm.rank], f"z of pair {n} in replay {replay}")
+            if n >= pairs - comm.config.max_in_flight:  # views of earlier pairs have been recycled
+                same_dispatch(out, expected.outputs[comm.rank])
+        check_step(comm, next_case(case, 1000 + replay))  # eager steps and replays mix
+
+
+def delayed(comm: MoECommunicator, case: RoutingCase, steps: int = 24) -> None:
+    """Ranks and phases drift apart by up to a few milliseconds; every buffer is poisoned before it is recycled."""
+    draw = random.Random(case.seed * 64 + comm.rank)
+    for number in range(steps):
+        drift(draw)
+        request, inputs = start(comm, next_case(case, number))
+        drift(draw)
+        out, handle = request.wait()
+        expected = check_dispatch(comm, inputs, out)
+        y = expert(out, comm.config.resolved_output_dtype)
+        drift(draw)
+        combining = comm.combine_async(y, handle)
+        drift(draw)
+        same_bits(combining.wait(), expected.combined()[comm.rank], f"z of step {number}")
+        poison(out.tokens)
+
+
+def drift(draw: random.Random) -> None:
+    if draw.random() < 0.5:
+        torch.cuda._sleep(int(draw.random() ** 3 * 6e6))
+
+
+def two_streams(
+    rank: int, size: int, store: Store, transport: str, case: RoutingCase, overrides: dict[str, Any]
+) -> None:
+    """Two communicators on two streams, launched in the same order on all ranks."""
+    place = Place(rank, size, store, transport)
+    with place.communicator(case, "a", **overrides) as a, place.communicator(case, "b", **overrides) as b:
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for turn in range(20):
+            begun = []
+            for comm, stream in zip((a, b), streams, strict=True):
+                with torch.cuda.stream(stream):
+                    begun.append(start(comm, next_case(case, turn)))
+            for comm, stream, (request, inputs) in zip((a, b), streams, begun, strict=True):
+                with torch.cuda.stream(stream):
+                    out, handle = request.wait()
+                    check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
+
+
+def agrees_at_any_size(comm: MoECommunicator, case: RoutingCase) -> None:
+    """A serving-sized step, twice: equal to the reference and so to itself."""
+    for number in range(2):
+        check_step(comm, next_case(case, number))

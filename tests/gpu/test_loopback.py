@@ -1,0 +1,168 @@
+"""Every kernel against the reference, many ranks on one GPU: layouts, payloads, combines, ranks past a warp, wrap of
+the sequence numbers, halves, any number of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import reference
+from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
+from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated
+from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
+from tests.gpu.loopback import BOTH, Loopback
+
+pytestmark = pytest.mark.gpu(1)
+SPLIT = (1, 2)
+FP8 = torch.float8_e4m3fn
+
+
+def check(
+    loop: Loopback, case: RoutingCase, mode: Mode, halves: tuple[int, ...] = (BOTH,), backward: bool = False
+) -> None:
+    """One step of all ranks is what the reference says."""
+    config, ranks = loop.configs[0], range(case.num_ranks)
+    xs = [case.x(r, config.dtype) for r in ranks]
+    columns = config.scale_columns
+    scales = [case.scales(r, columns, config.scale_dtype) for r in ranks] if columns else None
+    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
+    wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
+    got = loop.dispatch(xs, ids, weights, mode, scales, halves)
+    try:
+        for (out, _), want in zip(got, wanted, strict=True):
+            same_dispatch(out, want)
+            if config.scale_format is ScaleFormat.UE8M0_PACKED:
+                packed_layout(out.scales)
+        dtype = config.resolved_output_dtype
+        numbers = home = None
+        if backward:
+            shape = () if config.resolved_layout.per_expert else (config.topk,)
+            numbers = [torch.randn(*out.tokens.shape[:-1], *shape) for out, _ in got]
+        zs, home = reference.combine(
+            step, [expert(out, dtype) for out in wanted], row_weights=numbers, apply_weights=not backward
+        )
+        ys = [expert(out, dtype) for out, _ in got]
+        sent = None if numbers is None else [n.cuda() for n in numbers]
+        back = loop.combine(ys, [handle for _, handle in got], sent, not backward, halves)
+        for r, (z, carried) in enumerate(back):
+            same_bits(z, zs[r], f"z of rank {r}")
+            if home is not None:
+                assert carried is not None
+                same_bits(carried, home[r], f"weights of rank {r}")
+    except AssertionError as error:
+        raise AssertionError(f"{case} {mode}: {error}") from error
+    for out, _ in got:
+        poison(out.tokens)
+
+
+def run(steps: list[RoutingCase], mode: Mode, overrides: dict[str, Any], **options: Any) -> None:
+    blocks = options.pop("blocks", None)
+    loop = Loopback(lambda group: steps[0].config(group, **overrides), steps[0].num_ranks, blocks)
+    for n, case in enumerate(steps):
+        turn = mode if mode is not Mode.AUTO else (Mode.LL, Mode.HT)[n % 2]
+        check(loop, case, turn, **options)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_routing(size: int, mode: Mode, layout: Layout) -> None:
+    steps = cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3)
+    run(steps, mode, {"mode": mode, "layout": layout})
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
+    steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
+    run(steps, mode, {"mode": mode, "layout": layout}, halves=SPLIT)
+    run(steps, mode, {"mode": mode, "layout": layout}, backward=True)
+
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32},
+    "fp8": {"quantize": True},
+    "fp8 packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
+    "fp32 fp8 ue8m0": {"dtype": torch.float32, "quantize": True, "scale_format": ScaleFormat.UE8M0},
+    "given fp8": {"dtype": FP8, "scale_columns": 3},
+    "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
+    "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
+    "fp32 partials": {"combine_dtype": torch.float32},
+    "bf16 partials of fp32": {"dtype": torch.float32, "combine_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_payloads(mode: Mode, layout: Layout, payload: str) -> None:
+    kinds = ("uniform", "single_none", "one_expert", "uniform")
+    steps = [RoutingCase(7, 3, 272, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    run(steps, mode, {"mode": mode, "layout": layout, **PAYLOADS[payload]})
+
+
+@pytest.mark.parametrize("payload", [{}, {"combine_dtype": FP8}, {"output_dtype": torch.float32}])
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED])
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_exact(mode: Mode, layout: Layout, payload: dict[str, Any]) -> None:
+    steps = cases(3, 6, hidden_size=144, num_experts=7, topk=4)
+    run(steps, mode, {"mode": mode, "layout": layout, "exact_combine": True, **payload})
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED, Layout.FLAT])
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize("exact", [False, True])
+def test_overflow(mode: Mode, layout: Layout, exact: bool) -> None:
+    if exact and not layout.per_expert:
+        pytest.skip("exact_combine is for per-expert layouts")
+    overrides: dict[str, Any] = {"mode": mode, "layout": layout, "overflow": Overflow.DROP, "max_recv_rows": 4}
+    overrides |= {"exact_combine": exact, "expert_alignment": 2 if layout is Layout.GROUPED else 1}
+    steps = [RoutingCase(4, 3, 64, (6, 1, 6), kind, draw_seed(), max_tokens=6) for kind in KINDS for _ in range(2)]
+    run(steps, mode, overrides)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_replicas_and_odd_shapes(mode: Mode, layout: Layout) -> None:
+    for case in cases(3, 7, hidden_size=64, num_experts=6, topk=4):
+        run([replace(case, experts=replicated(3, 6, 5, draw_seed()))], mode, {"mode": mode, "layout": layout})
+    for case in (
+        RoutingCase(40, 32, 64, (3, 5), seed=draw_seed()),
+        RoutingCase(300, 8, 1032, (1, 6), seed=draw_seed()),
+        RoutingCase(2, 2, 24, (5, 0, 4), seed=draw_seed()),
+        RoutingCase(1, 1, 8, (2, 3), seed=draw_seed()),
+        RoutingCase(6, 3, 7168, (1, 1, 1, 1), seed=draw_seed()),
+    ):
+        run([case], mode, {"mode": mode, "layout": layout})
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize("size", [8, 33, 64])
+def test_many_ranks(size: int, mode: Mode, layout: Layout) -> None:
+    tokens = tuple((5 * r + 3) % 8 for r in range(size))
+    steps = [RoutingCase(2 * size + 3, 6, 128, tokens, kind, draw_seed(), max_tokens=8) for kind in ("uniform", "zipf")]
+    run(steps, mode, {"mode": mode, "layout": layout})
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_serving_shape_at_any_number_of_blocks(mode: Mode, layout: Layout, quantize: bool) -> None:
+    case = RoutingCase(256, 8, 7168, (128, 128, 128, 77), "uniform", draw_seed(), max_tokens=128)
+    for blocks in (1, 7, 33):
+        run([case], mode, {"mode": mode, "layout": layout, "quantize": quantize}, blocks=blocks)
+
+
+@pytest.mark.parametrize("start", [(1 << 31) - 4, (1 << 32) - 4])
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_sequence_numbers_past_32_bits(mode: Mode, start: int) -> None:
+    case = RoutingCase(5, 2, 64, (4, 3), "uniform", 0, max_tokens=4)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=Layout.GROUPED), 2)
+    loop.preset(start)
+    for _ in range(9):
+        check(loop, replace(case, seed=draw_seed()), mode)

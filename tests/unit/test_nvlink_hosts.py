@@ -1,0 +1,119 @@
+"""The host side of the nvlink transport that needs no GPU: descriptors between processes, and the hosts' exchange."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.transports.nvlink import sharing
+from ep_kernels.transports.nvlink.mailbox import Mailbox
+
+SIZE = 3
+WORDS = [0] * 8
+
+
+@pytest.fixture
+def boxes() -> Iterator[list[Mailbox]]:
+    dead: set[int] = set()
+    made = [Mailbox(rank, dead.__contains__) for rank in range(SIZE)]
+    for box in made:
+        box.attach([other.fd for other in made])
+        box.dead = dead  # type: ignore[attr-defined]
+    yield made
+    for box in made:
+        box.close()
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [job.result() for job in [pool.submit(call) for call in calls]]
+
+
+def test_exchange_stays_in_step(boxes: list[Mailbox]) -> None:
+    def story(rank: int) -> None:
+        for turn in range(300):
+            got = boxes[rank].exchange([rank, turn, -(1 << 63), (1 << 63) - 1, 0, 0, 0, rank * turn], 10)
+            assert got == [(r, turn, -(1 << 63), (1 << 63) - 1, 0, 0, 0, r * turn) for r in range(SIZE)]
+
+    together([lambda rank=rank: story(rank) for rank in range(SIZE)])  # type: ignore[misc]
+
+
+def test_silent_and_dead_ranks_are_named(boxes: list[Mailbox]) -> None:
+    with pytest.raises(PeerTimeout) as silent:
+        boxes[0].exchange(WORDS, 0.05)
+    assert (silent.value.peer, silent.value.gone, silent.value.op) == (1, False, "exchange")
+    boxes[0].dead.add(1)  # type: ignore[attr-defined]
+    begin = time.monotonic()
+    with pytest.raises(PeerTimeout) as dead:
+        boxes[0].exchange(WORDS, 30)
+    assert (dead.value.peer, dead.value.gone) == (1, True)
+    assert time.monotonic() - begin < 5
+
+
+def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
+    for _ in range(3):
+        with pytest.raises(PeerTimeout):
+            boxes[0].exchange(WORDS, 0.01)
+    mask = [True, False, True]
+    answers = together([lambda r=r: boxes[r].agree(mask, 1, (10 + r, 0, 0), 10) for r in (0, 2)])  # type: ignore[misc]
+    assert answers[0] == answers[1]
+    assert [words[0] for words in answers[0]] == [10, 12]
+    rows = together([lambda r=r: boxes[r].exchange([r] * 8, 10) for r in (0, 2)])  # type: ignore[misc]
+    assert rows == [[(0,) * 8, None, (2,) * 8]] * 2
+
+
+def test_doorbell(boxes: list[Mailbox]) -> None:
+    boxes[0].wake()
+    assert boxes[0].wait_for_peer(5), "a wake before the call counts"
+    assert not boxes[0].wait_for_peer(0.02)
+    entering = threading.Thread(target=lambda: boxes[1].exchange(WORDS, 10))
+    entering.start()
+    assert boxes[0].wait_for_peer(5)
+    assert boxes[0].wait_for_peer(5), "a peer stays visible until this rank enters"
+    together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in (0, 2)])  # type: ignore[misc]
+    entering.join()
+
+
+def test_abort_ends_every_wait(boxes: list[Mailbox]) -> None:
+    threading.Timer(0.02, boxes[0].abort, ["re-forming"]).start()
+    with pytest.raises(AbortedError, match="re-forming"):
+        boxes[0].exchange(WORDS, 30)
+    with pytest.raises(AbortedError, match="re-forming"):
+        boxes[0].wait_for_peer(30)
+
+
+def test_descriptors_travel() -> None:
+    read, write = os.pipe()
+    desk = sharing.Desk([read, write])
+    try:
+        theirs = sharing.fetch(1, desk.address, 2, 5)
+        assert not {read, write} & set(theirs)
+        os.write(theirs[1], b"through the copy")
+        assert os.read(read, 99) == b"through the copy"
+    finally:
+        desk.close()
+        desk.close()
+    with pytest.raises(TransportError, match="rank 1 gave no memory handle"):
+        sharing.fetch(1, desk.address, 2, 5)
+    for fd in (read, write, *theirs):
+        os.close(fd)
+
+
+def test_only_who_knows_the_nonce_gets_them() -> None:
+    read, write = os.pipe()
+    desk = sharing.Desk([read, write])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match="rank 4 refused"):
+        sharing.fetch(4, bytes(16) + desk.address[16:], 2, 5)
+    assert len(sharing.fetch(4, desk.address, 2, 5)) == 2, "and the desk still serves"
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    desk.close()
+    for fd in (read, write):
+        os.close(fd)
