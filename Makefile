@@ -1,0 +1,104 @@
+# Needs python3 (>= 3.11, with venv) and make; everything else is installed into .venv. Every target may be run again.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PROTO_VENV := $(VENV)-proto
+CONTROL_VENV := $(VENV)-control
+PIP := -m pip --disable-pip-version-check --quiet
+# setuptools warns that an editable installation finds this folder's packages, which is the point of it.
+EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
+
+# An installation is renewed when what it was built from changes: dependencies, the build, the native source.
+BUILT_FROM := pyproject.toml build_backend.py $(wildcard ep_kernels/transports/*/native/*)
+KEY := $(shell cat $(BUILT_FROM) 2>/dev/null | cksum | cut -d ' ' -f 1)
+CONTROL_KEY := $(shell cat $(BUILT_FROM) $$(find services -name '*.py') 2>/dev/null | cksum | cut -d ' ' -f 1)
+DEMO := $(VENV)/installed-demo-$(KEY)
+DEV := $(VENV)/installed-dev-$(KEY)
+PROTO := $(PROTO_VENV)/installed-1.76.0
+CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types house proto proto-check schema control-alone bench-cpu native venv image clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	  printf '%-16s %s\n' "$$name" "$$text"; done
+
+demo: $(DEMO) ## Install, then serve three small models here and compare them with plain transformers
+	$(VENV)/bin/crossdock demo $(ARGS)
+
+test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
+	$(PY) -m pytest -q $(ARGS)
+
+check: lint types proto-check house ## Lint, types, generated files, house rules
+
+lint: $(DEV) ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(DEV) ## mypy, strict
+	$(PY) -m mypy
+
+house: $(DEV) ## The house rules: floors, environment, budgets, public names, generated files
+	$(PY) -m pytest -q tests/house
+
+proto: $(PROTO) ## Generate services/crossdock/v1 from protos/
+	$(PROTO_VENV)/bin/python protos/generate.py
+
+proto-check: $(PROTO) ## Fail if services/crossdock/v1 is not what protos/ generates
+	$(PROTO_VENV)/bin/python protos/generate.py --check
+
+schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table from the types
+	$(PY) -m tests.house.generate
+
+control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
+	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
+
+bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
+	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
+
+native: $(DEMO) ## Compile the native library of the cpu transport in place
+	$(PY) build_backend.py
+
+venv: $(DEV) ## Install everything for development into .venv
+
+image: ## Build the container images crossdock-control and crossdock-worker
+	docker build --target control --tag crossdock-control .
+	docker build --target worker --tag crossdock-worker .
+
+clean: ## Remove the virtual environments, caches and built files
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf crossdock.egg-info services/crossdock.egg-info
+	find ep_kernels -name '*.so' -delete
+
+$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'
+	@echo "making $(@:/bin/python=)"
+	$(PYTHON) -m venv $(@:/bin/python=)
+	$@ $(PIP) install --upgrade pip
+
+$(DEMO): | $(PY)
+	@echo "installing crossdock[demo] into $(VENV) (the first time downloads torch; some minutes)"
+	$(EDITABLE) '.[demo]'
+	@rm -f $(VENV)/installed-demo-*
+	@touch $@
+
+$(DEV): | $(PY)
+	@echo "installing crossdock[dev] into $(VENV) (the first time downloads torch; some minutes)"
+	$(EDITABLE) '.[dev]'
+	@rm -f $(VENV)/installed-*
+	@touch $@ $(DEMO)
+
+$(PROTO): | $(PROTO_VENV)/bin/python
+	$(PROTO_VENV)/bin/python $(PIP) install 'grpcio-tools==1.76.0'
+	@touch $@
+
+$(CONTROL): | $(CONTROL_VENV)/bin/python
+	@rm -rf $(CONTROL_VENV)/installed-* $(CONTROL_VENV)/wheels
+	$(CONTROL_VENV)/bin/python $(PIP) wheel --no-deps --wheel-dir $(CONTROL_VENV)/wheels .
+	$(CONTROL_VENV)/bin/python $(PIP) install --force-reinstall --no-deps $(CONTROL_VENV)/wheels/*.whl
+	$(CONTROL_VENV)/bin/python $(PIP) install "$$(ls $(CONTROL_VENV)/wheels/*.whl)[control]"
+	@touch $@

@@ -1,0 +1,129 @@
+"""Rules that hold for every file: one reader of the environment, size budgets, nothing unfinished, no foreign paths."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.house.tree import PRODUCT, ROOT, files, name_of, python_files, text_of
+
+ENVIRONMENT_READERS = {"services/crossdock/common/config.py"}
+ENVIRONMENT = re.compile(r"\bos\.(environ\w*|getenv\w*|putenv|unsetenv)\b|\b(secure_)?getenv\b|\b(un)?setenv\b")
+
+FUNCTION_LINES, PYTHON_FILE_LINES, NATIVE_FILE_LINES, VALUES_LINES = 40, 400, 450, 150
+NATIVE = {".cpp", ".hpp", ".h", ".c", ".cu", ".cuh"}
+
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|NotImplemented" + r"Error)\b")
+
+SYSTEM_ROOTS = {"proc", "sys", "dev", "tmp", "etc", "usr", "var", "bin", "run", "metrics", "livez", "readyz"}
+OWN_ROOTS = {"app", "models", "wheels", "src", "config", "definitions"}
+"""Folders inside our container images, and where a JSON schema keeps its definitions."""
+ABSOLUTE_PATH = re.compile(r"(?<![\w)\]}>/.:*$~%<\\-])/([a-z][\w-]*)/[\w.-]+")
+HOSTS = {
+    "www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "arxiv.org", "github.com",
+    "localhost", "127.0.0.1", "control", "prometheus", "worker",
+}  # fmt: skip
+
+
+def test_one_file_reads_the_environment() -> None:
+    faults = [
+        name_of(path)
+        for path in files(*PRODUCT)
+        if path.suffix in {".py", *NATIVE}
+        and name_of(path) not in ENVIRONMENT_READERS
+        and ENVIRONMENT.search(text_of(path))
+    ]
+    assert not faults, faults
+
+
+@pytest.mark.parametrize("text", ["os.environ['A']", "os.getenv('A')", 'std::getenv("A")', "setenv(a, b, 1)"])
+def test_the_environment_rule_sees_it(text: str) -> None:
+    assert ENVIRONMENT.search(text)
+
+
+def test_functions_keep_their_size() -> None:
+    faults = []
+    for path in python_files(*PRODUCT):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    faults.append(f"{name_of(path)}:{node.lineno} {node.name}: {lines} lines")
+    assert not faults, "\n".join(faults)
+
+
+def test_files_keep_their_size() -> None:
+    budgets = {".py": PYTHON_FILE_LINES, **dict.fromkeys(NATIVE, NATIVE_FILE_LINES)}
+    found = [(path, budgets[path.suffix]) for path in files(*PRODUCT) if path.suffix in budgets]
+    found += [(path, VALUES_LINES) for path in files("helm") if path.name == "values.yaml"]
+    faults = [f"{name_of(p)}: {n} lines" for p, limit in found if (n := text_of(p).count("\n")) > limit]
+    assert not faults, "\n".join(faults)
+
+
+def test_nothing_is_left_unfinished() -> None:
+    faults = [
+        f"{name_of(path)}:{number} {line.strip()}"
+        for path in files(*PRODUCT, "protos", "deploy", "helm", "docs", "tests")
+        for number, line in enumerate(text_of(path).splitlines(), 1)
+        if UNFINISHED.search(line)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def foreign_places(text: str) -> list[str]:
+    """Absolute paths outside the system's own folders, and URLs of hosts that are not named above."""
+    paths = [match.group(0) for match in ABSOLUTE_PATH.finditer(text) if match.group(1) not in SYSTEM_ROOTS | OWN_ROOTS]
+    urls = re.findall(r"https?://[^\s\"'<>)`{}]+", text)
+    return paths + [url for url in urls if (urlsplit(url).hostname or "localhost") not in HOSTS]
+
+
+def test_no_file_names_a_place_of_one_machine() -> None:
+    faults = [f"{name_of(p)}: {place}" for p in files() if p.name != "LICENSE" for place in foreign_places(text_of(p))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("text", ["see {}home/me/x.py", "'{}opt/tool/bin'", "https:{0}{0}mirror.invalid/simple"])
+def test_the_rule_sees_a_foreign_place(text: str) -> None:
+    assert foreign_places(text.format("/"))
+
+
+def test_each_module_opens_with_a_docstring() -> None:
+    bare = [
+        name_of(path)
+        for path in python_files(*PRODUCT, "tests", "protos")
+        if text_of(path).strip() and not ast.get_docstring(ast.parse(text_of(path)))
+    ]
+    assert not bare, bare
+
+
+def test_relative_links_in_the_documents_lead_somewhere() -> None:
+    faults = []
+    for path in [p for p in files() if p.suffix == ".md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
+            target = link.partition("#")[0]
+            if target and "://" not in target and not (path.parent / target).exists():
+                faults.append(f"{name_of(path)}: {link}")
+    assert not faults, "\n".join(faults)
+
+
+def test_make_targets_named_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    named = {
+        (name_of(path), target)
+        for path in files()
+        if path.suffix == ".md" or path.parent.name == ".ci"
+        for target in re.findall(r"(?:`|^|\$ |step )make ([a-z-]+)", text_of(path), re.MULTILINE)
+    }
+    assert named
+    assert {target for _, target in named} <= targets, {(p, t) for p, t in named if t not in targets}
+
+
+def test_the_licence_is_whole() -> None:
+    text = text_of(ROOT / "LICENSE")
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert Path(ROOT / "pyproject.toml").read_text().count("Apache-2.0") == 1
