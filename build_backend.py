@@ -1,4 +1,4 @@
-"""Build backend of the distribution: setuptools, after the native library of the `cpu` transport has been compiled.
+"""Build backend of the distribution: setuptools, after the native libraries of the transports have been compiled.
 
 pip calls the hooks below (PEP 517, PEP 660). `python build_backend.py` compiles in place, for work in a checkout.
 Where no C++ compiler is on PATH, the wheel `ziglang`, which holds one, becomes a build requirement.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,13 @@ Settings = Mapping[str, Any] | None
 
 
 def _compile() -> ModuleType:
-    """`ep_kernels/transports/cpu/build.py`, loaded by path: its package would import torch."""
-    path = Path(__file__).resolve().parent / "ep_kernels" / "transports" / "cpu" / "build.py"
+    """`ep_kernels/transports/build.py`, loaded by path: its package would import torch."""
+    path = Path(__file__).resolve().parent / "ep_kernels" / "transports" / "build.py"
     spec = importlib.util.spec_from_file_location("crossdock_native_build", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -65,8 +67,10 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """PEP 517. The wheel is py3-none-linux_<machine>: it holds a library, but none that knows Python."""
-    _compile().build()
+    """PEP 517. The wheel is py3-none-linux_<machine>: it holds libraries, but none that knows Python; and
+    the kernels that `python -m crossdock.kernels --ship` has compiled before, if it has."""
+    _compile().build_all()
+    shutil.rmtree(Path(__file__).resolve().parent / "build" / "lib", ignore_errors=True)  # else packed again
     settings = dict(config_settings or {})
     settings["--build-option"] = [
         *_as_list(settings.get("--build-option")),
@@ -79,8 +83,8 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    """PEP 660. The library lies in the checkout, beside its sources."""
-    _compile().build()
+    """PEP 660. The libraries lie in the checkout, beside their sources."""
+    _compile().build_all()
     return str(_setuptools().build_editable(wheel_directory, config_settings, metadata_directory))
 
 
@@ -96,4 +100,4 @@ def _as_list(value: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(_compile().build(force="--force" in sys.argv[1:]))
+    print(*_compile().build_all(force="--force" in sys.argv[1:]), sep="\n")

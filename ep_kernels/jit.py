@@ -28,12 +28,14 @@ from ep_kernels.errors import TransportError
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
 NUM_STAGES = 3
+SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+"""Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
 
 _COMMON = ("ptx", "spin", "team")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
-    "ll_dispatch": (*_COMMON, "numeric", "rows", "route", "dispatch", "clock"),
-    "ht_dispatch": (*_COMMON, "numeric", "rows", "route", "dispatch", "clock"),
-    "combine": (*_COMMON, "numeric", "rows", "clock"),
+    "ll_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
+    "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
+    "combine": (*_COMMON, "numeric", "clock", "rows"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)
@@ -208,6 +210,14 @@ def _check(result: tuple[Any, ...], nvrtc: Any) -> Any:
     return values[0] if values else None
 
 
+def supported_archs() -> tuple[str, ...]:
+    """Those of SHIPPED_ARCHS that this NVRTC can compile for."""
+    from cuda.bindings import nvrtc
+
+    known = _check(nvrtc.nvrtcGetSupportedArchs(), nvrtc)
+    return tuple(arch for arch in SHIPPED_ARCHS if int(arch[3:-1]) in known)
+
+
 @functools.cache
 def compiler_version() -> str:
     """NVRTC's version, e.g. "13.2"."""
@@ -224,20 +234,21 @@ class Compiler:
 
     Args:
         cache_dir: where compiled variants are kept; None = compile anew in each process. Many processes, also of
-        several
-            containers over one file system, may share it: one compiles a variant while the others wait for its file.
+            several containers over one file system, may share it: one compiles a variant while the others wait for its
+            file.
         shipped_dir: cubins that came with the package.
     """
 
     def __init__(self, cache_dir: Path | None, shipped_dir: Path = ROOT / "cubins") -> None:
         self._cache, self._shipped = cache_dir, shipped_dir
 
-    def get(self, variant: Variant, arch: str) -> bytes:
-        """The cubin of a variant. Raises TransportError when it does not compile."""
+    def get(self, variant: Variant, arch: str, *, shipped: bool = True) -> bytes:
+        """The cubin of a variant; `shipped` False passes over the package's own. Raises TransportError when it does not
+        compile."""
         text = source(variant)
-        shipped = self._shipped / arch / f"{variant.name}-{_hash(text, arch)}.cubin"
-        if shipped.is_file():
-            return shipped.read_bytes()
+        file = self._shipped_file(text, variant, arch)
+        if shipped and file.is_file():
+            return file.read_bytes()
         if self._cache is None:
             return compile_source(text, variant.name, arch).cubin
         path = self._cache / f"{variant.name}-{_hash(text, arch, compiler_version())}.cubin"
@@ -255,15 +266,27 @@ class Compiler:
             _write_entry(path, cubin)
             return cubin
 
-    def ship(self, arch: str) -> int:
-        """Compile every shipped variant for `arch` into `shipped_dir`; the number of files."""
+    def is_shipped(self, variant: Variant, arch: str) -> bool:
+        """Whether the package brought this kernel."""
+        return self._shipped_file(source(variant), variant, arch).is_file()
+
+    def ship(self, arch: str, compiled: Mapping[Variant, Binary] | None = None) -> list[Path]:
+        """Write every shipped variant for `arch` into `shipped_dir`, compiling those that are not given, and remove
+        what lies there from before."""
         folder = self._shipped / arch
         folder.mkdir(parents=True, exist_ok=True)
-        for count, variant in enumerate(shipped_variants(), 1):  # noqa: B007
+        made = []
+        for variant in shipped_variants():
             text = source(variant)
-            cubin = compile_source(text, variant.name, arch).cubin
-            (folder / f"{variant.name}-{_hash(text, arch)}.cubin").write_bytes(cubin)
-        return count
+            binary = (compiled or {}).get(variant) or compile_source(text, variant.name, arch)
+            made.append(self._shipped_file(text, variant, arch))
+            made[-1].write_bytes(binary.cubin)
+        for stale in set(folder.iterdir()) - set(made):
+            stale.unlink()
+        return made
+
+    def _shipped_file(self, text: str, variant: Variant, arch: str) -> Path:
+        return self._shipped / arch / f"{variant.name}-{_hash(text, arch)}.cubin"
 
 
 def _hash(*parts: str) -> str:

@@ -1,7 +1,7 @@
 """The command `crossdock`. Parses, loads a config, calls one function; each command imports what it needs when it runs.
 
 Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 nobody there to talk to, or (a worker) a group
-that does not take it.
+that does not take it, 4 (a worker) a GPU that was lost.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+_USAGE_ERRORS = ("ListenError", "CheckpointError", "ConfigError", "OptionError")
 PIPE_WIDTH = 132
 DEFAULT_TARGET = "127.0.0.1:7400"
 
@@ -49,7 +50,7 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
-    transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu.")] = "",
+    transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
     config: ConfigFile = None,
@@ -123,20 +124,41 @@ def status(
 
 
 @app.command()
-def demo() -> None:
-    """Serve three small random models here and compare them with plain `transformers`, token by token."""
-    from crossdock.demo.run import run_demo
+def demo(
+    transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers on this host.")] = None,
+    family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+) -> None:
+    """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo.run import FAMILIES, run_demo
 
-    raise typer.Exit(run_demo())
+    raise typer.Exit(run_demo(family or tuple(FAMILIES), transport=transport, num_workers=workers))
 
 
 @app.command()
-def topo(as_json: Json = False) -> None:
-    """Show what this host states about itself: CPUs, NUMA nodes, GPUs, NICs."""
+def topo(
+    as_json: Json = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Instead: the bytes of one rank's nvlink region.")] = False,
+    num_experts: Annotated[int, typer.Option("--num-experts", help="With --memory: E.")] = 256,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="With --memory: H.")] = 7168,
+    topk: Annotated[int, typer.Option("--topk", help="With --memory: K.")] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="With --memory: most tokens per rank.")] = 128,
+    ranks: Annotated[int, typer.Option("--ranks", help="With --memory: R.")] = 8,
+    mode: Annotated[str, typer.Option("--mode", help="With --memory: ll, ht or auto.")] = "ll",
+    layout: Annotated[str, typer.Option("--layout", help="With --memory: expert_major, grouped, ...")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="With --memory: bfloat16, float16, float32, fp8.")] = "bfloat16",
+) -> None:
+    """Show what this host states about itself: CPUs, NUMA nodes, GPUs, NICs. Or what a group's memory would be."""
     from dataclasses import asdict
 
     from rich.pretty import Pretty
 
+    if memory:
+        from crossdock import regions
+
+        config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
+        print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
+        return
     from ep_kernels.topology import probe
 
     facts = asdict(probe())
@@ -196,7 +218,7 @@ def exit_status(error: Exception) -> int:
     """The exit status that stands for an error."""
     from crossdock.common.config import ConfigFileError
 
-    if isinstance(error, ConfigFileError) or type(error).__name__ in ("ListenError", "CheckpointError"):
+    if isinstance(error, ConfigFileError) or type(error).__name__ in _USAGE_ERRORS:
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, ConnectionError | TimeoutError) else EXIT_FAILED
 

@@ -72,6 +72,9 @@ def test_version_names_what_it_stands_on() -> None:
         (["up", "--model", "m", "--workers", "0"], "num_workers"),
         (["up", "--model", "m", "--workers", "many"], "--workers"),
         (["up", "--model", "m", "--dtype", "int3"], "dtype"),
+        (["demo", "--family", "dense"], "qwen3_moe, mixtral, deepseek_v3"),
+        (["demo", "--transport", "pigeon"], "pigeon"),
+        (["demo", "--workers", "0"], "--workers"),
         (["no-such-command"], "no-such-command"),
     ],
 )

@@ -1,17 +1,22 @@
-"""The native build: what is asked for, what is refused, staleness; one real compilation of a scratch copy."""
+"""The native build: what is asked for, what is refused, staleness; real compilations of scratch copies."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import ep_kernels
+from ep_kernels import jit
 from ep_kernels.errors import TransportError
-from ep_kernels.transports.cpu import build, native
+from ep_kernels.transports import build
+from ep_kernels.transports.cpu import native
 
 ROOT = Path(ep_kernels.__file__).parents[1]
 
@@ -27,9 +32,15 @@ def backend() -> ModuleType:
     return module
 
 
-def test_the_library_in_use_is_current() -> None:
-    assert build.is_current()
-    assert native.load().cd_build_id().decode() == build.build_id()
+@pytest.mark.parametrize("transport", ["cpu", "nvlink"])
+def test_the_libraries_in_use_are_current(transport: str) -> None:
+    found = build.native_of(transport)
+    assert found.is_current()
+    assert found in [build.native_of(path.parent.name) for path in build.HERE.glob("*/native")]
+
+
+def test_the_loaded_library_says_what_it_was_built_from() -> None:
+    assert native.load().cd_build_id().decode() == build.native_of("cpu").build_id()
 
 
 def test_compiler_wheel_is_asked_for_only_without_a_compiler(
@@ -42,39 +53,103 @@ def test_compiler_wheel_is_asked_for_only_without_a_compiler(
     assert backend._compiler_requirement() == [backend.COMPILER_WHEEL]
 
 
+def scratch(folder: Path, transport: str = "nvlink") -> build.Native:
+    """A transport's sources in a folder of their own."""
+    shutil.copytree(build.native_of(transport).sources, folder / "native")
+    return build.Native(folder / "native", folder / "_native.so")
+
+
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     with pytest.raises(build.BuildError, match=r"g\+\+, clang\+\+ or c\+\+.*ziglang"):
-        build.build(tmp_path / "x.so")
+        scratch(tmp_path).build()
 
 
 def test_compiler_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: ["/bin/sh", "-c", "echo no such thing >&2; exit 3", "sh"])
     with pytest.raises(build.BuildError, match="exit code 3\nno such thing"):
-        build.build(tmp_path / "x.so")
-    assert list(tmp_path.iterdir()) == []
+        scratch(tmp_path).build()
+    assert not list(tmp_path.glob("*.so*"))
 
 
-def test_build_and_staleness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = tmp_path / "native"
-    shutil.copytree(build.SOURCES, sources)
-    monkeypatch.setattr(build, "SOURCES", sources)
-    library = build.build(tmp_path / "_native.so")
-    made = library.stat().st_mtime_ns
-    assert build.build(library).stat().st_mtime_ns == made, "built again though current"
-    assert native.load(library).cd_abi() == native.load().cd_abi()
-    (sources / "rows.hpp").write_text((sources / "rows.hpp").read_text() + "\n")
-    assert not build.is_current(library)
+def test_build_and_staleness(tmp_path: Path) -> None:
+    copied = scratch(tmp_path, "cpu")
+    made = copied.build().stat().st_mtime_ns
+    assert copied.build().stat().st_mtime_ns == made, "built again though current"
+    assert native.load(copied).cd_abi() == native.load().cd_abi()
+    header = copied.sources / "rows.hpp"
+    header.write_text(header.read_text() + "\n")
+    assert not copied.is_current()
     native.load.cache_clear()
     with pytest.raises(TransportError, match=r"older than its sources.*python build_backend\.py"):
-        native.load(library)
+        native.load(copied)
     native.load.cache_clear()
+
+
+def test_every_transport_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "native").mkdir(parents=True)
+        (tmp_path / name / "native" / "a.cpp").write_text(f'extern "C" const char* {name}() {{ return CD_BUILD_ID; }}')
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    assert build.build_all() == [tmp_path / "one" / "_native.so", tmp_path / "two" / "_native.so"]
+    assert all(build.native_of(name).is_current() for name in ("one", "two"))
 
 
 def test_missing_and_broken_libraries_name_the_cure(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"is missing.*python build_backend\.py"):
-        native.load(tmp_path / "none.so")
+        native.load(build.Native(tmp_path, tmp_path / "none.so"))
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(TransportError, match="does not load"):
-        native.load(broken)
+        native.load(build.Native(tmp_path, broken))
+
+
+BUILD_WHEEL = "import sys, build_backend; print(build_backend.build_wheel(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of this checkout that has shipped its cubins (of one kernel), unpacked."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    place = tmp_path_factory.mktemp("wheel")
+    tree = place / "tree"
+    leave = shutil.ignore_patterns("__pycache__", "*.egg-info", "cubins", "*.pyc")
+    for name in ("ep_kernels", "services"):
+        shutil.copytree(ROOT / name, tree / name, ignore=leave)
+    for name in ("pyproject.toml", "build_backend.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tree / name)
+    (tree / "build" / "lib" / "ep_kernels").mkdir(parents=True)
+    (tree / "build" / "lib" / "ep_kernels" / "removed_since.py").touch()
+    for arch in jit.SHIPPED_ARCHS:
+        ship_barrier(tree / "ep_kernels" / "cubins", arch)
+    command = [sys.executable, "-c", BUILD_WHEEL, str(place)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    (made,) = place.glob("*.whl")
+    with zipfile.ZipFile(made) as packed:
+        packed.extractall(place / "unpacked")
+    return place / "unpacked"
+
+
+def ship_barrier(folder: Path, arch: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "shipped_variants", lambda: iter([jit.Variant("barrier")]))
+        jit.Compiler(None, folder).ship(arch)
+
+
+def test_the_wheel_brings_kernels_that_need_no_compiler(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "compile_source", lambda *_: pytest.fail("compiled although it was shipped"))
+    monkeypatch.setattr(jit, "compiler_version", lambda: pytest.fail("NVRTC was asked for its version"))
+    compiler = jit.Compiler(None, wheel / "ep_kernels" / "cubins")
+    found = {arch: compiler.get(jit.Variant("barrier"), arch) for arch in jit.SHIPPED_ARCHS}
+    assert all(cubin.startswith(b"\x7fELF") for cubin in found.values())
+    assert len(set(found.values())) == len(jit.SHIPPED_ARCHS)
+
+
+def test_the_wheel_is_whole_and_has_nothing_else(wheel: Path) -> None:
+    packed = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
+    assert {f"ep_kernels/transports/{name}/_native.so" for name in ("cpu", "nvlink")} <= packed
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "ep_kernels").rglob("*.cuh")}
+    assert sources <= packed, "kernels are compiled from these where no cubin fits"
+    assert "ep_kernels/removed_since.py" not in packed
+    assert not [name for name in packed if name.endswith((".cpp", ".hpp", ".pyc"))]

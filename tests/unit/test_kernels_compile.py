@@ -1,80 +1,140 @@
-"""Every kernel variant compiles for Hopper and Blackwell without a GPU: no spills, no stack, the expected instructions.
+"""Every kernel variant compiles without a GPU: no spills, no stack, the expected instructions; and what keeps cubins.
 
-`python -m pytest tests/unit/test_kernels_compile.py -s` prints the table.
+Here those that the wheel carries, for Hopper: about a minute of a core. `make kernels`, a step of `.ci/run`, compiles
+every one for Hopper and Blackwell.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from ep_kernels import jit
+from crossdock import kernels
+from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.errors import TransportError
+from ep_kernels.transports.nvlink import inspection
+from ep_kernels.transports.nvlink.engine import Engine
+from ep_kernels.transports.nvlink.inspection import Job, PaperGroup
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-ARCHS = ("sm_90a", "sm_100a")
-MOST_REGISTERS = 224
-"""65536 registers of an SM / 256 threads of its one block, less a margin."""
-STORE, LOAD, WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
-"""Bulk copies from and to shared memory, and the mbarrier that loads complete on."""
-SHARE, FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
-"""The release of a share at a peer: one reduction, ordered after all stores."""
+pytest.importorskip("cuda.bindings.nvrtc")
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 
 
-def expected(variant: str) -> tuple[str, ...]:
-    """Instructions that a variant must have, as nvdisasm spells them on sm_90a and sm_100a."""
-    if variant == "barrier":
-        return (FENCE, "STG.E.64.STRONG.SYS")
-    loads = (LOAD, WAIT) if variant.endswith("-u8") or variant == "combine-1-bf16-bf16" else ()
-    return (STORE, SHARE, FENCE, *loads)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shipped_kernels_are_sound() -> None:
+    reports = inspection.inspect([Job(variant, HOPPER) for variant in jit.shipped_variants()])
+    faults = [f"{r.job.variant.name} for {r.job.arch}: {'; '.join(r.faults)}" for r in reports if r.faults]
+    assert not faults, "\n".join(faults)
+    assert all(r.num_blocks >= 1 for r in reports)
 
 
-@pytest.fixture(scope="module")
-def binaries() -> dict[tuple[str, str], jit.Binary]:
-    """(variant name, architecture) -> binary, of the shipped variants; compiled side by side."""
-    wanted = [(variant, arch) for arch in ARCHS for variant in jit.shipped_variants()]
-    with ThreadPoolExecutor() as pool:
-        built = pool.map(lambda pair: jit.compile_source(jit.source(pair[0]), pair[0].name, pair[1]), wanted)
-    return {(v.name, arch): binary for (v, arch), binary in zip(wanted, built, strict=True)}
+FAULTY = """
+extern "C" __global__ void faulty(int* out, const int* in, int n) {
+  int kept[400];
+  for (int i = 0; i < 400; ++i) kept[i] = in[i * n];
+  for (int i = 0; i < n; ++i) out[i] = kept[in[i]];
+}
+"""
 
 
-def test_resources(binaries: dict[tuple[str, str], jit.Binary]) -> None:
-    print(f"\n{'variant':28} {'arch':8} registers stack spills static shared   bytes")
-    for (name, arch), binary in binaries.items():
-        (found,) = binary.resources()
-        print(
-            f"{name:28} {arch:8} {found.registers:9} {found.stack_bytes:5} {found.spill_bytes:6} "
-            f"{found.shared_bytes:13} {len(binary.cubin):7}"
-        )
-        assert 0 < found.registers <= MOST_REGISTERS, (name, arch)
-        assert found.stack_bytes == found.spill_bytes == 0, (name, arch)
+def test_a_bad_kernel_is_told() -> None:
+    binary = jit.compile_source(FAULTY, "faulty", HOPPER)
+    faults = inspection.report_of(Job(jit.Variant("barrier"), HOPPER), binary).faults
+    assert "stack frame of 1600 bytes" in faults
+    if inspection.disassembler() is not None:
+        assert {"reads local memory", "no MEMBAR.ALL.SYS"} <= set(faults)
 
 
-def test_expected_instructions(binaries: dict[tuple[str, str], jit.Binary], tmp_path: Path) -> None:
-    tool = disassembler()
-    if tool is None:
-        pytest.skip("no nvdisasm here")
-    for (name, arch), binary in binaries.items():
-        file = tmp_path / f"{name}-{arch}.cubin"
-        file.write_bytes(binary.cubin)
-        listing = subprocess.run([tool, "-c", str(file)], check=True, capture_output=True, text=True).stdout
-        for instruction in expected(name):
-            assert instruction in listing, f"{name} for {arch}: no {instruction}"
-        assert "LDL" not in listing, f"{name} for {arch}: local memory"
+def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = jit.Variant("barrier")
+    monkeypatch.setattr(jit, "all_variants", lambda: iter([barrier]))
+    monkeypatch.setattr(inspection, "inspect", lambda jobs: [inspection.inspect_job(job) for job in jobs])
+    assert kernels.main(["--arch", HOPPER]) == 0
+    shown = capsys.readouterr().out
+    assert "1 kernels, 0 with faults" in shown
+    assert "barrier" in shown
+    monkeypatch.setattr(inspection, "expected_instructions", lambda variant: ("NONSUCH",))
+    wanted = 0 if inspection.disassembler() is None else 1
+    assert kernels.main(["--arch", HOPPER]) == wanted
+    assert ("no NONSUCH" in capsys.readouterr().out) == bool(wanted)
+    with pytest.raises(SystemExit):
+        kernels.main(["--arch", "sm_10"])
 
 
-def disassembler() -> str | None:
-    """nvdisasm from the path, or the one that Triton brings."""
-    found = shutil.which("nvdisasm")
-    if found is None:
-        triton = pytest.importorskip("triton", reason="no nvdisasm here")
-        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-        found = str(bundled) if bundled.exists() else None
+def test_shipping(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    barrier = jit.Variant("barrier")
+    monkeypatch.setattr(jit, "shipped_variants", lambda: iter([barrier]))
+    monkeypatch.setattr(inspection, "spread", map)
+    assert kernels.main(["--ship", "--into", str(tmp_path), "--arch", HOPPER, "--arch", BLACKWELL]) == 0
+    table = capsys.readouterr().out
+    for arch in (HOPPER, BLACKWELL):
+        (file,) = (tmp_path / arch).iterdir()
+        assert file.read_bytes() == jit.Compiler(None, tmp_path / "none").get(barrier, arch)
+        assert arch in table
+        assert f"barrier {file.stat().st_size}" in table
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "blocks"),
+    [
+        (HOPPER, 32, 0, 8),  # threads
+        (HOPPER, 64, 0, 4),  # registers
+        (HOPPER, 72, 0, 3),
+        (HOPPER, 224, 0, 1),
+        (HOPPER, 32, 100 << 10, 2),  # shared memory, 1 KiB of it reserved for each block
+        (HOPPER, 32, 113 << 10, 2),
+        (HOPPER, 32, 227 << 10, 1),
+        (HOPPER, 32, (227 << 10) + 1, 0),
+        ("sm_120a", 32, 0, 6),
+        ("sm_120a", 32, 100 << 10, 0),
+    ],
+)
+def test_blocks_of_an_sm(arch: str, registers: int, shared: int, blocks: int) -> None:
+    assert inspection.blocks_per_sm(arch, registers, shared, 256) == blocks
+
+
+def configs() -> list[MoEConfig]:
+    """Every legal combination of what chooses a kernel."""
+    found = []
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    choices = itertools.product(
+        Mode, Layout, (*floats, torch.uint8), (False, True), (None, *floats), (None, *floats, torch.float8_e4m3fn),
+        (False, True),
+    )  # fmt: skip
+    for mode, layout, dtype, quantize, output, moved, exact in choices:
+        try:
+            config = MoEConfig(
+                group=PaperGroup(0, 2), num_experts=4, hidden_size=256, topk=2, max_tokens_per_rank=8, mode=mode,
+                layout=layout, dtype=dtype, quantize=quantize, output_dtype=output, combine_dtype=moved,
+                exact_combine=exact,
+            )  # fmt: skip
+        except ConfigError:
+            continue
+        found.append(config)
     return found
+
+
+def test_all_variants_are_all_that_can_be_launched() -> None:
+    engine, wanted = Engine.__new__(Engine), set()
+    for config in configs():
+        engine._config = config
+        modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
+        wanted |= {engine._combine_variant(), *(engine._dispatch_variant(mode) for mode in modes)}
+    assert wanted | {jit.Variant("barrier")} == set(jit.all_variants())
+
+
+def test_what_is_shipped_can_be_launched() -> None:
+    assert set(jit.shipped_variants()) <= set(jit.all_variants())
+    for variant in jit.all_variants():
+        if variant.kernel != "barrier":
+            engine = Engine.__new__(Engine)
+            engine._config = config = inspection.serving_config(variant)
+            assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant())
 
 
 def test_errors_carry_the_log() -> None:
@@ -129,6 +189,11 @@ class TestCache:
     def test_shipped_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "shipped_variants", lambda: iter([self.variant]))
         compiler = jit.Compiler(None, tmp_path / "shipped")
-        assert compiler.ship("sm_100a") == 1
+        (tmp_path / "shipped" / "sm_100a").mkdir(parents=True)
+        (tmp_path / "shipped" / "sm_100a" / "barrier-of-another-day.cubin").write_text("stale")
+        (made,) = compiler.ship("sm_100a")
+        assert list(made.parent.iterdir()) == [made]
+        assert compiler.is_shipped(self.variant, "sm_100a")
+        assert not compiler.is_shipped(self.variant, "sm_90a")
         monkeypatch.setattr(jit, "compile_source", lambda *_: pytest.fail("compiled again"))
         assert compiler.get(self.variant, "sm_100a").startswith(b"\x7fELF")

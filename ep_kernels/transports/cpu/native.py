@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from pathlib import Path
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
 
 from ep_kernels.errors import ConfigError, HandleError, PeerTimeout, TransportError
-from ep_kernels.transports.cpu import build
+from ep_kernels.transports.build import Native, native_of
+from ep_kernels.transports.native import Signature
+from ep_kernels.transports.native import load as load_library
 from ep_kernels.types import Layout, ScaleFormat
 
 OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
@@ -117,8 +118,7 @@ class Fault(ctypes.Structure):
         )
 
 
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "cd_build_id": (c_char_p, ()),
+_SIGNATURES: dict[str, Signature] = {
     "cd_abi": (c_uint64, ()),
     "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
     "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
@@ -152,26 +152,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 @functools.cache
-def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
-    """The library, checked to be built from the sources that lie beside it.
-
-    Raises:
-        TransportError: missing, unloadable or stale, with the command that cures it.
-    """
-    cure = "build it with `python build_backend.py` in the checkout, or reinstall the package"
-    if not path.is_file():
-        raise TransportError(f"cpu transport: native library {path} is missing; {cure}")
-    try:
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
-        raise TransportError(f"cpu transport: native library {path} does not load ({error}); {cure}") from error
-    built = library.cd_build_id().decode()
-    if build.SOURCES.is_dir() and built != build.build_id():
-        raise TransportError(f"cpu transport: native library {path} is older than its sources; {cure}")
-    return library
+def load(library: Native = native_of("cpu")) -> ctypes.CDLL:
+    """The library, checked. Raises TransportError: missing, unloadable or stale, with the command that cures it."""
+    return load_library("cpu", library, _SIGNATURES)
 
 
 def check_limits(ranks: int, in_flight: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,6 +64,20 @@ class RoutingState:
             tokens=len(self.dest),
             mode=_MODES.index(mode),
         )
+
+    def flatten(self) -> list[torch.Tensor]:
+        """See `base.State`."""
+        numbers = torch.tensor([self.origin])
+        return [
+            self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
+            self.counts, self.offsets, self.valid, self.totals, numbers,
+        ]  # fmt: skip
+
+    @classmethod
+    def restore(cls, tensors: Sequence[torch.Tensor], rows_shape: tuple[int, ...]) -> RoutingState:
+        """What `flatten` was made of."""
+        values: list[Any] = [*tensors[:-1], int(tensors[-1]), rows_shape]
+        return cls(*values)
 
     def weight_of_rows(self) -> torch.Tensor:
         """float32 in `rows_shape`: each row's weight, 0 past the counts."""
@@ -153,7 +168,7 @@ class PendingDispatch:
         self.slot = transport.next_slot(0)
         self._buffers = self._comm.buffers[self.slot]
         previous: RoutingState | None = None if args.previous is None else args.previous.state
-        self._state = _fresh(geometry, args) if previous is None else _again(previous, args)
+        self._state = fresh_state(geometry, len(args.topk_ids)) if previous is None else _again(previous, args)
         self._ids, self._weights = self._received_ids(geometry)
         state, scales = self._state, self._buffers.scale_bytes()
         self._op = native.DispatchOp(
@@ -273,8 +288,9 @@ class PendingCombine:
         return z, self._weights
 
 
-def _fresh(geometry: native.Geometry, args: DispatchArgs) -> RoutingState:
-    tokens, topk, most = len(args.topk_ids), geometry.topk, geometry.max_tokens
+def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
+    """Room for the routing of a dispatch of that many tokens."""
+    topk, most = geometry.topk, geometry.max_tokens
     per_expert = geometry.layout < native.layout_code(Layout.RANK_MAJOR)
     groups = geometry.local_experts if per_expert else geometry.ranks
     return RoutingState(
@@ -286,7 +302,7 @@ def _fresh(geometry: native.Geometry, args: DispatchArgs) -> RoutingState:
         counts=torch.empty(groups, dtype=torch.int32),
         offsets=torch.empty(groups + 1, dtype=torch.int32),
         valid=torch.empty(tokens, dtype=torch.bool),
-        totals=torch.empty(0),
+        totals=torch.empty(3, dtype=torch.int32),
         origin=0,
         rows_shape=(),
     )

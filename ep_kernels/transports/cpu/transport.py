@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,7 @@ from ep_kernels.routing import receive_rows
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.operations import PendingCombine, PendingDispatch, RoutingState, SlotBuffers
+from ep_kernels.transports.cpu.operations import PendingCombine, PendingDispatch, RoutingState, SlotBuffers, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
 
@@ -230,6 +231,14 @@ class CpuTransport:
         state: RoutingState = handle.state
         return state.weight_of_rows()
 
+    def blank_state(self, num_tokens: int) -> RoutingState:
+        """See `Transport.blank_state`."""
+        return fresh_state(self.geometry, num_tokens)
+
+    def restore(self, handle: DispatchHandle) -> DispatchHandle:
+        """See `Transport.restore`."""
+        return replace(handle, state=RoutingState.restore(handle.state, handle.rows_shape))
+
     def _recycle(self, slot: int) -> None:
         """Finish what still uses the buffers of dispatch slot `slot` and nobody has waited for. All ranks do, in the
         same call, so none waits for credit that a peer would give only after that call."""
@@ -250,6 +259,9 @@ class CpuTransport:
 
     def check(self) -> None:
         """See `base.Transport`. Every wait is on the host here and raises by itself."""
+
+    def check_results(self) -> None:
+        """See `base.Transport`. Nothing is left to tell after a call."""
 
     def barrier(self) -> None:
         """See `Transport.barrier`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
+import logging
 from typing import Any
 
 from cuda.bindings import driver as cuda
 
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
+from ep_kernels.transports.nvlink import launch
+
+log = logging.getLogger(__name__)
 
 
 def call(name: str, *args: Any) -> Any:
@@ -33,18 +36,7 @@ def can_access(device: int, peer: int) -> bool:
     return device == peer or bool(call("cuDeviceCanAccessPeer", device, peer))
 
 
-def _attribute(name: str, field: str) -> Any:
-    attribute = cuda.CUlaunchAttribute()
-    attribute.id = getattr(cuda.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-    setattr(attribute.value, field, 1)
-    return attribute
-
-
-_COOPERATIVE = _attribute("COOPERATIVE", "cooperative")
-_OVERLAPPED = _attribute("PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed")
-
-
-class Function:
+class Function(launch.Kernel):
     """One kernel, loaded.
 
     Args:
@@ -54,24 +46,12 @@ class Function:
     """
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        library = launch.load()
         self._module = call("cuModuleLoadData", cubin)
-        self._function = call("cuModuleGetFunction", self._module, name.encode())
-        self._shared_bytes = shared_bytes
+        function = call("cuModuleGetFunction", self._module, name.encode())
         limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        call("cuFuncSetAttribute", self._function, limit, shared_bytes)
-
-    def launch(
-        self, num_blocks: int, num_threads: int, stream: int, *arguments: Any, cooperative: bool = False
-    ) -> None:
-        """Arguments are ctypes values. Cooperative: all blocks are resident together or the launch is refused.
-        Otherwise the launch may be set up while the kernel before it ends; kernels wait for that end themselves."""
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        shape = cuda.CUlaunchConfig()
-        shape.gridDimX, shape.gridDimY, shape.gridDimZ = num_blocks, 1, 1
-        shape.blockDimX, shape.blockDimY, shape.blockDimZ = num_threads, 1, 1
-        shape.sharedMemBytes, shape.hStream = self._shared_bytes, stream
-        shape.attrs, shape.numAttrs = [_COOPERATIVE if cooperative else _OVERLAPPED], 1
-        call("cuLaunchKernelEx", shape, self._function, ctypes.addressof(pointers), 0)
+        call("cuFuncSetAttribute", function, limit, shared_bytes)
+        super().__init__(int(function), shared_bytes, library)
 
 
 _loaded: dict[tuple[jit.Variant, int, int], Function] = {}
@@ -81,5 +61,15 @@ def load(compiler: jit.Compiler, variant: jit.Variant, device: int, shared_bytes
     """A variant, ready to launch on `device`; loaded once per process."""
     key = (variant, device, shared_bytes)
     if key not in _loaded:
-        _loaded[key] = Function(compiler.get(variant, architecture(device)), variant.kernel, shared_bytes)
+        _loaded[key] = _load(compiler, variant, architecture(device), shared_bytes)
     return _loaded[key]
+
+
+def _load(compiler: jit.Compiler, variant: jit.Variant, arch: str, shared_bytes: int) -> Function:
+    try:
+        return Function(compiler.get(variant, arch), variant.kernel, shared_bytes)
+    except TransportError as error:  # a cubin of a newer compiler than this driver understands
+        if not compiler.is_shipped(variant, arch):
+            raise
+        log.warning("nvlink: the packaged kernel %s is compiled here instead: %s", variant.name, error)
+        return Function(compiler.get(variant, arch, shipped=False), variant.kernel, shared_bytes)

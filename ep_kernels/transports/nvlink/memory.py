@@ -2,16 +2,24 @@
 
 Handle kinds, best first, each really tried (allocate, export, import, map, touch) because device attributes lie:
 fabric handles cross hosts; POSIX file descriptors need one host and a socket between the processes; CUDA IPC needs one
-host and nothing else. What was refused, and why, is kept for the log. Needs no privilege: no ptrace, no --privileged.
+host and nothing else. What was refused, and why, is logged. Needs no privilege: no ptrace, no --privileged.
+
+Memory is freed when the last view of it is gone, here and at every peer: `close`, the death of a process and a garbage
+collector all end there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
 import os
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +44,9 @@ _DRIVER_KIND = {
     Kind.POSIX_FD: cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 }
 _PROBE_BYTES = 1 << 20
+_PROBE_TIMEOUT_S = 60
+_IPC_UNIT = 2 << 20
+"""Whole pages of the driver, so that an IPC handle shares nothing else of this process."""
 
 
 class Mapping:
@@ -44,21 +55,32 @@ class Mapping:
     Attributes:
         address: device pointer.
         num_bytes: usable size.
+
+    Args:
+        device: whose kernels may use it; they end before it is unmapped.
+        release: unmaps it.
     """
 
-    def __init__(self, address: int, num_bytes: int, release: Any) -> None:
-        self.address, self.num_bytes = address, num_bytes
-        self._finalizer = weakref.finalize(self, release)
+    def __init__(self, address: int, num_bytes: int, device: int, release: Callable[[], Any]) -> None:
+        self.address, self.num_bytes, self._device = address, num_bytes, torch.device("cuda", device)
+        self._finalizer = weakref.finalize(self, _release_idle, device, release)
         self._finalizer.atexit = False  # the process's end frees everything; the driver may be gone by then
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over bytes [offset, ...); it keeps the mapping alive."""
+        """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive."""
         num_bytes = dtype.itemsize
         for n in shape:
             num_bytes *= n
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-        return torch.as_tensor(_Bytes(self, offset, num_bytes), device="cuda").view(dtype).view(shape)
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.as_tensor(_Bytes(self, offset, num_bytes), device=self._device).view(dtype).view(shape)
+
+
+def _release_idle(device: int, release: Callable[[], Any]) -> None:
+    with torch.cuda.device(device):
+        with contextlib.suppress(RuntimeError):  # a device that broke is idle too
+            torch.cuda.synchronize(device)
+        release()
 
 
 class _Bytes:
@@ -112,7 +134,7 @@ def _map(handle: Any, num_bytes: int, device: int) -> Mapping:
         cuda.cuMemRelease(handle)
         cuda.cuMemAddressFree(address, num_bytes)
 
-    return Mapping(int(address), num_bytes, release)
+    return Mapping(int(address), num_bytes, device, release)
 
 
 class Region:
@@ -128,8 +150,8 @@ class Region:
     def __init__(self, kind: Kind, num_bytes: int, device: int) -> None:
         self.kind, self.fd, self.token = kind, -1, b""
         if kind is Kind.CUDA_IPC:
-            pointer = call("cuMemAlloc", num_bytes)
-            self.mapping = Mapping(int(pointer), num_bytes, lambda: cuda.cuMemFree(pointer))
+            pointer = call("cuMemAlloc", -(-num_bytes // _IPC_UNIT) * _IPC_UNIT)
+            self.mapping = Mapping(int(pointer), num_bytes, device, lambda: cuda.cuMemFree(pointer))
             self.token = bytes(call("cuIpcGetMemHandle", pointer).reserved)
             return
         size = _rounded(num_bytes, kind, device)
@@ -142,10 +164,12 @@ class Region:
             self.token = bytes(exported.data)
 
     def close(self) -> None:
-        """Stop handing out the memory; views keep it alive."""
+        """Stop handing out the memory, which lives on in views of it only. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if hasattr(self, "mapping"):
+            del self.mapping
 
 
 def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Mapping:
@@ -155,7 +179,7 @@ def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Ma
         packed.reserved = token
         flag = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         pointer = call("cuIpcOpenMemHandle", packed, flag.value)
-        return Mapping(int(pointer), num_bytes, lambda: cuda.cuIpcCloseMemHandle(pointer))
+        return Mapping(int(pointer), num_bytes, device, lambda: cuda.cuIpcCloseMemHandle(pointer))
     shared: Any = fd
     if kind is Kind.FABRIC:
         shared = cuda.CUmemFabricHandle()
@@ -164,16 +188,20 @@ def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Ma
     return _map(handle, num_bytes, device)
 
 
-def _probe(kind: Kind, device: int) -> str:
+def probe(kind: Kind, device: int) -> str:
     """Empty when the kind works here; else the reason why not."""
     try:
         region = Region(kind, _PROBE_BYTES, device)
         try:
-            if kind is not Kind.CUDA_IPC:  # IPC handles cannot be opened by the process that made them
+            if kind is Kind.CUDA_IPC:
+                _open_elsewhere(region.token, device)
+            else:
                 again = redeem(kind, region.mapping.num_bytes, device, region.fd, region.token)
                 call("cuMemsetD8", again.address, 1, _PROBE_BYTES)
-            call("cuMemsetD8", region.mapping.address, 0, _PROBE_BYTES)
             call("cuCtxSynchronize")
+            written = region.mapping.view(0, (_PROBE_BYTES,), torch.uint8)
+            if not bool((written == 1).all()):
+                return "what was written through the handle did not arrive"
         finally:
             region.close()
     except TransportError as error:
@@ -181,14 +209,32 @@ def _probe(kind: Kind, device: int) -> str:
     return ""
 
 
-@functools.cache
-def choose_kind(device: int) -> tuple[Kind, dict[Kind, str]]:
-    """The best kind that works on this device, and why each better one does not. Raises TransportError if none does."""
+def _open_elsewhere(token: bytes, device: int) -> None:
+    """IPC handles cannot be opened by the process that made them."""
+    script = Path(__file__).with_name("ipc_probe.py")
+    command = [sys.executable, "-P", str(script), str(device), token.hex(), str(_PROBE_BYTES)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TransportError(f"a process of its own: {error}") from error
+    if done.returncode:
+        words = (done.stdout.strip() or done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+        raise TransportError(words[-1])
+
+
+_probed = functools.cache(probe)
+
+
+def choose_kind(device: int, kinds: Sequence[Kind] = tuple(Kind)) -> tuple[Kind, dict[Kind, str]]:
+    """The first of `kinds` that works on this device, and why each before it does not; logs both. A device is probed
+    once. Raises TransportError if none works."""
     refused: dict[Kind, str] = {}
-    for kind in Kind:
-        reason = _probe(kind, device)
+    for kind in kinds:
+        reason = _probed(kind, device)
         if not reason:
-            log.info("nvlink: regions shared by %s handles; refused: %s", kind.value, refused or "none")
+            words = "; ".join(f"{k.value}: {why}" for k, why in refused.items()) or "nothing"
+            log.info("nvlink: device %d shares its region by %s handles; refused before: %s", device, kind.value, words)
             return kind, refused
         refused[kind] = reason
-    raise TransportError(f"nvlink: no way to share device memory works here: {refused}")
+    words = "; ".join(f"{k.value}: {why}" for k, why in refused.items())
+    raise TransportError(f"nvlink: no way to share device memory works here: {words}")

@@ -1,0 +1,292 @@
+"""What the transport asks of a GPU, found out without one: the bytes of a region, and every kernel's resources.
+
+    region = arrays(config)                                   # pure: the byte map that host and kernels share
+    reports = inspect([Job(v, "sm_90a") for v in jit.all_variants()])      # compiles; reports say what is wrong
+
+NVRTC compiles one program at a time in a process, so jobs are spread over processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ep_kernels import jit
+from ep_kernels.config import MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.transports.nvlink import plan
+from ep_kernels.types import Layout, Mode
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PaperGroup:
+    """A rank that meets nobody: enough for sizes and plans."""
+
+    rank: int
+    size: int
+    epoch: int = 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Nobody is there to answer."""
+        raise RuntimeError("a group on paper exchanges nothing")
+
+
+# Memory.
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "fp8": {"dtype": torch.bfloat16, "quantize": True},
+}
+"""What rows may be, by a name that people type, as fields of MoEConfig; fp8: quantised inside dispatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array of a region.
+
+    Attributes:
+        name: as in `device/abi.py`, which says what it holds.
+        offset: where it starts, bytes.
+        num_slots: buffers that calls take in turn; 1 where there is but one.
+        slot_bytes: of one of them, padding included.
+    """
+
+    name: str
+    offset: int
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All slots together."""
+        return self.num_slots * self.slot_bytes
+
+
+def arrays(config: MoEConfig) -> list[Array]:
+    """The byte map of one rank's region, in order of address; it ends where the last array does. Raises ConfigError."""
+    shared = abi.region_map(plan.sizes_of(config).shape)
+    names = [name for name, _ in abi.RegionMap._fields_]
+    starts = {name: getattr(shared, name) for name in names if name != "num_bytes" and not name.endswith("_stride")}
+    ends = [*list(starts.values())[1:], shared.num_bytes]
+    found = []
+    for (name, start), end in zip(starts.items(), ends, strict=True):
+        stride = getattr(shared, f"{name}_stride", end - start)
+        found.append(Array(name, start, (end - start) // stride if stride else 0, stride))
+    return found
+
+
+# Kernels.
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What blocks of one SM share.
+
+    Attributes:
+        shared_bytes: shared memory of the SM.
+        block_shared_bytes: most of it that one block may take.
+        num_threads, num_blocks: most that are resident.
+    """
+
+    shared_bytes: int
+    block_shared_bytes: int
+    num_threads: int
+    num_blocks: int
+
+
+_BIG = Multiprocessor(228 << 10, 227 << 10, 2048, 32)
+MULTIPROCESSORS = {
+    "sm_90a": _BIG,
+    "sm_100a": _BIG,
+    "sm_103a": _BIG,
+    "sm_120a": Multiprocessor(100 << 10, 99 << 10, 1536, 24),
+}
+_REGISTERS, _PARTITIONS, _REGISTER_UNIT, _RESERVED_SHARED = 65536, 4, 256, 1 << 10
+
+
+def blocks_per_sm(arch: str, registers: int, shared_bytes: int, num_threads: int = jit.NUM_THREADS) -> int:
+    """Blocks that are resident together on one SM; 0 = a block does not fit. shared_bytes: static and dynamic."""
+    sm = MULTIPROCESSORS[arch]
+    if shared_bytes > sm.block_shared_bytes:
+        return 0
+    warps = -(-num_threads // 32)
+    registers_of_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    resident_warps = _REGISTERS // _PARTITIONS // max(1, registers_of_warp) * _PARTITIONS
+    by_shared = sm.shared_bytes // (-(-shared_bytes // 128) * 128 + _RESERVED_SHARED)
+    return min(resident_warps // warps, by_shared, sm.num_threads // num_threads, sm.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One variant for one architecture; its instructions are looked at where `disassembled`, which takes a third of the
+    time."""
+
+    variant: jit.Variant
+    arch: str
+    disassembled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One compiled kernel.
+
+    Attributes:
+        job: what was compiled.
+        resources: registers, stack, spills, static shared memory.
+        dynamic_bytes: dynamic shared memory of a block in `serving_config`.
+        num_blocks: blocks per SM then, 0 = too large for this architecture.
+        code_bytes: size of the cubin.
+        faults: what must not be, in words.
+    """
+
+    job: Job
+    resources: jit.Resources
+    dynamic_bytes: int
+    num_blocks: int
+    code_bytes: int
+    faults: tuple[str, ...]
+
+
+MOST_REGISTERS = 224
+"""65536 registers of an SM / 256 threads of its one block, less a margin."""
+_STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
+_SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
+_LOCAL_MEMORY = "LDL"
+
+
+def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
+    """What nvdisasm must show: bulk copies from and to shared memory and the mbarrier that loads complete on; the
+    release of a share at a peer, which is one reduction, ordered after all stores."""
+    if variant.kernel == "barrier":
+        return (_FENCE, "STG.E.64.STRONG.SYS")
+    constants = dict(variant.constants)
+    whole_rows = constants.get("X") == "u8" or (constants.get("KIND") == "1" and constants["C"] == constants["Y"])
+    return (_STORE, _SHARE, _FENCE, *((_LOAD, _WAIT) if whole_rows else ()))
+
+
+def serving_config(variant: jit.Variant) -> MoEConfig:
+    """A configuration of serving size that launches a dispatch or combine variant: H 7168, K 8, E 256, R 8."""
+    constants = dict(variant.constants)
+    types = {name: dtype for dtype, name in plan.CPP_TYPES.items()}
+    mode = Mode.HT if variant.kernel == "ht_dispatch" else Mode.LL
+    if variant.kernel == "combine":
+        exact = constants["KIND"] == "2"
+        layout = Layout.RANK_MAJOR if constants["KIND"] == "1" else Layout.EXPERT_MAJOR
+        dtype, moved, quantize = types[constants["Y"]], types[constants["C"]], False
+    else:
+        layout = {number: layout for layout, number in plan.LAYOUTS.items()}[int(constants["LAYOUT"])]
+        quantize, exact, moved = constants["X"] != "u8", False, None
+        dtype = types[constants["X"]] if quantize else types["bf16"]
+    return MoEConfig(
+        group=PaperGroup(0, 8), num_experts=256, hidden_size=7168, topk=8, mode=mode, layout=layout, dtype=dtype,
+        quantize=quantize, exact_combine=exact, combine_dtype=moved,
+        max_tokens_per_rank=128 if mode is Mode.LL else 4096,
+    )  # fmt: skip
+
+
+def dynamic_bytes(variant: jit.Variant) -> int:
+    """Dynamic shared memory of one block in `serving_config`."""
+    if variant.kernel == "barrier":
+        return 0
+    config = serving_config(variant)
+    launch = plan.combine_launch if variant.kernel == "combine" else plan.dispatch_launch
+    return launch(config, plan.sizes_of(config), config.mode, 132).shared_bytes
+
+
+def compile_job(job: Job) -> jit.Binary:
+    """Runs in a process of the pool."""
+    return jit.compile_source(jit.source(job.variant), job.variant.name, job.arch)
+
+
+def inspect_job(job: Job) -> Report:
+    """Compile and look. Runs in a process of the pool."""
+    return report_of(job, compile_job(job))
+
+
+def report_of(job: Job, binary: jit.Binary) -> Report:
+    """Look at a compiled kernel."""
+    (found,) = binary.resources()
+    dynamic = dynamic_bytes(job.variant)
+    blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic)
+    listing = disassemble(binary.cubin) if job.disassembled else None
+    faults = tuple(_faults(job, found, blocks, listing))
+    return Report(job, found, dynamic, blocks, len(binary.cubin), faults)
+
+
+def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
+    if not 0 < found.registers <= MOST_REGISTERS:
+        yield f"{found.registers} registers, at most {MOST_REGISTERS}"
+    if found.spill_bytes:
+        yield f"{found.spill_bytes} bytes spilled"
+    if found.stack_bytes:
+        yield f"stack frame of {found.stack_bytes} bytes"
+    if not blocks and MULTIPROCESSORS[job.arch] == _BIG:
+        yield "no block fits an SM"
+    if listing is not None:
+        if _LOCAL_MEMORY in listing:
+            yield "reads local memory"
+        yield from (f"no {name}" for name in expected_instructions(job.variant) if name not in listing)
+
+
+def inspect(jobs: Iterable[Job]) -> list[Report]:
+    """Reports in the order of `jobs`. Raises TransportError where one does not compile."""
+    return list(spread(inspect_job, jobs))
+
+
+def spread(work: Callable[[A], T], jobs: Iterable[A]) -> Iterator[T]:
+    """work(job) for each job, in order, over as many processes as this one may use cores."""
+    context = multiprocessing.get_context("forkserver")  # a fork of this process might inherit a held lock
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        yield from pool.map(work, list(jobs))
+
+
+def ship(archs: Sequence[str], folder: Path) -> dict[str, list[Path]]:
+    """Write the cubins that travel in the wheel; the files by architecture."""
+    jobs = [Job(variant, arch) for arch in archs for variant in jit.shipped_variants()]
+    binaries = dict(zip(jobs, spread(compile_job, jobs), strict=True))
+    made = {}
+    for arch in archs:
+        compiled = {job.variant: binary for job, binary in binaries.items() if job.arch == arch}
+        made[arch] = jit.Compiler(None, folder).ship(arch, compiled)
+    return made
+
+
+def disassemble(cubin: bytes) -> str | None:
+    """Instructions of a cubin; None where there is no nvdisasm."""
+    tool = disassembler()
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [tool, "-c", "-ndf", file.name], check=True, capture_output=True, text=True, timeout=120
+        ).stdout
+
+
+def disassembler() -> str | None:
+    """nvdisasm from PATH, or the one that Triton brings."""
+    if found := shutil.which("nvdisasm"):
+        return found
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return str(bundled) if bundled.exists() else None

@@ -1,0 +1,98 @@
+"""Kernel launches through `native/launch.cpp`: what every call of the transport pays, and nothing more.
+
+Knows function handles and addresses; neither modules (see `driver`) nor tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
+from typing import Any
+
+from ep_kernels.errors import TransportError
+from ep_kernels.transports import native
+from ep_kernels.transports.build import Native, native_of
+
+DRIVER = "libcuda.so.1"
+_COOPERATIVE, _OVERLAPPED = 1, 2
+_NAME, _TEXT = 0, 1
+_LIBRARY = native_of("nvlink")
+
+
+class _Prepared(ctypes.Structure):
+    """`Prepared` of native/launch.cpp."""
+
+    _fields_ = (
+        ("function", c_void_p),
+        ("blocks", c_uint32),
+        ("threads", c_uint32),
+        ("shared_bytes", c_uint32),
+        ("flags", c_uint32),
+    )
+
+
+_SIGNATURES: dict[str, native.Signature] = {
+    "cd_open": (c_char_p, (c_char_p,)),
+    "cd_error": (c_char_p, (c_int, c_int)),
+    "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
+}
+
+
+@functools.cache
+def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
+    """The library, with the CUDA driver found. Raises TransportError saying which of the two is missing, and the
+    cure.
+    """
+    found = native.load("nvlink", library, _SIGNATURES)
+    problem = found.cd_open(driver.encode())
+    if problem is not None:
+        raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
+    return found
+
+
+class Kernel:
+    """A loaded kernel as its callers see it.
+
+    Args:
+        function: CUfunction.
+        shared_bytes: dynamic shared memory per block.
+        library: `load()`.
+    """
+
+    def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
+        self._function, self._shared_bytes, self._library = function, shared_bytes, library
+        self._launch_one, self._launch_many = library.cd_launch_one, library.cd_launch
+        self._prepared: dict[tuple[int, int, bool, bool], tuple[int, _Prepared]] = {}
+
+    def launch(
+        self,
+        num_blocks: int,
+        num_threads: int,
+        stream: int,
+        *arguments: Any,
+        cooperative: bool = False,
+        overlapped: bool = True,
+    ) -> None:
+        """Launch on a CUstream. Arguments are ctypes values, which are copied before this returns.
+
+        Cooperative: all blocks are resident together or the launch is refused; never overlapped. Overlapped: the launch
+        may be set up while the kernel before it ends; such kernels wait for that end themselves. Raises TransportError.
+        """
+        shape = (num_blocks, num_threads, cooperative, overlapped)
+        address, _ = self._prepared.get(shape) or self._prepare(shape)
+        if len(arguments) == 1:
+            status = self._launch_one(address, stream, addressof(arguments[0]))
+        else:
+            status = self._launch_many(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
+        if status:
+            name, text = (self._library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
+            raise TransportError(f"cuLaunchKernelEx: {name or status}: {text or 'unknown error'}")
+
+    def _prepare(self, shape: tuple[int, int, bool, bool]) -> tuple[int, _Prepared]:
+        num_blocks, num_threads, cooperative, overlapped = shape
+        flags = _COOPERATIVE if cooperative else _OVERLAPPED if overlapped else 0
+        record = _Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
+        self._prepared[shape] = addressof(record), record
+        return self._prepared[shape]

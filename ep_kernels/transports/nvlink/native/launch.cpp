@@ -1,0 +1,94 @@
+// Kernel launches at C's price: one call from Python, no header of CUDA, no link against it.
+//
+// The driver is found by dlopen, its records are declared here as far as a launch needs them: they are part of the
+// driver's ABI, which CUDA 12.0 fixed. Nothing throws and nothing is kept between calls, so threads may launch at
+// once.
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#define CD_API extern "C" __attribute__((visibility("default")))
+#ifndef CD_BUILD_ID
+#define CD_BUILD_ID "unknown"
+#endif
+
+namespace {
+
+// CUlaunchAttribute: an id, and a value in 64 bytes that start at offset 8.
+struct Attribute {
+  uint32_t id;
+  uint32_t pad;
+  union {
+    int32_t number;
+    unsigned char bytes[64];
+  };
+};
+constexpr uint32_t kCooperative = 2;          // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+constexpr uint32_t kStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+// CUlaunchConfig.
+struct Config {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint32_t shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  uint32_t num_attributes;
+};
+static_assert(sizeof(Attribute) == 72 && offsetof(Attribute, number) == 8, "CUlaunchAttribute");
+static_assert(offsetof(Config, stream) == 32 && sizeof(Config) == 56, "CUlaunchConfig");
+
+using LaunchFn = int (*)(const Config*, void* function, void** arguments, void** extra);
+using TextFn = int (*)(int status, const char** text);
+
+LaunchFn launch_kernel = nullptr;
+TextFn error_name = nullptr, error_text = nullptr;
+
+enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
+
+}  // namespace
+
+CD_API const char* cd_build_id() { return CD_BUILD_ID; }
+
+// Find the driver in this shared object. Null, or what is wrong. Safe to call again.
+CD_API const char* cd_open(const char* driver) {
+  void* library = dlopen(driver, RTLD_NOW);
+  if (!library) return dlerror();
+  auto launch = reinterpret_cast<LaunchFn>(dlsym(library, "cuLaunchKernelEx"));
+  auto name = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorName"));
+  auto text = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorString"));
+  if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
+  launch_kernel = launch;
+  error_name = name;
+  error_text = text;
+  return nullptr;
+}
+
+// What a status means: its name or its description; "" where the driver does not know it.
+CD_API const char* cd_error(int status, int described) {
+  const char* text = nullptr;
+  (described ? error_text : error_name)(status, &text);
+  return text ? text : "";
+}
+
+// A launch of which only stream and arguments are still open. kIsCooperative: all blocks are resident together, or the
+// launch is refused. kIsOverlapped: the grid may be set up while the kernel before it on the stream still runs, and must
+// itself wait for that kernel's end.
+struct Prepared {
+  void* function;
+  uint32_t blocks, threads, shared_bytes, flags;
+};
+
+// The driver's status. `arguments`: addresses of the parameters.
+CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
+  Attribute attributes[2];
+  uint32_t count = 0;
+  if (p->flags & kIsCooperative) attributes[count++] = {kCooperative, 0, {1}};
+  if (p->flags & kIsOverlapped) attributes[count++] = {kStreamSerialization, 0, {1}};
+  const Config config = {{p->blocks, 1, 1}, {p->threads, 1, 1}, p->shared_bytes, stream, attributes, count};
+  return launch_kernel(&config, p->function, arguments, nullptr);
+}
+
+// The same for a kernel with one parameter, at this address.
+CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument) { return cd_launch(p, stream, &argument); }

@@ -1,0 +1,173 @@
+"""Launches through the native library, with a driver that only writes down what it is asked: no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ep_kernels import jit
+from ep_kernels.errors import TransportError
+from ep_kernels.transports.build import Native, find_compiler, native_of
+from ep_kernels.transports.nvlink import launch
+
+FAKE_DRIVER = """
+#include <cstdint>
+#include <cstring>
+struct Attribute { uint32_t id; char pad[4]; int32_t number; char rest[60]; };
+struct Config {
+  uint32_t gx, gy, gz, bx, by, bz, shared;
+  void* stream;
+  Attribute* attributes;
+  uint32_t count;
+};
+extern "C" {
+uint64_t notes[16];
+double seen[2];
+int answer = 0, num_arguments = 0;
+int cuLaunchKernelEx(const Config* c, void* function, void** arguments, void** extra) {
+  const uint64_t found[] = {(uint64_t)function, c->gx, c->gy * c->gz, c->bx, c->by * c->bz, c->shared,
+                            (uint64_t)c->stream, c->count, (uint64_t)extra};
+  memcpy(notes, found, sizeof(found));
+  for (uint32_t i = 0; i < c->count; ++i) {
+    notes[9 + 2 * i] = c->attributes[i].id;
+    notes[10 + 2 * i] = c->attributes[i].number;
+  }
+  for (int i = 0; i < num_arguments; ++i) memcpy(&seen[i], arguments[i], sizeof(double));
+  return answer;
+}
+int cuGetErrorName(int status, const char** text) {
+  *text = status == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
+  return 0;
+}
+int cuGetErrorString(int status, const char** text) {
+  *text = status == 719 ? "it broke" : nullptr;
+  return 0;
+}
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A driver of our own, and a copy of the library that has opened no other."""
+    place = tmp_path_factory.mktemp("driver")
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    (place / "driver.cpp").write_text(FAKE_DRIVER)
+    command = [*compiler, "-shared", "-fPIC", "-o", str(place / "driver.so"), str(place / "driver.cpp")]
+    subprocess.run(command, check=True, timeout=120)
+    shutil.copy(native_of("nvlink").library, place / "_native.so")
+    return place
+
+
+@pytest.fixture
+def driver(folder: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(folder / "driver.so"))
+
+
+@pytest.fixture
+def library(folder: Path) -> ctypes.CDLL:
+    copied = Native(native_of("nvlink").sources, folder / "_native.so")
+    return launch.load(copied, str(folder / "driver.so"))
+
+
+def notes(driver: ctypes.CDLL) -> list[int]:
+    return list((ctypes.c_uint64 * 16).in_dll(driver, "notes"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "attributes"),
+    [
+        ({}, [(6, 1)]),
+        ({"overlapped": False}, []),
+        ({"cooperative": True}, [(2, 1)]),
+        ({"cooperative": True, "overlapped": True}, [(2, 1)]),
+    ],
+)
+def test_what_the_driver_is_asked(
+    library: ctypes.CDLL, driver: ctypes.CDLL, flags: dict[str, bool], attributes: list[tuple[int, int]]
+) -> None:
+    kernel = launch.Kernel(0x7FFF12345678, 231424, library)
+    first, second = ctypes.c_double(1.5), ctypes.c_double(-2.5)
+    ctypes.c_int.in_dll(driver, "num_arguments").value = 2
+    kernel.launch(132, 256, 0x7FFFDEADBEE0, first, second, **flags)
+    found = notes(driver)
+    assert found[:9] == [0x7FFF12345678, 132, 1, 256, 1, 231424, 0x7FFFDEADBEE0, len(attributes), 0]
+    assert [(found[9 + 2 * i], found[10 + 2 * i]) for i in range(len(attributes))] == attributes
+    assert list((ctypes.c_double * 2).in_dll(driver, "seen")) == [1.5, -2.5]
+
+
+def test_a_refused_launch_speaks_the_drivers_words(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+    ctypes.c_int.in_dll(driver, "num_arguments").value = 0
+    kernel, answer = launch.Kernel(1, 0, library), ctypes.c_int.in_dll(driver, "answer")
+    try:
+        answer.value = 719
+        with pytest.raises(TransportError, match="cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED: it broke"):
+            kernel.launch(1, 1, 0)
+        answer.value = 4711
+        with pytest.raises(TransportError, match="cuLaunchKernelEx: 4711: unknown error"):
+            kernel.launch(1, 1, 0)
+    finally:
+        answer.value = 0
+    kernel.launch(1, 1, 0)
+    assert notes(driver)[:2] == [1, 1]
+
+
+def test_one_kernel_in_several_shapes(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+    kernel, number = launch.Kernel(5, 64, library), ctypes.c_double(3.0)
+    ctypes.c_int.in_dll(driver, "num_arguments").value = 1
+    for blocks, overlapped in [(1, True), (2, False), (1, False), (1, True), (2, True)]:
+        kernel.launch(blocks, 32, blocks, number, overlapped=overlapped)
+        found = notes(driver)
+        assert (found[0], found[1], found[6], found[7]) == (5, blocks, blocks, int(overlapped))
+        assert (ctypes.c_double * 2).in_dll(driver, "seen")[0] == 3.0
+
+
+def test_missing_and_old_drivers_are_named(folder: Path) -> None:
+    copied = Native(native_of("nvlink").sources, folder / "_native.so")
+    with pytest.raises(TransportError, match=r"cannot use the CUDA driver: libnothing\.so\.9.*is one installed"):
+        launch.load(copied, "libnothing.so.9")
+    with pytest.raises(TransportError, match=r"no cuLaunchKernelEx, so the driver is older than CUDA 12\.0"):
+        launch.load(copied, "libc.so.6")
+
+
+def test_a_missing_library_names_the_cure(tmp_path: Path) -> None:
+    nothing = Native(tmp_path, tmp_path / "none.so")
+    with pytest.raises(TransportError, match=r"nvlink transport: native library .*none\.so is missing.*build_backend"):
+        launch.load(nothing)
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_a_packaged_kernel_that_the_driver_refuses_is_compiled(
+    shipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from ep_kernels.transports.nvlink import driver
+
+    barrier, asked = jit.Variant("barrier"), []
+    compiler = jit.Compiler(tmp_path / "cache", tmp_path / "shipped")
+    if shipped:
+        monkeypatch.setattr(jit, "shipped_variants", lambda: iter([barrier]))
+        (file,) = compiler.ship("sm_90a")
+        file.write_bytes(b"of a compiler of the future")
+
+    def refusing(cubin: bytes, name: str, shared_bytes: int) -> tuple[str, int]:
+        asked.append(cubin)
+        if len(asked) == 1:
+            raise TransportError("cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return name, shared_bytes
+
+    monkeypatch.setattr(driver, "Function", refusing)
+    if not shipped:
+        with pytest.raises(TransportError, match="cuModuleLoadData"):
+            driver._load(compiler, barrier, "sm_90a", 5)
+        return
+    assert driver._load(compiler, barrier, "sm_90a", 5) == ("barrier", 5)
+    assert asked[0] == b"of a compiler of the future"
+    assert asked[1].startswith(b"\x7fELF")
+    assert "the packaged kernel barrier is compiled here instead: cuModuleLoadData" in caplog.text

@@ -1,0 +1,58 @@
+"""How a region's handle kind is chosen and told; that the kinds work is tests/gpu/test_memory.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ep_kernels.errors import TransportError
+
+pytest.importorskip("cuda.bindings.driver")
+from ep_kernels.transports.nvlink import memory
+from ep_kernels.transports.nvlink.memory import Kind
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[Kind, str]:
+    """Why each kind is refused on this machine; absent = it works."""
+    refusals: dict[Kind, str] = {}
+    monkeypatch.setattr(memory, "_probed", lambda kind, device: refusals.get(kind, ""))
+    return refusals
+
+
+def test_the_choice_and_its_reason_are_logged(machine: dict[Kind, str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    machine[Kind.FABRIC] = "cuMemCreate: CUDA_ERROR_NOT_PERMITTED: operation not permitted"
+    for _ in range(2):  # each communicator says so
+        assert memory.choose_kind(3) == (Kind.POSIX_FD, machine)
+    want = f"nvlink: device 3 shares its region by posix_fd handles; refused before: fabric: {machine[Kind.FABRIC]}"
+    assert caplog.messages == [want, want]
+    machine.clear()
+    assert memory.choose_kind(0) == (Kind.FABRIC, {})
+    assert caplog.messages[-1].endswith("by fabric handles; refused before: nothing")
+
+
+def test_a_kind_may_be_asked_for(machine: dict[Kind, str]) -> None:
+    assert memory.choose_kind(0, [Kind.CUDA_IPC]) == (Kind.CUDA_IPC, {})
+    machine[Kind.CUDA_IPC] = "no"
+    with pytest.raises(TransportError, match="no way to share device memory works here: cuda_ipc: no"):
+        memory.choose_kind(0, [Kind.CUDA_IPC])
+
+
+def test_no_kind_at_all_gives_every_reason(machine: dict[Kind, str]) -> None:
+    machine.update({kind: f"no {kind.name}" for kind in Kind})
+    with pytest.raises(TransportError, match="fabric: no FABRIC; posix_fd: no POSIX_FD; cuda_ipc: no CUDA_IPC"):
+        memory.choose_kind(0)
+
+
+def test_a_handle_that_opens_nowhere_is_told() -> None:
+    with pytest.raises(TransportError, match=r"\w"):  # the driver's words: no driver, no device, or a bad handle
+        memory._open_elsewhere(bytes(64), 0)
+
+
+def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory.sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(TransportError, match=r"a process of its own: .*none"):
+        memory._open_elsewhere(bytes(64), 0)

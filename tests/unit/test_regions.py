@@ -1,0 +1,90 @@
+"""`crossdock topo --memory`: the bytes that the kernels' byte map says, shown and as JSON, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock import cli, regions
+from ep_kernels import ConfigError, Layout, Mode
+from ep_kernels.device import abi
+from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.inspection import PAYLOADS, arrays
+
+DEFAULTS = {
+    "num_experts": 256, "hidden_size": 7168, "topk": 8, "max_tokens": 128, "ranks": 8, "mode": "ll", "layout": "",
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def config(**changes: Any) -> Any:
+    return regions.config_of(**(DEFAULTS | changes))
+
+
+def shown(*words: str) -> str:
+    done = CliRunner().invoke(cli.app, ["topo", "--memory", *words])
+    assert done.exit_code == 0, done.exception
+    return done.output
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("dtype", list(PAYLOADS))
+def test_arrays_are_the_whole_region(mode: Mode, layout: Layout, dtype: str) -> None:
+    c = config(mode=mode.value, layout=layout.value, dtype=dtype)
+    shared = abi.region_map(plan.sizes_of(c).shape)
+    end = 0
+    for array in arrays(c):
+        assert array.offset == end == getattr(shared, array.name)
+        end += array.num_bytes
+    assert end == shared.num_bytes
+    assert {array.name for array in arrays(c)} <= set(regions.HOLDS), "say what each array holds"
+
+
+def test_sizes_by_hand() -> None:
+    small = {"max_tokens": 16, "ranks": 4, "layout": "rank_major"}
+    found = {array.name: array for array in arrays(config(**small))}
+    assert (found["staged"].num_slots, found["staged"].slot_bytes) == (3, 4 * 16 * 7168 * 2)
+    assert found["rows"].num_bytes == found["scales"].num_bytes == 0
+    assert found["home"].num_bytes == 3 * 4 * 16 * 7168 * 2
+    quantised = {array.name: array for array in arrays(config(**small, dtype="fp8"))}
+    assert quantised["staged"].slot_bytes == 4 * 16 * 7168
+    assert quantised["scales"].slot_bytes == 4 * 16 * (7168 // 128) * 4
+
+
+def test_table_and_json_agree() -> None:
+    words = ("--ranks", "4", "--mode", "ht", "--layout", "grouped", "--max-tokens", "4096", "--dtype", "fp8")
+    facts = json.loads(shown(*words, "--json"))
+    assert facts["num_bytes"] == sum(array["num_bytes"] for array in facts["arrays"])
+    assert facts["arrays"][-1]["offset"] + facts["arrays"][-1]["num_bytes"] == facts["num_bytes"]
+    said = [facts[name] for name in ("ranks", "mode", "layout", "payload_dtype")]
+    assert said == [4, "ht", "grouped", "float8_e4m3fn"]
+    table = shown(*words)
+    assert "4 ranks, 4096 tokens of 7168 x float8_e4m3fn per rank, top 8 of 256 experts, ht, grouped" in table
+    assert f"{facts['num_bytes']:,}" in table
+    for array in facts["arrays"]:
+        assert f" {array['name']} " in table
+        assert f" {array['num_bytes']:,} " in table
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mode": "fast"}, r"--mode: expected one of ll, ht, auto, got fast"),
+        ({"layout": "square"}, r"--layout: expected one of expert_major, .*, got square"),
+        ({"dtype": "int4"}, r"--dtype: expected one of bfloat16, .*, got int4"),
+    ],
+)
+def test_unknown_names_are_refused(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(regions.OptionError, match=words) as caught:
+        config(**changes)
+    assert cli.exit_status(caught.value) == cli.EXIT_USAGE
+
+
+def test_what_can_never_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hidden_size") as caught:
+        config(hidden_size=3)
+    assert cli.exit_status(caught.value) == cli.EXIT_USAGE
