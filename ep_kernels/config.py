@@ -85,7 +85,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exact_shapes: bool = True
     """GROUPED and FLAT: True trims N to what arrived (one host read); False gives worst-case rows + `num_rows`."""
     overflow: Overflow = Overflow.RAISE
-    """RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
+    """With `max_recv_rows`, RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
     max_in_flight: int = 2
     """Dispatches that may be open at once (2 = dual-batch overlap); buffers are recycled after so many."""
     timeout_s: float = 10.0

@@ -216,8 +216,16 @@ def receive_rows(config: MoEConfig, num_local_experts: int) -> int:
     Without `max_recv_rows`, the most that can arrive; EXPERT_MAJOR alone counts on distinct ids within a token (as
     top-k gives), since room for K copies of every token in every expert would be K times the memory for nothing.
     """
-    if config.max_recv_rows is not None:
-        return config.max_recv_rows
+    return _most_rows(config, num_local_experts) if config.max_recv_rows is None else config.max_recv_rows
+
+
+def may_overflow(config: MoEConfig, num_local_experts: int) -> bool:
+    """Whether rows may be dropped at a receiver with this many local experts. EXPERT_MAJOR with repeated ids within a
+    token, which no top-k gives, is not counted (see `receive_rows`)."""
+    return receive_rows(config, num_local_experts) < _most_rows(config, num_local_experts)
+
+
+def _most_rows(config: MoEConfig, num_local_experts: int) -> int:
     most = config.group.size * config.max_tokens_per_rank
     match config.resolved_layout:
         case Layout.RANK_MAJOR:

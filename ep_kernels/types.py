@@ -46,8 +46,8 @@ class Overflow(enum.Enum):
     """What happens to rows past the receive capacity."""
 
     RAISE = "raise"
-    """The receiving rank raises CapacityError at wait(). On GPUs that costs one host read per dispatch, so decode loops
-    want DROP, and graph capture refuses RAISE."""
+    """The receiving rank raises CapacityError at wait(). Where `max_recv_rows` is less than may arrive, that costs GPUs
+    one host read per dispatch: decode loops want DROP, and graph capture refuses RAISE. Elsewhere nothing is read."""
     DROP = "drop"
     """Rows past the capacity are dropped in canonical order and counted in `DispatchOutput.num_dropped`."""
 
@@ -136,7 +136,7 @@ class LatencySample:
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
-            (0 for itself and for inactive ranks).
+            (0 for itself and for inactive ranks). On GPUs as the block saw it that ended last.
         total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
     """
 

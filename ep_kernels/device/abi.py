@@ -7,6 +7,7 @@ A rank's region, which its peers write (D dispatch slots, C combine slots; each 
 
     flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD, COMBINE: * WHOLE
     counts   i32 [D, R, keys + R]       by source: rows per (rank, local expert), then rows per rank
+    origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
     scales       [D, R, M, S]           scales beside the rows, by (source, position)
     staged       [D, R, M, H]           rows by (source, position): LL, and RANK_MAJOR output
@@ -14,6 +15,7 @@ A rank's region, which its peers write (D dispatch slots, C combine slots; each 
     home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]
     home_scales  [C, .., ceil(H/128)]   their scales when they travel as fp8
     home_weights f32 [C, R, M, K]       numbers carried home beside them
+    home_origins u64 [C, R]             by owner: as origins
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-FLAGS = ("STARTED", "COUNTS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER")
+FLAGS = ("STARTED", "COUNTS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT")
 OPS = ("dispatch", "combine", "barrier")
+STOPS = ("RUNNING", "TIMED_OUT", "ABORTED", "GONE", "LEFT_OUT")
+"""Why a rank stopped: not at all; a deadline passed; its host said so; the peer's process is dead; the peer has gone on
+without it."""
 PHASES = ("blocks", "credit", "counts", "payload", "barrier")
-TICKETS = ("DISPATCH_SEND", "COMBINE_SEND")
+TICKETS = ("DISPATCH_SEND", "COMBINE_SEND", "RECEIVE")
+OP_WORDS = 4
+"""Device words of an operation: its seq, and times (clock.cuh)."""
 MAX_SLOTS = 66
 SAMPLE_CAPACITY = 4096
 SAMPLE_WORDS = 8
@@ -46,8 +53,12 @@ _TYPES: dict[str, tuple[str, Any]] = {
 _RECORDS: list[tuple[str, list[tuple[str, str, str]]]] = []
 
 
-def _record(name: str, *fields: tuple[str, str, str]) -> Any:
-    """Declare a struct. A field is (name, type, contract); a type is i32, u32, u64, f32, `T*`, `T[n]` or a record."""
+_ALIGNED: dict[str, int] = {}
+
+
+def _record(name: str, *fields: tuple[str, str, str], align: int = 0) -> Any:
+    """Declare a struct. A field is (name, type, contract); a type is i32, u32, u64, f32, `T*`, `T[n]` or a record.
+    `align`: bytes to which the GPU may take it to be aligned, so that it moves in one access; 0 = as C++ does."""
     members = []
     for field, kind, _ in fields:
         if kind.endswith("*"):
@@ -60,6 +71,7 @@ def _record(name: str, *fields: tuple[str, str, str]) -> Any:
     struct = type(name, (ctypes.Structure,), {"_fields_": members})
     _TYPES[name] = (name, struct)
     _RECORDS.append((name, list(fields)))
+    _ALIGNED[name] = align
     return struct
 
 
@@ -68,7 +80,7 @@ State = _record(
     ("dispatch_seq", "u64", "dispatches sent; lives on the device, so that a replayed graph goes on counting"),
     ("combine_seq", "u64", "combines sent"),
     ("barrier_seq", "u64", "barriers entered"),
-    ("aborted", "u64", "sticky: why this rank stopped, 0 = running"),
+    ("aborted", "u64", "sticky: index into STOPS"),
     ("meet_count", "u64", "grid barrier: blocks that arrived"),
     ("meet_generation", "u64", "grid barrier: times that all blocks met"),
     ("invalid_ids", "u64", "ids out of range seen by the dispatch that runs"),
@@ -79,30 +91,46 @@ State = _record(
 )
 Postmortem = _record(
     "Postmortem",
-    ("status", "u64", "0 none, 1 deadline passed, 2 aborted by the host, 3 the peer's process is dead; written last"),
+    ("status", "u64", "index into STOPS; written last"),
     ("op", "u64", "index into OPS"),
     ("phase", "u64", "index into PHASES"),
     ("peer", "u64", "who was waited for"),
     ("expected", "u64", "seq waited for"),
-    ("seen", "u64", "seq last seen"),
+    ("seen", "u64", "seq last seen; LEFT_OUT: the epoch in which the peer has gone on"),
     ("waited_ns", "u64", "how long"),
+)
+Difference = _record(
+    "Difference",
+    ("status", "u64", "1 = ranks brought different routings to one operation; written last, cleared by the host"),
+    ("op", "u64", "index into OPS"),
+    ("peer", "u64", "first rank that differs"),
+    ("mine", "u64", "seq of the dispatch whose routing this rank brought"),
+    ("theirs", "u64", "that of the peer"),
 )
 HostPage = _record(
     "HostPage",
     ("abort", "u64", "set by the host: end every wait"),
     ("clock_ns", "u64", "GPU clock, written by barrier: the host relates it to its own"),
+    ("dropped", "u64", "rows dropped so far although none should be; only where World.report_dropped"),
     ("postmortem", "Postmortem", "the first wait that failed"),
+    ("difference", "Difference", "the first that the host has not read"),
 )
+Home = _record(
+    "Home",
+    ("rank", "i32", "destination; -1 no expert, -2 every copy is gone, -3 the id is out of range"),
+    ("position", "i32", "of the token's row at that rank, among this source's rows"),
+    ("slot", "i32", "local expert there"),
+    ("place", "i32", "LL: index among this source's rows for the expert. HT: final row there, -2 = dropped"),
+    align=16,
+)
+ARRAYS = (
+    "counts", "origins", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights", "home_origins",
+)  # fmt: skip
+"""The arrays that have slots, in the order in which they lie."""
 RegionMap = _record(
     "RegionMap",
-    *[
-        (name, "u64", "byte offset in the region")
-        for name in ("flags", "counts", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights")
-    ],
-    *[
-        (f"{name}_stride", "u64", "bytes from one slot to the next")
-        for name in ("counts", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights")
-    ],
+    *[(name, "u64", "byte offset in the region") for name in ("flags", *ARRAYS)],
+    *[(f"{name}_stride", "u64", "bytes from one slot to the next") for name in ARRAYS],
     ("num_bytes", "u64", "size of the region"),
 )
 World = _record(
@@ -118,6 +146,7 @@ World = _record(
     ("capacity", "i32", "receive capacity: slots per expert, or N"),
     ("alignment", "i32", "rows to which groups are padded"),
     ("num_in_flight", "i32", "P: views expire so many dispatches later"),
+    ("report_dropped", "i32", "1 = the host is told of dropped rows; it does not read num_dropped"),
     ("row_bytes", "i32", "payload bytes of a row as it travels"),
     ("scale_bytes", "i32", "bytes of a row's scales, 0 = none"),
     ("home_row_bytes", "i32", "bytes of a combine row, padded to 16"),
@@ -153,18 +182,21 @@ DispatchArgs = _record(
     ("scale_column_stride", "i32", "packed scales: elements between columns"),
     ("scale_group_stride", "i32", "packed scales, EXPERT_MAJOR and RANK_MAJOR: elements between groups"),
     ("power_of_two", "i32", "quantiser: 0 = fp32 scales, 1 = powers of two, 2 = packed powers of two"),
-    ("op", "u64*", "[4] device words of this operation: seq, start_ns, send_ns, -"),
+    ("cached", "i32", "1 = the routing of an earlier dispatch is used again"),
+    ("op", "u64*", "[4] device words of this operation: seq, start_ns, send_ns, time at which receiving began"),
+    ("origin", "u64*", "[1] cached: seq of the dispatch that made the routing"),
     ("x", "u8*", "[T, H] caller's rows"),
     ("x_scales", "u8*", "[T, S] caller's scales, null = none"),
     ("topk_ids", "i32*", "[T, K] logical experts"),
     ("topk_weights", "f32*", "[T, K]"),
-    ("home", "i32*", "[T, K, 2] out: destination rank or -1, position there"),
+    ("home", "Home*", "[T, K] out (cached: in)"),
     ("valid", "u8*", "[T] out: 0 where every copy of a chosen expert is gone"),
     ("num_invalid_ids", "i32*", "[1] out"),
-    ("places", "i32*", "[R, M, K] out: row that serves (source, position, k), -1 = none, -2 = dropped"),
+    ("places", "i32*", "[R, M, K] out (cached: in): row that serves (source, position, k), -1 = none, -2 = dropped"),
     ("weights", "f32*", "[R, M, K] out: weights as sent, 0 where places are -1"),
-    ("tokens", "i32*", "[R, M] out: token index at its source"),
-    ("source_rows", "i32*", "[R] out: rows (positions) that each source sent"),
+    ("tokens", "i32*", "[R, M] out: token index at its source; cached: not touched"),
+    ("source_rows", "i32*", "[R] out (cached: in): rows (positions) that each source sent"),
+    ("kept", "i32*", "[2 G + 3] out (cached: in): counts [G], offsets [G + 1], num_rows, num_dropped; G = L or R"),
     ("counts", "i32*", "[L] or [R] out: DispatchOutput.counts"),
     ("offsets", "i32*", "[L+1] out, GROUPED, or null"),
     ("num_rows", "i32*", "[1] out"),
@@ -182,18 +214,23 @@ CombineArgs = _record(
     ("apply_weights", "i32", "0 = sum rows as they are"),
     ("mode", "i32", "0 = LL, 1 = HT: for the latency record"),
     ("op", "u64*", "[4] device words of this operation"),
+    ("origin", "u64*", "[1] seq of the dispatch that made the routing"),
     ("y", "u8*", "[rows, H] expert output, output dtype"),
     ("row_weights", "f32*", "[rows] or [rows, K], null = none"),
     ("places", "i32*", "[R, M, K] of the dispatch"),
     ("weights", "f32*", "[R, M, K]"),
     ("tokens", "i32*", "[R, M]"),
     ("source_rows", "i32*", "[R]"),
-    ("home", "i32*", "[T, K, 2]"),
+    ("home", "Home*", "[T, K]"),
     ("topk_weights", "f32*", "[T, K] of the dispatch (exact combine)"),
     ("z", "u8*", "[T, H] out, output dtype"),
     ("z_weights", "f32*", "[T, K] out, or null"),
 )
-BarrierArgs = _record("BarrierArgs", ("world", "World", ""))
+BarrierArgs = _record(
+    "BarrierArgs",
+    ("world", "World", ""),
+    ("left_out_epoch", "u64", "0 = meet; else only tell ranks that take no part that the others go on in this epoch"),
+)
 
 _PRELUDE = """// Generated by ep_kernels/device/abi.py: what host and GPU share. Do not edit.
 #pragma once
@@ -212,11 +249,12 @@ def header() -> str:
     lines = [_PRELUDE]
     lines += [f"constexpr u32 FLAG_{name} = {i};" for i, name in enumerate(FLAGS)]
     lines += [f"constexpr u32 OP_{name.upper()} = {i};" for i, name in enumerate(OPS)]
+    lines += [f"constexpr u64 STOP_{name} = {i};" for i, name in enumerate(STOPS)]
     lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
     lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     for name, fields in _RECORDS:
-        lines.append(f"struct {name} {{")
+        lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")
         for field, kind, contract in fields:
             base, bracket, count = kind.partition("[")
             array = f"[{count}" if bracket else ""
@@ -266,6 +304,7 @@ def region_map(shape: Shape) -> Any:
     arrays = (
         ("flags", 1, len(FLAGS) * shape.size * 8),
         ("counts", shape.dispatch_slots, shape.size * (shape.num_keys + shape.size) * 4),
+        ("origins", shape.dispatch_slots, shape.size * 8),
         ("meta", shape.dispatch_slots, positions * shape.topk * META_BYTES),
         ("scales", shape.dispatch_slots, positions * shape.scale_bytes),
         ("staged", shape.dispatch_slots, positions * shape.row_bytes if shape.staged else 0),
@@ -273,6 +312,7 @@ def region_map(shape: Shape) -> Any:
         ("home", shape.combine_slots, shape.home_rows * shape.home_row_bytes),
         ("home_scales", shape.combine_slots, shape.home_rows * shape.home_scale_bytes),
         ("home_weights", shape.combine_slots, positions * shape.topk * 4),
+        ("home_origins", shape.combine_slots, shape.size * 8),
     )
     result, offset = RegionMap(), 0
     for name, slots, num_bytes in arrays:

@@ -30,8 +30,9 @@ __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// For what earlier kernels wrote: no order, no waiting.
+// For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
+__device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }
 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

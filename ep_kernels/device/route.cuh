@@ -7,7 +7,7 @@
 #pragma once
 
 constexpr i32 kTileEntries = 1024;
-constexpr i32 kNowhere = -1, kGone = -2;
+constexpr i32 kNowhere = -1, kGone = -2, kInvalid = -3;  // Home.rank without a destination
 
 // One logical expert: where it is, or where its active copies are listed; one 16-byte load.
 struct alignas(16) Expert {
@@ -18,7 +18,7 @@ struct alignas(16) Expert {
 };
 
 struct RouteTile {
-  i32 rank[kTileEntries];          // destination, kNowhere, or kGone: every copy of the expert is on dead ranks
+  i32 rank[kTileEntries];          // destination, or below 0 as in Home
   i32 slot[kTileEntries];          // local expert there
   i32 lead[kTileEntries];          // first k of the token with the same destination
   i32 position[kTileEntries];      // at lead entries: index of the token's row among this source's rows for that rank
@@ -30,6 +30,17 @@ __device__ __forceinline__ i32 num_keys(const World& world) { return world.size 
 __device__ __forceinline__ i32 num_counters(const World& world) { return num_keys(world) + world.size; }
 __device__ __forceinline__ i32 tile_tokens(const World& world) { return kTileEntries / world.topk; }
 
+// First k of the token with the same destination, for every entry of the tile.
+__device__ __forceinline__ void find_leads(RouteTile& tile, i32 entries, i32 topk) {
+  for (i32 e = threadIdx.x; e < entries; e += blockDim.x) {
+    const i32 row = e / topk * topk;
+    i32 lead = e - row;
+    for (i32 k = e - row - 1; k >= 0; --k)
+      if (tile.rank[row + k] == tile.rank[e]) lead = k;
+    tile.lead[e] = lead;
+  }
+}
+
 // Fills rank, slot and lead of tokens first .. first + count - 1. All threads of the block; ends with a block barrier.
 __device__ __forceinline__ void load_tile(const DispatchArgs& args, RouteTile& tile, i32 first, i32 count) {
   const World& world = args.world;
@@ -38,7 +49,7 @@ __device__ __forceinline__ void load_tile(const DispatchArgs& args, RouteTile& t
   for (i32 e = threadIdx.x; e < count * topk; e += blockDim.x) {
     const i32 token = first + e / topk;
     const i32 id = args.topk_ids[static_cast<i64>(first) * topk + e];
-    i32 rank = kNowhere, slot = -1;
+    i32 rank = id == -1 ? kNowhere : kInvalid, slot = -1;
     if (id >= 0 && id < world.num_experts) {
       const Expert expert = reinterpret_cast<const Expert*>(world.experts)[id];
       rank = expert.rank;
@@ -53,13 +64,23 @@ __device__ __forceinline__ void load_tile(const DispatchArgs& args, RouteTile& t
     tile.slot[e] = slot;
   }
   __syncthreads();
-  for (i32 e = threadIdx.x; e < count * topk; e += blockDim.x) {
-    const i32 row = e / topk * topk;
-    i32 lead = e - row;
-    for (i32 k = e - row - 1; k >= 0; --k)
-      if (tile.rank[row + k] == tile.rank[e]) lead = k;
-    tile.lead[e] = lead;
+  find_leads(tile, count * topk, topk);
+  __syncthreads();
+}
+
+// Fills the whole tile from the handle of an earlier dispatch: nothing is routed, counted or ordered again. As load_tile.
+__device__ __forceinline__ void load_tile_again(const DispatchArgs& args, RouteTile& tile, i32 first, i32 count) {
+  const i32 entries = count * args.world.topk;
+  __syncthreads();
+  for (i32 e = threadIdx.x; e < entries; e += blockDim.x) {
+    const Home home = args.home[static_cast<i64>(first) * args.world.topk + e];
+    tile.rank[e] = home.rank;
+    tile.slot[e] = home.slot;
+    tile.position[e] = home.position;
+    tile.expert_index[e] = tile.place[e] = home.place;
   }
+  __syncthreads();
+  find_leads(tile, entries, args.world.topk);
   __syncthreads();
 }
 
@@ -107,17 +128,19 @@ __device__ __forceinline__ void order_tile(const World& world, RouteTile& tile, 
   __syncthreads();
 }
 
-// What the source keeps of its own tokens: home [T, K, 2], valid [T], ids out of range. The first `skip` tokens of the tile
-// are another block's to record.
-__device__ __forceinline__ void record_tile(const DispatchArgs& args, const RouteTile& tile, i32 skip, i32 first, i32 count) {
+// What the source keeps of its own tokens (unless it has it from a handle): home [T, K], of which `places` is tile.place or
+// tile.expert_index; and what it tells the caller: valid [T], ids out of range. The first `skip` tokens of the tile are
+// another block's to record.
+__device__ __forceinline__ void record_tile(const DispatchArgs& args, const RouteTile& tile, const i32* places, i32 skip,
+                                            i32 first, i32 count) {
   const i32 topk = args.world.topk;
   for (i32 e = skip * topk + threadIdx.x; e < count * topk; e += blockDim.x) {
-    const i64 entry = static_cast<i64>(first) * topk + e;
-    const i32 rank = tile.rank[e] < 0 ? -1 : tile.rank[e];
-    args.home[2 * entry] = rank;
-    args.home[2 * entry + 1] = rank < 0 ? -1 : tile.position[e - e % topk + tile.lead[e]];
-    const i32 id = args.topk_ids[entry];
-    if (id < -1 || id >= args.world.num_experts) atomicAdd(&args.world.state->invalid_ids, 1ull);
+    const i32 rank = tile.rank[e];
+    if (rank == kInvalid) atomicAdd(&args.world.state->invalid_ids, 1ull);
+    if (args.cached) continue;
+    Home home = {rank, -1, -1, -1};
+    if (rank >= 0) home = {rank, tile.position[e - e % topk + tile.lead[e]], tile.slot[e], places[e]};
+    args.home[static_cast<i64>(first) * topk + e] = home;
   }
   for (i32 t = skip + threadIdx.x; t < count; t += blockDim.x) {
     bool valid = true;

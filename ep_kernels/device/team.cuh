@@ -1,7 +1,7 @@
 // Who works together: the blocks of one rank. On a GPU of its own a rank is the whole grid; in the loop-back harness one
 // cooperative launch holds the teams of all ranks, so that they are resident together.
 // Also the signals of every operation: meet (grid barrier), arrive (last block), tell (one block speaks), add_share (every
-// block speaks), await.
+// block speaks), await; and how ranks find out that they do not mean the same routing.
 #pragma once
 
 constexpr u32 kBarrierBytes = 512;  // shared memory of a block starts with the mbarriers, then a wait per peer
@@ -24,22 +24,12 @@ __device__ __forceinline__ i32 lane_idx() { return threadIdx.x & 31; }
 __device__ __forceinline__ i32 warp_idx() { return threadIdx.x >> 5; }
 __device__ __forceinline__ i32 num_warps() { return blockDim.x >> 5; }
 
-template <class T>
-__device__ __forceinline__ T* region_at(const World& world, i32 rank, u64 offset) {
-  return reinterpret_cast<T*>(world.peers[rank] + offset);
-}
-
-// The word that rank `from` writes and rank `at` polls.
-__device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
-  return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
-}
-
 // One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
-// whose thread then sees all writes of all blocks, and whose release orders all their accesses.
+// whose thread then sees all writes of all blocks. The ticket is used again by a later launch.
 __device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket) {
   u64* count = &world.state->tickets[ticket];
   const bool last = ptx::add_acq_rel_gpu(count, 1) == static_cast<u64>(team.num_blocks - 1);
-  if (last) ptx::store_release_gpu(count, 0);
+  if (last) ptx::store_volatile(count, 0);
   return last;
 }
 
@@ -103,4 +93,47 @@ __device__ __forceinline__ bool await_peers(const World& world, u32 kind, u64 va
   const bool all_there = __syncthreads_or(failed) == 0;
   ptx::fence_proxy_async();
   return all_there;
+}
+
+// ---- routings that must be the same on all ranks ----
+
+// The seq of the dispatch whose routing rank `from` brings, as rank `at` reads it: `offset` of the slot's array.
+__device__ __forceinline__ u64* origin_at(const World& world, i32 at, u64 offset, i32 from) {
+  return region_at<u64>(world, at, offset) + from;
+}
+
+// Origins are written and read by a block's last warp, whose lanes have least to do in small operations; others return at once.
+__device__ __forceinline__ bool handles_origins() { return warp_idx() == num_warps() - 1; }
+
+// Tells all active peers which routing this rank brings. One block, once the slot is free; a later release carries it.
+__device__ __forceinline__ void send_origin(const World& world, u64 offset, u64 origin) {
+  for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
+    if (world.active[peer]) *origin_at(world, peer, offset, world.rank) = origin;
+}
+
+// Whether a peer that this thread looks at brought another routing. All threads of a block that has acquired from all peers;
+// the block's answer is __syncthreads_or of its threads'.
+__device__ __forceinline__ bool origin_differs(const World& world, u64 offset, u64 origin) {
+  bool differs = false;
+  for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
+    differs |= world.active[peer] && ptx::load_volatile(origin_at(world, world.rank, offset, peer)) != origin;
+  return differs;
+}
+
+// Tells the host, unless it has still to read of another: it raises HandleError, and the group goes on. One block.
+__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 offset, u64 origin) {
+  if (threadIdx.x != 0) return;
+  Difference* report = &world.host->difference;
+  if (ptx::load_relaxed_sys(&report->status) != 0) return;
+  i32 peer = 0;
+  u64 theirs = origin;
+  while (peer < world.size && theirs == origin) {
+    if (world.active[peer]) theirs = ptx::load_volatile(origin_at(world, world.rank, offset, peer));
+    if (theirs == origin) ++peer;
+  }
+  report->op = op;
+  report->peer = peer;
+  report->mine = origin;
+  report->theirs = theirs;
+  ptx::store_release_sys(&report->status, 1);
 }

@@ -19,8 +19,6 @@
 #pragma once
 
 constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;
-constexpr u32 kSend = 1, kReceive = 2;
-constexpr u32 kOpSeq = 0, kOpStart = 1, kOpSent = 2;
 constexpr bool kFp8 = sizeof(C) == 1;
 constexpr i32 kHomeGroups = 2;                               // 16-byte groups of z that a lane sums at a time
 constexpr i32 kHomeColumns = 32 * kColumns<Y> * kHomeGroups;  // columns of a row that one warp sums
@@ -46,6 +44,10 @@ __device__ __forceinline__ f32* home_weights_at(const CombineArgs& args, i32 ran
   const RegionMap& map = args.world.map;
   return region_at<f32>(args.world, rank, map.home_weights + args.slot * map.home_weights_stride) +
          position * args.world.topk;
+}
+
+__device__ __forceinline__ u64 origins_at(const CombineArgs& args) {
+  return args.world.map.home_origins + args.slot * args.world.map.home_origins_stride;
 }
 
 // ---- send: this rank as owner ----
@@ -199,29 +201,32 @@ __device__ __forceinline__ void push_rows(const CombineArgs& args, Team team, Pi
   }
 }
 
-__device__ __forceinline__ void combine_send(const CombineArgs& args, Team team, Pipe& pipe, i32* rows, u64 seq) {
+// Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
+// (one that has gone on without this rank never is). Partials land in this rank's own part of it.
+__device__ __forceinline__ u64 credit_needed(const CombineArgs& args, u64 seq) {
+  const u64 last = ptx::load_volatile(&args.world.state->combine_slot_seq[args.slot]);
+  if (KIND == EXACT) return seq;
+  return last == 0 ? 0 : min(seq, last + args.world.num_in_flight);
+}
+
+__device__ __forceinline__ void combine_send(const CombineArgs& args, Team team, Pipe& pipe, i32* rows, u64 seq, u64 origin) {
   const World& world = args.world;
   const u64 start = ptx::now_ns();
   if (team.block == 0) tell_peers(world, FLAG_COMBINE_STARTED, seq);
   for (i32 s = threadIdx.x; s < world.size; s += blockDim.x) rows[s] = world.active[s] ? args.source_rows[s] : 0;
   bool credit = true;
-  if (warp_idx() == num_warps() - 1) {
-    const u64 last = ptx::load_volatile(&world.state->combine_slot_seq[args.slot]);
-    const u64 needed = last == 0 ? 0 : min(seq, last + world.num_in_flight);
-    credit = warp_await_peers(world, FLAG_COMBINE_STARTED, needed, OP_COMBINE, PHASE_CREDIT);
-  }
+  if (warp_idx() == num_warps() - 1)
+    credit = warp_await_peers(world, FLAG_COMBINE_STARTED, credit_needed(args, seq), OP_COMBINE, PHASE_CREDIT);
   const bool sent = __syncthreads_or(!credit) == 0;
+  if (sent && team.block == 0) send_origin(world, origins_at(args), origin);
   if (sent) push_rows(args, team, pipe, rows);
   ptx::bulk_wait_all();
   __syncthreads();
   if (sent) add_share(world, team, FLAG_COMBINE);
   if (threadIdx.x != blockDim.x - 1) return;
-  if (team.block == 0) {
-    args.op[kOpSeq] = seq;
-    args.op[kOpStart] = start;
-    args.op[kOpSent] = ptx::now_ns() - start;
-  }
+  if (team.block == 0) note_start(args.op, seq, start);
   if (!arrive(world, team, TICKET_COMBINE_SEND)) return;
+  note_sent(args.op);
   world.state->combine_seq = seq;
   world.state->combine_slot_seq[args.slot] = seq;
 }
@@ -231,8 +236,9 @@ __device__ __forceinline__ void combine_send(const CombineArgs& args, Team team,
 // The rows of `home` that make up a token, in the order of their sum, and their weights (exact); list of this warp.
 __device__ __forceinline__ i32 list_terms(const CombineArgs& args, i64 token, i64* list, f32* weights) {
   const i32 lane = lane_idx(), topk = args.world.topk;
-  const i32 rank = lane < topk ? args.home[2 * (token * topk + lane)] : -1;
-  const i32 position = lane < topk ? args.home[2 * (token * topk + lane) + 1] : -1;
+  Home home = {-1, -1, -1, -1};
+  if (lane < topk) home = args.home[token * topk + lane];
+  const i32 rank = home.rank, position = home.position;
   const u32 same = __match_any_sync(~0u, rank);
   const bool term = rank >= 0 && (KIND == EXACT || __ffs(same) - 1 == lane);
   const u32 terms = __ballot_sync(~0u, term);
@@ -322,42 +328,61 @@ __device__ __forceinline__ void sum_terms(const CombineArgs& args, i64 token, i3
   }
 }
 
+// Calls work(token, first column, past) for this warp's share of z.
+template <class Work>
+__device__ __forceinline__ void for_home_units(const CombineArgs& args, Team team, Work work) {
+  const i32 hidden = args.world.hidden, pieces = (hidden + kHomeColumns - 1) / kHomeColumns;
+  const i64 units = static_cast<i64>(args.num_tokens) * pieces;
+  for (i64 unit = team.block + static_cast<i64>(team.num_blocks) * warp_idx(); unit < units;
+       unit += static_cast<i64>(team.num_blocks) * num_warps()) {
+    const i32 first = static_cast<i32>(unit % pieces) * kHomeColumns;
+    work(unit / pieces, first, min(first + kHomeColumns, hidden));
+  }
+}
+
 __device__ __forceinline__ void reduce_home(const CombineArgs& args, Team team, u8* shared) {
   const World& world = args.world;
   i64* list = reinterpret_cast<i64*>(shared + args.work.stage_offset) + warp_idx() * 64;
   f32* weights = reinterpret_cast<f32*>(list + 32);
-  const i32 pieces = (world.hidden + kHomeColumns - 1) / kHomeColumns;
-  const i64 units = static_cast<i64>(args.num_tokens) * pieces;
-  for (i64 unit = team.block + static_cast<i64>(team.num_blocks) * warp_idx(); unit < units;
-       unit += static_cast<i64>(team.num_blocks) * num_warps()) {
-    const i64 token = unit / pieces;
-    const i32 first = static_cast<i32>(unit % pieces) * kHomeColumns, past = min(first + kHomeColumns, world.hidden);
+  for_home_units(args, team, [&](i64 token, i32 first, i32 past) {
     const i32 terms = list_terms(args, token, list, weights);
     sum_terms(args, token, first + lane_idx() * kColumns<Y>, past, terms, list, weights);
     if (args.z_weights != nullptr && first == 0 && lane_idx() < world.topk) {
       const i64 entry = token * world.topk + lane_idx();
-      const i32 rank = args.home[2 * entry];
-      const i64 from = rank < 0 ? 0 : position_of(world, rank, args.home[2 * entry + 1]);
-      args.z_weights[entry] = rank < 0 ? 0.0f : home_weights_at(args, world.rank, from)[lane_idx()];
+      const Home home = args.home[entry];
+      const i64 from = home.rank < 0 ? 0 : position_of(world, home.rank, home.position);
+      args.z_weights[entry] = home.rank < 0 ? 0.0f : home_weights_at(args, world.rank, from)[lane_idx()];
     }
-  }
+  });
 }
 
-// After a failed wait: NaN everywhere, in every output dtype.
+// After a failed wait, or where ranks brought different routings: NaN everywhere, in every output dtype, by the warps that
+// sum the same columns.
 __device__ __forceinline__ void poison(const CombineArgs& args, Team team) {
-  const i64 words = static_cast<i64>(args.num_tokens) * args.world.hidden * sizeof(Y) / 4;
-  for (i64 i = team.block * blockDim.x + threadIdx.x; i < words; i += static_cast<i64>(team.num_blocks) * blockDim.x)
-    reinterpret_cast<u32*>(args.z)[i] = ~0u;
+  const i32 topk = args.world.topk;
+  for_home_units(args, team, [&](i64 token, i32 first, i32 past) {
+    u16* row = reinterpret_cast<u16*>(reinterpret_cast<Y*>(args.z) + token * args.world.hidden);
+    constexpr i32 kHalves = sizeof(Y) / 2;
+    for (i32 i = first * kHalves + lane_idx(); i < past * kHalves; i += 32) row[i] = 0xFFFF;
+    if (args.z_weights != nullptr && first == 0 && lane_idx() < topk)
+      args.z_weights[token * topk + lane_idx()] = __uint_as_float(~0u);
+  });
 }
 
-__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, u64 seq) {
+__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, u64 seq, u64 origin) {
   const World& world = args.world;
-  const u64 start = ptx::now_ns();
-  if (await_peers(world, FLAG_COMBINE, seq * kWhole, OP_COMBINE, PHASE_PAYLOAD, start, waits_at(shared)))
-    reduce_home(args, team, shared);
-  else
+  const u64 start = note_receive(team, args.op);
+  if (await_peers(world, FLAG_COMBINE, seq * kWhole, OP_COMBINE, PHASE_PAYLOAD, start, waits_at(shared))) {
+    const bool differs = origin_differs(world, origins_at(args), origin);  // asked for here, needed only at the end:
+    reduce_home(args, team, shared);                                       // rows of another routing are only numbers
+    if (__syncthreads_or(differs) != 0) {
+      poison(args, team);
+      if (team.block == 0) report_difference(world, OP_COMBINE, origins_at(args), origin);
+    }
+  } else {
     poison(args, team);
-  if (team.block == 0) write_sample(world, OP_COMBINE, args.mode, args.num_tokens, args.op, waits_at(shared), start);
+  }
+  write_sample(world, team, OP_COMBINE, args.mode, args.num_tokens, args.work.halves, args.op, waits_at(shared));
 }
 
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
@@ -365,12 +390,18 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   Pipe pipe = open_pipe(args.work, shared);
   i32* rows = reinterpret_cast<i32*>(after_waits(args.world, shared));
   ptx::wait_for_previous_launch();
-  u64 seq = ptx::load_volatile(&args.world.state->combine_seq) + 1;
-  if (args.work.halves & kSend) combine_send(args, team, pipe, rows, seq);
-  else seq = args.op[kOpSeq];
+  const u64 stop = ptx::load_volatile(&args.world.state->aborted);
+  const bool sends = args.work.halves & kSend;
+  const u64 seq = sends ? ptx::load_volatile(&args.world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
+  if (stop != STOP_RUNNING) {  // z is known where this launch receives
+    if (args.work.halves & kReceive) poison(args, team);
+    return;
+  }
+  const u64 origin = ptx::load_volatile(args.origin);
+  if (sends) combine_send(args, team, pipe, rows, seq, origin);
   ptx::allow_next_launch();
   __syncthreads();
-  if (args.work.halves & kReceive) combine_receive(args, team, shared, seq);
+  if (args.work.halves & kReceive) combine_receive(args, team, shared, seq, origin);
 }
 
 #ifndef LOOPBACK

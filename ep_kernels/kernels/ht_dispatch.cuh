@@ -10,6 +10,8 @@
 //   x[t] --quantise?--> one row per rank         -->  rows[final row] at the destination, meta, scales
 //   every block: PAYLOAD[source] += share       ===>  wait for all sources; replicate; record places
 //
+// With a previous handle there is no counting, no grid barrier and no exchange: the source has every row's final place in it.
+//
 // Worked example: ranks 0 and 1 send 2 and 3 rows to rank 0 (FLAT). Both learn [2, 3], so rank 1 writes its rows to rank 0's
 // rows 2, 3, 4 while rank 0 writes 0, 1; nobody asks anybody for a slot.
 //
@@ -52,7 +54,9 @@ __device__ __forceinline__ void tell_counts(const DispatchArgs& args, const i32*
     i32* theirs = counts_at(args, peer, world.rank);
     for (i32 key = lane_idx(); key < num_counters(world); key += 32) theirs[key] = totals[key];
     __syncwarp();
-    if (lane_idx() == 0) ptx::store_release_sys(flag_at(world, peer, FLAG_COUNTS, world.rank), seq);
+    if (lane_idx() != 0) continue;
+    *origin_at(world, peer, origins_at(args), world.rank) = seq;
+    ptx::store_release_sys(flag_at(world, peer, FLAG_COUNTS, world.rank), seq);
   }
 }
 
@@ -72,10 +76,12 @@ __device__ __forceinline__ bool ht_exchange_counts(const DispatchArgs& args, Tea
   return await_peers(world, FLAG_COUNTS, seq, OP_DISPATCH, PHASE_COUNTS, 0, nullptr);
 }
 
-// From everybody's counts: start[key] = final row, at the destination, of this source's first row for that key.
-__device__ __forceinline__ void send_layout(const DispatchArgs& args, Scratch& scratch) {
+// From everybody's counts: start[key] = final row, at the destination, of this source's first row for that key. False where a
+// peer brought a handle and so no counts.
+__device__ __forceinline__ bool send_layout(const DispatchArgs& args, Scratch& scratch) {
   const World& world = args.world;
   const i32 stride = world.local_stride, keys = num_keys(world);
+  const bool differs = origin_differs(world, origins_at(args), scratch.origin);
   for (i32 key = threadIdx.x; key < num_counters(world); key += blockDim.x) {
     i32 before = 0, sum = 0;
     for (i32 source = 0; source < world.size; ++source) {
@@ -86,7 +92,7 @@ __device__ __forceinline__ void send_layout(const DispatchArgs& args, Scratch& s
     scratch.start[key] = before;
     if (LAYOUT == EXPERT_MAJOR && key < keys) scratch.start[key] += key % stride * world.capacities[key / stride];
   }
-  __syncthreads();
+  if (__syncthreads_or(differs) != 0) return false;
   for (i32 rank = warp_idx(); LAYOUT == GROUPED && rank < world.size; rank += num_warps()) {
     prefix_sum(stride, scratch.offset + rank * stride,
                [&](i32 e) { return aligned(scratch.total[rank * stride + e], world.alignment); });
@@ -94,6 +100,7 @@ __device__ __forceinline__ void send_layout(const DispatchArgs& args, Scratch& s
     for (i32 e = lane_idx(); e < stride; e += 32) scratch.start[rank * stride + e] += scratch.offset[rank * stride + e];
   }
   __syncthreads();
+  return true;
 }
 
 // Final rows of a tile's entries.
@@ -128,10 +135,14 @@ __device__ __forceinline__ void ht_send_rows(const DispatchArgs& args, Team team
   RouteTile& tile = *scratch.tile;
   for (i32 token = first; token < past; token += tile_tokens(world)) {
     const i32 count = min(tile_tokens(world), past - token);
-    load_tile(args, tile, token, count);
-    order_tile(world, tile, count, scratch.counters);
-    place_tile(args, scratch, count);
-    record_tile(args, tile, 0, token, count);
+    if (args.cached) {
+      load_tile_again(args, tile, token, count);
+    } else {
+      load_tile(args, tile, token, count);
+      order_tile(world, tile, count, scratch.counters);
+      place_tile(args, scratch, count);
+    }
+    record_tile(args, tile, tile.place, 0, token, count);
     send_tile(args, pipe, tile, token, static_cast<i64>(token) * pieces, static_cast<i64>(token + count) * pieces, true,
               [&](i32 entry) { return landing_of(args, tile, entry); });
   }
@@ -145,7 +156,7 @@ __device__ __forceinline__ void ht_replicate(const DispatchArgs& args, Team team
   auto place_at = [&](i64 unit) {
     const i64 row = unit / pieces;
     const i32 from = source_of(scratch, row), position = static_cast<i32>(row - scratch.row_start[from]);
-    return place_of(args, scratch, load_meta(args, from, position), from, position, true);
+    return lane_place(args, scratch, from, position, true);
   };
   auto source = [&](i64 unit) -> Piece {
     const i32 place = place_at(unit), piece = static_cast<i32>(unit % pieces);
@@ -170,24 +181,35 @@ __device__ __forceinline__ bool ht_send(const DispatchArgs& args, Team team, Pip
   ht_count(args, team, scratch);
   if (!meet(args.world, team, OP_DISPATCH)) return false;
   if (!ht_exchange_counts(args, team, scratch, seq)) return false;
-  send_layout(args, scratch);
+  if (send_layout(args, scratch)) ht_send_rows(args, team, pipe, scratch);
+  return true;
+}
+
+// With a previous handle: all rows are placed already. Rows go to their final places, so a peer must be in this very
+// operation, not only past the slot's last use: one that has gone on without this rank never is.
+__device__ __forceinline__ bool ht_send_again(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u64 seq) {
+  bool credit = true;
+  if (warp_idx() == 0) credit = warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
+  if (__syncthreads_or(!credit) != 0) return false;
+  if (team.block == team.num_blocks - 1) announce_again(args, scratch.origin, seq);
   ht_send_rows(args, team, pipe, scratch);
   return true;
 }
 
 __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u8* shared, u64 seq) {
   const World& world = args.world;
-  const u64 start = ptx::now_ns();
-  if (await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared))) {
-    receive_layout(args, scratch);
-    if (team.block == 0) write_counts(args, scratch);
+  const u64 start = note_receive(team, args.op);
+  const bool arrived =
+      await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
+  if (arrived && receive_layout(args, scratch)) {
+    if (team.block == 0) args.cached ? write_kept_counts(args) : write_counts(args, scratch);
     if (kPerExpert) ht_replicate(args, team, pipe, scratch);
     record_rows(args, team, scratch, true);
     if (args.out_scales != nullptr) place_all_scales(args, team, scratch, true);
-  } else if (team.block == 0) {
-    write_no_counts(args);
+  } else {
+    deliver_nothing(args, team, scratch, arrived);
   }
-  if (team.block == 0) write_sample(world, OP_DISPATCH, 1, args.num_tokens, args.op, waits_at(shared), start);
+  write_sample(world, team, OP_DISPATCH, 1, args.num_tokens, args.work.halves, args.op, waits_at(shared));
 }
 
 __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team team) {
@@ -195,14 +217,16 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   const World& world = args.world;
   Pipe pipe = open_pipe(args.work, shared);
   Scratch scratch = carve(world, shared);
-  u64 seq = ptx::load_volatile(&world.state->dispatch_seq) + 1;
-  if (args.work.halves & kSend) {
+  const u64 stop = ptx::load_volatile(&world.state->aborted);
+  const bool sends = args.work.halves & kSend;
+  const u64 seq = sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
+  if (stop != STOP_RUNNING) return deliver_nothing(args, team, scratch, false);
+  scratch.origin = origin_of(args, seq);
+  if (sends) {
     const u64 start = ptx::now_ns();
     if (team.block == 0) tell_peers(world, FLAG_STARTED, seq);
-    const bool sent = ht_send(args, team, pipe, scratch, seq);
+    const bool sent = args.cached ? ht_send_again(args, team, pipe, scratch, seq) : ht_send(args, team, pipe, scratch, seq);
     finish_send(args, team, seq, start, sent);
-  } else {
-    seq = args.op[kOpSeq];
   }
   if (args.work.halves & kReceive) ht_receive(args, team, pipe, scratch, shared, seq);
 }

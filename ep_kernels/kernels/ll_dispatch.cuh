@@ -4,9 +4,12 @@
 //   source rank                          destination rank
 //   route tokens (redundantly per block)
 //   x[t] --quantise?--> one row per rank --> staged[source][position], meta[source][position], scales
-//   counts ---------------------------------> counts[source]
+//   counts, origin -------------------------> counts[source], origins[source]
 //   every block: PAYLOAD[source] += share  =>  wait for all shares of all sources
 //                                            counts -> offsets; staged -> rows (RANK_MAJOR: nothing to move)
+//
+// With a previous handle nothing is routed or counted: the source has every row's position in it (Home), the receiver every
+// row's place; rows, records (weights may be new) and the origin of the routing travel.
 //
 // Worked example: R = 2, K = 2, rank 1 sends token 0 to experts (rank 0, slot 1) and (rank 0, slot 0): one row lands in
 // rank 0's staged[1][0] with records {1, index}, {0, index}; rank 0 copies it to both experts' groups.
@@ -29,7 +32,7 @@ __device__ __forceinline__ bool ll_send(const DispatchArgs& args, Team team, Pip
   if (warp_idx() == num_warps() - 1)
     credit = warp_await_peers(world, FLAG_STARTED, credit_needed(world, args.slot, seq), OP_DISPATCH, PHASE_CREDIT);
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
-  if (begin < end) {
+  if (begin < end && !args.cached) {
     for (i32 token = 0; token < first; token += per_tile) {
       const i32 count = min(per_tile, first - token);
       load_tile(args, tile, token, count);
@@ -37,11 +40,17 @@ __device__ __forceinline__ bool ll_send(const DispatchArgs& args, Team team, Pip
     }
   }
   if (__syncthreads_or(!credit) != 0) return false;
+  const bool announces = team.block == team.num_blocks - 1;
+  if (announces && args.cached) announce_again(args, scratch.origin, seq);
   for (i32 token = first; token < past; token += per_tile) {
     const i32 count = min(per_tile, past - token);
-    load_tile(args, tile, token, count);
-    order_tile(world, tile, count, scratch.counters);
-    record_tile(args, tile, static_cast<i64>(token) * pieces < begin ? 1 : 0, token, count);
+    if (args.cached) {
+      load_tile_again(args, tile, token, count);
+    } else {
+      load_tile(args, tile, token, count);
+      order_tile(world, tile, count, scratch.counters);
+    }
+    record_tile(args, tile, tile.expert_index, static_cast<i64>(token) * pieces < begin ? 1 : 0, token, count);
     const i64 from = max(begin, static_cast<i64>(token) * pieces);
     const i64 to = min(end, static_cast<i64>(token + count) * pieces);
     send_tile(args, pipe, tile, token, from, to, false, [&](i32 entry) {
@@ -49,7 +58,7 @@ __device__ __forceinline__ bool ll_send(const DispatchArgs& args, Team team, Pip
     });
   }
   __syncthreads();
-  if (team.block == team.num_blocks - 1) send_counts(args, scratch.counters);
+  if (announces && !args.cached) send_counts(args, scratch.counters, scratch.origin);
   return true;
 }
 
@@ -68,7 +77,7 @@ __device__ __forceinline__ void ll_expand(const DispatchArgs& args, Team team, P
   auto deliver = [&](i64 unit, u8* stage, u32 num_bytes) {
     const i64 row = unit / pieces;
     const i32 from = source_of(scratch, row), position = static_cast<i32>(row - scratch.row_start[from]);
-    const i32 place = place_of(args, scratch, load_meta(args, from, position), from, position, false);
+    const i32 place = lane_place(args, scratch, from, position, false);
     const u32 placed = __ballot_sync(~0u, place >= 0);
     const bool mine = kPerExpert ? place >= 0 : placed != 0 && lane_idx() == __ffs(placed) - 1;
     if (mine) ptx::bulk_store(row_at(args, world.rank, place) + unit % pieces * piece_bytes, stage, num_bytes);
@@ -80,17 +89,18 @@ __device__ __forceinline__ void ll_expand(const DispatchArgs& args, Team team, P
 
 __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u8* shared, u64 seq) {
   const World& world = args.world;
-  const u64 start = ptx::now_ns();
-  if (await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared))) {
-    receive_layout(args, scratch);
-    if (team.block == 0) write_counts(args, scratch);
+  const u64 start = note_receive(team, args.op);
+  const bool arrived =
+      await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
+  if (arrived && receive_layout(args, scratch)) {
+    if (team.block == 0) args.cached ? write_kept_counts(args) : write_counts(args, scratch);
     if (LAYOUT != RANK_MAJOR) ll_expand(args, team, pipe, scratch);
     record_rows(args, team, scratch, false);
     if (args.out_scales != nullptr) place_all_scales(args, team, scratch, false);
-  } else if (team.block == 0) {
-    write_no_counts(args);
+  } else {
+    deliver_nothing(args, team, scratch, arrived);
   }
-  if (team.block == 0) write_sample(world, OP_DISPATCH, 0, args.num_tokens, args.op, waits_at(shared), start);
+  write_sample(world, team, OP_DISPATCH, 0, args.num_tokens, args.work.halves, args.op, waits_at(shared));
 }
 
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
@@ -99,14 +109,16 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   Pipe pipe = open_pipe(args.work, shared);
   Scratch scratch = carve(world, shared);
   ptx::wait_for_previous_launch();
-  u64 seq = ptx::load_volatile(&world.state->dispatch_seq) + 1;
-  if (args.work.halves & kSend) {
+  const u64 stop = ptx::load_volatile(&world.state->aborted);
+  const bool sends = args.work.halves & kSend;
+  const u64 seq = sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
+  if (stop != STOP_RUNNING) return deliver_nothing(args, team, scratch, false);
+  scratch.origin = origin_of(args, seq);
+  if (sends) {
     const u64 start = ptx::now_ns();
     if (team.block == 0) tell_peers(world, FLAG_STARTED, seq);
     const bool sent = ll_send(args, team, pipe, scratch, seq);
     finish_send(args, team, seq, start, sent);
-  } else {
-    seq = args.op[kOpSeq];
   }
   ptx::allow_next_launch();
   if (args.work.halves & kReceive) ll_receive(args, team, pipe, scratch, shared, seq);

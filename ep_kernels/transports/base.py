@@ -86,7 +86,8 @@ class PendingDispatch(Protocol):
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """Finish. Raises PeerTimeout, AbortedError, ClosedError, TransportError where peers have gone on without this
-        rank, HandleError where ranks bring the routings of different steps (which breaks nothing). Rows past the
+        rank, HandleError where ranks bring the routings of different steps (which breaks nothing); what a call
+        that does not wait for its device cannot know yet, `check` and `check_results` raise later. Rows past the
         capacity are dropped and counted in `num_dropped` whatever `config.overflow` says: it is the communicator that
         raises CapacityError."""
 
@@ -97,6 +98,14 @@ class PendingCombine(Protocol):
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given). Raises as
         `PendingDispatch.wait`."""
+
+
+class State(Protocol):
+    """What `DispatchHandle.state` is."""
+
+    def flatten(self) -> list[torch.Tensor]:
+        """Everything in it as tensors, in a fixed order; but what the handle itself has (`rows_shape`, say).
+        On GPUs all are on the device, or a CUDA graph could not hold them."""
 
 
 class Transport(Protocol):
@@ -113,6 +122,11 @@ class Transport(Protocol):
     def check(self) -> None:
         """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
         each operation. A transport whose calls raise their own errors does nothing here."""
+
+    def check_results(self) -> None:
+        """Raise, once each, what operations found whose `wait` did not read the device: HandleError where ranks brought
+        the routings of different steps, CapacityError (without output and handle) where rows were dropped though none
+        should be. Waits for nothing and breaks nothing. A transport whose calls raise their own errors does nothing."""
 
     def barrier(self) -> None:
         """Meet all active ranks."""
@@ -134,6 +148,13 @@ class Transport(Protocol):
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """Weight of every row of the handle's tokens, for backward passes: float32 [L, slots] | [N] (per-expert layouts
         only). A copy that does not expire; rows past the counts and padding hold 0."""
+
+    def blank_state(self, num_tokens: int) -> State:
+        """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
+        `torch.empty`; touches nothing else."""
+
+    def restore(self, handle: DispatchHandle) -> DispatchHandle:
+        """The handle with its state as it was, where it is the tuple of what `State.flatten` gave."""
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """Collective of the survivors: from the next operation on, ranks with mask False take no part."""

@@ -17,7 +17,7 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import driver
-from ep_kernels.transports.nvlink.engine import BOTH, Call, Engine
+from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, Engine
 from ep_kernels.transports.nvlink.transport import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -61,15 +61,16 @@ class Loopback:
         self._compiler = jit.Compiler(cache_dir(self.configs[0]))
         self._arch = driver.architecture(device.index)
 
-    def launch(self, calls: Sequence[Call], halves: int = BOTH) -> None:
-        """The calls of all ranks (of the same kernel) in one launch."""
+    def launch(self, calls: Sequence[Call], halves: int = BOTH, missing_blocks: int = 0) -> None:
+        """The calls of all ranks (of the same kernel) in one launch. With fewer calls the other ranks are silent;
+        `missing_blocks` of the last rank stay away."""
         first = calls[0]
         function = self._function(first)
         records = [c.halves(halves) if hasattr(c.args, "work") else c.args for c in calls]
         packed = torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8).cuda()
         blocks = 1 if first.variant.kernel == "barrier" else min(first.launch.num_blocks, self.num_blocks)
         function.launch(
-            blocks * self.size, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream,
+            blocks * len(calls) - missing_blocks, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream,
             ctypes.c_uint64(packed.data_ptr()), ctypes.c_int32(blocks), cooperative=True,
         )  # fmt: skip
         torch.cuda.synchronize()
@@ -85,8 +86,8 @@ class Loopback:
     def check(self) -> None:
         """Raise what any rank's kernels met."""
         for engine in self.engines:
-            if (fault := engine.tables.host.fault()) is not None:
-                raise fault
+            if (found := engine.tables.host.fault() or engine.tables.host.finding()) is not None:
+                raise found
 
     def dispatch(
         self,
@@ -96,9 +97,26 @@ class Loopback:
         mode: Mode,
         scales: Sequence[torch.Tensor] | None = None,
         halves: Sequence[int] = (BOTH,),
+        previous: Sequence[DispatchHandle | None] | None = None,
     ) -> list[tuple[DispatchOutput, DispatchHandle]]:
         """All ranks' dispatch; inputs on the CPU."""
-        steps = [
+        steps = self.begin(xs, ids, weights, mode, scales, previous)
+        for half in halves:
+            self.launch([s.call for s in steps], half)
+        self.check()
+        return self.finish(steps)
+
+    def begin(
+        self,
+        xs: Sequence[torch.Tensor],
+        ids: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        mode: Mode,
+        scales: Sequence[torch.Tensor] | None = None,
+        previous: Sequence[DispatchHandle | None] | None = None,
+    ) -> list[Dispatch]:
+        """All ranks' dispatch, ready to be launched."""
+        return [
             engine.dispatch(
                 DispatchArgs(
                     x=xs[r].cuda(),
@@ -106,19 +124,20 @@ class Loopback:
                     topk_ids=ids[r].cuda(),
                     topk_weights=weights[r].cuda(),
                     mode=mode,
-                    previous=None,
+                    previous=None if previous is None else previous[r],
                 )
             )
             for r, engine in enumerate(self.engines)
         ]
-        for half in halves:
-            self.launch([s.call for s in steps], half)
-        self.check()
+
+    def finish(self, steps: Sequence[Dispatch]) -> list[tuple[DispatchOutput, DispatchHandle]]:
+        """What all ranks' callers get."""
         results = []
         for config, engine, step in zip(self.configs, self.engines, steps, strict=True):
             compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT) and config.exact_shapes
             num_rows: Any = step.outputs["num_rows"]
-            out, handle = engine.finish(step, int(num_rows) if compact else None, 0)
+            known = step.state.num_rows
+            out, handle = engine.finish(step, int(num_rows) if compact and known is None else known, 0)
             results.append((out, replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))))
         return results
 

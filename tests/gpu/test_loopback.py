@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_kernels import reference
-from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
+from ep_kernels.types import DispatchHandle, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated
 from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
 from tests.gpu.loopback import BOTH, Loopback
@@ -21,16 +21,25 @@ FP8 = torch.float8_e4m3fn
 
 
 def check(
-    loop: Loopback, case: RoutingCase, mode: Mode, halves: tuple[int, ...] = (BOTH,), backward: bool = False
-) -> None:
-    """One step of all ranks is what the reference says."""
-    config, ranks = loop.configs[0], range(case.num_ranks)
-    xs = [case.x(r, config.dtype) for r in ranks]
+    loop: Loopback,
+    case: RoutingCase,
+    mode: Mode,
+    halves: tuple[int, ...] = (BOTH,),
+    backward: bool = False,
+    again: RoutingCase | None = None,
+    previous: list[DispatchHandle] | None = None,
+) -> list[DispatchHandle]:
+    """One step of all ranks is what the reference says. With `again` and the `previous` handles of the case: its
+    routing with the payload and weights of `again`."""
+    config, ranks, fresh = loop.configs[0], range(case.num_ranks), again or case
+    xs = [fresh.x(r, config.dtype) for r in ranks]
     columns = config.scale_columns
-    scales = [case.scales(r, columns, config.scale_dtype) for r in ranks] if columns else None
-    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
+    scales = [fresh.scales(r, columns, config.scale_dtype) for r in ranks] if columns else None
+    ids, weights = [case.topk_ids(r) for r in ranks], [fresh.topk_weights(r) for r in ranks]
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
-    got = loop.dispatch(xs, ids, weights, mode, scales, halves)
+    looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]
+    got = loop.dispatch(xs, looked_at, weights, mode, scales, halves, previous)
+    handles = [handle for _, handle in got]
     try:
         for (out, _), want in zip(got, wanted, strict=True):
             same_dispatch(out, want)
@@ -46,7 +55,7 @@ def check(
         )
         ys = [expert(out, dtype) for out, _ in got]
         sent = None if numbers is None else [n.cuda() for n in numbers]
-        back = loop.combine(ys, [handle for _, handle in got], sent, not backward, halves)
+        back = loop.combine(ys, handles, sent, not backward, halves)
         for r, (z, carried) in enumerate(back):
             same_bits(z, zs[r], f"z of rank {r}")
             if home is not None:
@@ -56,6 +65,7 @@ def check(
         raise AssertionError(f"{case} {mode}: {error}") from error
     for out, _ in got:
         poison(out.tokens)
+    return handles
 
 
 def run(steps: list[RoutingCase], mode: Mode, overrides: dict[str, Any], **options: Any) -> None:
@@ -166,3 +176,45 @@ def test_sequence_numbers_past_32_bits(mode: Mode, start: int) -> None:
     loop.preset(start)
     for _ in range(9):
         check(loop, replace(case, seed=draw_seed()), mode)
+
+
+HANDLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "odd places": ({"experts": replicated(3, 7, 4, 1)}, {"expert_alignment": 4}),
+    "fp8 both ways": ({}, {"quantize": True, "combine_dtype": FP8}),
+    "packed": ({}, {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED}),
+    "worst case": ({"kind": "out_of_range"}, {"exact_shapes": False}),
+    "overflow": ({"kind": "zipf"}, {"max_recv_rows": 4, "overflow": Overflow.DROP}),
+    "exact": ({}, {"exact_combine": True}),
+}
+
+
+@pytest.mark.parametrize("what", HANDLES)
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_previous_handle(mode: Mode, layout: Layout, what: str) -> None:
+    changes, overrides = HANDLES[what]
+    if layout is not Layout.GROUPED:
+        overrides = {key: value for key, value in overrides.items() if key != "expert_alignment"}
+    if (what == "overflow" and layout is Layout.RANK_MAJOR) or (what == "exact" and not layout.per_expert):
+        pytest.skip("no such configuration")
+    case = replace(RoutingCase(7, 3, 272, (5, 0, 6), "single_none", draw_seed(), max_tokens=6), **changes)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, **overrides), 3)
+    handles = check(loop, case, mode)
+    for number in range(5):
+        check(loop, replace(case, seed=draw_seed()), mode)  # other routings in between
+        again = replace(case, seed=draw_seed())
+        halves = SPLIT if number % 2 else (BOTH,)
+        newer = check(loop, case, mode, halves, again=again, previous=handles)
+        check(loop, case, mode, backward=True, again=again, previous=newer)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize(("size", "blocks"), [(33, None), (64, None), (4, 1), (4, 7), (4, 33)])
+def test_previous_handle_at_any_size(size: int, blocks: int | None, mode: Mode, layout: Layout) -> None:
+    tokens = tuple((5 * r + 3) % 8 for r in range(size))
+    case = RoutingCase(2 * size + 3, 6, 1040, tokens, "uniform", draw_seed(), max_tokens=8)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout), size, blocks)
+    handles = check(loop, case, mode)
+    check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=handles)

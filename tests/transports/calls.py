@@ -14,7 +14,16 @@ from ep_kernels import MoECommunicator
 from ep_kernels.errors import AbortedError, ArgumentError, CapacityError, ClosedError, HandleError
 from tests.cases import RoutingCase
 from tests.compare import expert, poison, same_bits, same_dispatch
-from tests.transports.steps import Expected, Inputs, check_combine, check_dispatch, check_step, next_case, start
+from tests.transports.steps import (
+    Expected,
+    Inputs,
+    check_combine,
+    check_dispatch,
+    check_step,
+    next_case,
+    settled,
+    start,
+)
 
 
 def previous_handle(comm: MoECommunicator, case: RoutingCase) -> None:
@@ -52,9 +61,11 @@ def handles_of_different_steps(comm: MoECommunicator, case: RoutingCase) -> None
     mine = other if comm.rank == 0 else handle
     for previous in (mine, None if comm.rank == 0 else handle):
         with pytest.raises(HandleError, match="dispatch: this rank brought the routing of dispatch"):
-            comm.dispatch(*arguments, previous_handle=previous)
+            settled(comm, lambda previous=previous: comm.dispatch(*arguments, previous_handle=previous))
+    zeros = torch.zeros(*mine.rows_shape, y.shape[-1], dtype=y.dtype, device=y.device)
     with pytest.raises(HandleError, match="combine: this rank brought the routing of dispatch"):
-        comm.combine(torch.zeros(*mine.rows_shape, y.shape[-1], dtype=y.dtype), mine)
+        settled(comm, lambda: comm.combine(zeros, mine))
+    comm.check()  # told once
     for number in range(2 * comm.config.max_in_flight):
         check_step(comm, next_case(case, number))
 
@@ -258,6 +269,19 @@ def overflow_raises(comm: MoECommunicator, case: RoutingCase) -> int:
     return int(want.num_dropped)
 
 
+def repeated_ids_overflow(comm: MoECommunicator, case: RoutingCase) -> None:
+    """EXPERT_MAJOR without `max_recv_rows` has no room for the same id K times in every token: never silently."""
+    x, ids, weights = Inputs.of(case, comm.config).arguments(comm.rank, comm.capabilities.device_type)
+    dropped = comm.size * case.tokens[0] * (case.topk - 1)
+    if comm.rank == 0:
+        with pytest.raises(CapacityError, match=f"{dropped} rows"):
+            settled(comm, lambda: comm.dispatch(x, torch.zeros_like(ids), weights))
+        comm.check()  # told once
+    else:
+        settled(comm, lambda: comm.dispatch(x, torch.zeros_like(ids), weights))
+    check_step(comm, case)
+
+
 def closed(comm: MoECommunicator, case: RoutingCase) -> None:
     """Idempotent; whatever comes later says so; tensors stay readable."""
     inputs = Inputs.of(case, comm.config)
@@ -296,7 +320,7 @@ def aborts(comm: MoECommunicator, case: RoutingCase) -> None:
         timer.start()
         begin = time.monotonic()
         with pytest.raises(AbortedError, match="re-forming"):
-            request.wait()
+            settled(comm, request.wait)
         assert time.monotonic() - begin < comm.config.timeout_s / 2
         timer.join()
         calls: list[Any] = [comm.check, comm.barrier, lambda: comm.set_active([True] * comm.size, 9)]

@@ -28,11 +28,6 @@ def world() -> Iterator[Callable[[int], World]]:
 
 
 ON_GPUS = ("nvlink",)
-NOT_YET = {
-    "test_sleeper_hears_that_it_was_left_out": "a left-out rank is not told yet",
-    "handles_of_different_steps": "handles of different steps are not told apart yet",
-}
-"""Parts of the contract that transports on GPUs do not promise yet, by a word of the test's name."""
 
 
 def _params() -> list[Any]:
@@ -42,9 +37,6 @@ def _params() -> list[Any]:
 @pytest.fixture(params=_params())
 def transport(request: pytest.FixtureRequest) -> str:
     """Every transport in this installation. Ranks past the number of GPUs share them."""
-    for word, why in NOT_YET.items():
-        if request.param in ON_GPUS and word in request.node.name:
-            pytest.skip(f"{request.param}: {why}")
     return str(request.param)
 
 

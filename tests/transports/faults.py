@@ -16,7 +16,7 @@ from ep_kernels import MoECommunicator, PeerTimeout
 from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from tests.cases import RoutingCase
 from tests.compare import expert
-from tests.transports.steps import Place, Store, check_step, next_case, start
+from tests.transports.steps import Place, Store, check_step, next_case, settled, start
 
 PATIENCE_S = 2.0
 """Deadline of waits in these tests."""
@@ -32,12 +32,14 @@ class Loss:
         peer: rank that the error names.
         gone: whether it was seen dead.
         op: the operation that ended.
+        phase: what it waited for.
         waited_s: seconds until it did.
     """
 
     peer: int
     gone: bool
     op: str
+    phase: str
     waited_s: float
 
 
@@ -55,7 +57,7 @@ def lose(call: Callable[[], Any]) -> Loss:
     fault = error.value
     assert f"rank {fault.peer}" in str(fault)
     assert fault.phase
-    return Loss(fault.peer, fault.gone, fault.op, time.monotonic() - begin)
+    return Loss(fault.peer, fault.gone, fault.op, fault.phase, time.monotonic() - begin)
 
 
 def refuses_at_once(comm: MoECommunicator, case: RoutingCase, peer: int) -> None:
@@ -66,14 +68,6 @@ def refuses_at_once(comm: MoECommunicator, case: RoutingCase, peer: int) -> None
             call()
         assert error.value.peer == peer
     assert time.monotonic() - begin < PATIENCE_S
-
-
-def settled(comm: MoECommunicator, call: Callable[[], Any]) -> None:
-    """On devices that work asynchronously, an error shows at the first check after the stream has caught up."""
-    call()
-    if comm.capabilities.device_type == "cuda":
-        torch.cuda.synchronize()
-        comm.check()
 
 
 def until(comm: MoECommunicator, when: str, case: RoutingCase) -> Callable[[], Any]:

@@ -96,6 +96,19 @@ def start(comm: MoECommunicator, case: RoutingCase, **options: Any) -> tuple[Any
     return request, inputs
 
 
+def caught_up(comm: MoECommunicator) -> None:
+    """On devices that work asynchronously an error shows at the first check after the stream has caught up."""
+    if comm.capabilities.device_type == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
+
+
+def settled(comm: MoECommunicator, call: Callable[[], Any]) -> None:
+    """Make the call and raise what it met, wherever it shows."""
+    call()
+    caught_up(comm)
+
+
 def check_dispatch(comm: MoECommunicator, inputs: Inputs, out: DispatchOutput) -> Expected:
     """The dispatch is what the reference says."""
     expected = Expected(comm, inputs)
@@ -115,6 +128,7 @@ def check_combine(
         y = comm.combine_input(handle).copy_(y)
     z = torch.full((handle.num_tokens, y.shape[-1]), float("nan"), dtype=y.dtype, device=y.device)
     assert comm.combine(y, handle, out=z) is z
+    caught_up(comm)
     same_bits(z, expected.combined()[comm.rank], "z")
 
 
@@ -123,6 +137,7 @@ def check_step(comm: MoECommunicator, case: RoutingCase, zero_copy: bool = False
     try:
         request, inputs = start(comm, case, **options)
         out, handle = request.wait()
+        caught_up(comm)
         expected = check_dispatch(comm, inputs, out)
         check_combine(comm, expected, out, handle, zero_copy)
     except AssertionError as error:

@@ -10,7 +10,7 @@ import torch
 from ep_kernels import MoECommunicator
 from ep_kernels.types import Capabilities, Layout, Mode
 from tests.cases import RoutingCase, draw_seed, replicated
-from tests.transports import calls, gradients, lives
+from tests.transports import calls, devices, gradients, lives
 from tests.transports.steps import run_story
 from tests.worlds import World
 
@@ -89,6 +89,26 @@ def test_overflow_raises(world: Worlds, transport: str, mode: Mode, layout: Layo
     overrides = {"mode": mode, "layout": layout, "max_recv_rows": 4}
     dropped = world(3).run(run_story, transport, calls.overflow_raises, case, overrides)
     assert sorted(dropped) == [0, 0, 13 - 4]
+
+
+@pytest.mark.parametrize("mode", LL_HT)
+def test_repeated_ids_overflow(world: Worlds, transport: str, mode: Mode) -> None:
+    overrides = {"mode": mode, "layout": Layout.EXPERT_MAJOR}
+    world(3).run(run_story, transport, calls.repeated_ids_overflow, case_of(3, tokens=(6, 6, 6)), overrides)
+
+
+@pytest.mark.parametrize("exact_shapes", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize("story", [devices.any_stream, devices.never_waits_for_the_device])
+def test_stories_of_devices(
+    world: Worlds, transport: str, capabilities: Capabilities, story: Story, mode: Mode, layout: Layout,
+    exact_shapes: bool,
+) -> None:  # fmt: skip
+    if capabilities.device_type == "cpu":
+        pytest.skip("its calls end with the operation, on no stream")
+    overrides = {"mode": mode, "layout": layout, "exact_shapes": exact_shapes}
+    world(2).run(run_story, transport, story, case_of(2, tokens=(4, 3)), overrides)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

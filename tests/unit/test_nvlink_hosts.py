@@ -69,6 +69,49 @@ def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
     assert rows == [[(0,) * 8, None, (2,) * 8]] * 2
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
+    """Whatever the others have exchanged meanwhile, none of it is taken for an answer; all can then meet again."""
+    together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in range(SIZE)])  # type: ignore[misc]
+    mask = [False, True, True]
+    together([lambda r=r: boxes[r].agree(mask, 3, (0, 0, 0), 10) for r in (1, 2)])  # type: ignore[misc]
+    for _ in range(ahead):
+        together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in (1, 2)])  # type: ignore[misc]
+    begin = time.monotonic()
+    for op, call in (("exchange", lambda: boxes[0].exchange(WORDS, 30)), ("wait", lambda: boxes[0].wait_for_peer(30))):
+        if op == "exchange" or not ahead:  # a doorbell that rang before it looked is only a doorbell
+            with pytest.raises(TransportError, match=f"{op}.*: rank 1 has gone on in epoch 3 without this rank"):
+                call()
+    assert time.monotonic() - begin < 5
+    everybody = [lambda r=r: boxes[r].agree([True] * SIZE, 4, (r, 0, 0), 10) for r in range(SIZE)]  # type: ignore[misc]
+    assert [words[0] for words in together(everybody)[0]] == [0, 1, 2]
+    rows = together([lambda r=r: boxes[r].exchange([r] * 8, 10) for r in range(SIZE)])  # type: ignore[misc]
+    assert rows == [[(r,) * 8 for r in range(SIZE)]] * SIZE
+
+
+def test_different_masks_do_not_agree(boxes: list[Mailbox]) -> None:
+    masks = [[True] * SIZE, [False, True, True], [False, True, True]]
+
+    def agree(rank: int) -> str:
+        try:
+            boxes[rank].agree(masks[rank], 1, (0, 0, 0), 5)
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    said = together([lambda r=r: agree(r) for r in range(SIZE)])  # type: ignore[misc]
+    assert said == ["set_active: rank 1 has gone on in epoch 1 without this rank", "", ""]
+
+
+def test_late_for_an_epoch(boxes: list[Mailbox]) -> None:
+    """A rank that asks for an epoch when its peers ask for the next one does not mix the two."""
+    with pytest.raises(PeerTimeout) as silent:
+        boxes[1].agree([True] * SIZE, 2, (0, 0, 0), 0.02)
+    assert silent.value.op == "set_active"
+    with pytest.raises(TransportError, match="rank 1 has gone on in epoch 2"):
+        together([lambda r=r: boxes[r].agree([True] * SIZE, 1, (0, 0, 0), 10) for r in (0, 2)])  # type: ignore[misc]
+
+
 def test_doorbell(boxes: list[Mailbox]) -> None:
     boxes[0].wake()
     assert boxes[0].wait_for_peer(5), "a wake before the call counts"
@@ -93,7 +136,8 @@ def test_descriptors_travel() -> None:
     read, write = os.pipe()
     desk = sharing.Desk([read, write])
     try:
-        theirs = sharing.fetch(1, desk.address, 2, 5)
+        theirs, pid = sharing.fetch(1, desk.address, 2, 5)
+        assert pid == os.getpid()
         assert not {read, write} & set(theirs)
         os.write(theirs[1], b"through the copy")
         assert os.read(read, 99) == b"through the copy"
@@ -112,7 +156,7 @@ def test_only_who_knows_the_nonce_gets_them() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransportError, match="rank 4 refused"):
         sharing.fetch(4, bytes(16) + desk.address[16:], 2, 5)
-    assert len(sharing.fetch(4, desk.address, 2, 5)) == 2, "and the desk still serves"
+    assert len(sharing.fetch(4, desk.address, 2, 5)[0]) == 2, "and the desk still serves"
     assert len(os.listdir("/proc/self/fd")) == before + 2
     desk.close()
     for fd in (read, write):

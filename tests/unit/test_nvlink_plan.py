@@ -16,8 +16,6 @@ from ep_kernels.transports.nvlink import plan
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
-ARRAYS = ("counts", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights")
-
 
 def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
     fields = {"num_experts": 256, "hidden_size": 7168, "topk": 8, "max_tokens_per_rank": 128, "mode": Mode.AUTO}
@@ -29,9 +27,9 @@ def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
 def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
     sizes = plan.sizes_of(config(mode=mode, layout=layout, quantize=True, combine_dtype=torch.float8_e4m3fn))
     regions, shape = abi.region_map(sizes.shape), sizes.shape
-    slots = {name: shape.combine_slots if name.startswith("home") else shape.dispatch_slots for name in ARRAYS}
+    slots = {name: shape.combine_slots if name.startswith("home") else shape.dispatch_slots for name in abi.ARRAYS}
     end = len(abi.FLAGS) * shape.size * 8
-    for name in ARRAYS:
+    for name in abi.ARRAYS:
         first = getattr(regions, name)
         assert first >= end, name
         assert first % abi.ALIGN == 0
@@ -69,6 +67,16 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
             stages = plan.WARPS * jit.NUM_STAGES * (launch.piece_bytes + plan.STAGE_EXTRA)
             assert launch.stage_offset + stages == launch.shared_bytes
             assert launch.work(3).halves == 3
+
+
+def test_crossover_is_known_for_every_layout() -> None:
+    assert plan.LL_MAX_TOKENS.keys() == set(Layout)
+
+
+def test_more_ranks_than_a_mask_are_refused() -> None:
+    plan.sizes_of(config(size=plan.MAX_RANKS))
+    with pytest.raises(ConfigError, match="group: expected at most 252 ranks"):
+        plan.sizes_of(config(size=plan.MAX_RANKS + 1))
 
 
 def test_too_many_experts_are_refused() -> None:

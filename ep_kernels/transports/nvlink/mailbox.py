@@ -1,10 +1,13 @@
 """The hosts' small exchange beside the GPUs: one page of shared memory per rank, written by its owner, read by all.
 
-    page: exchanges entered | words of even exchanges | words of odd exchanges | epoch agreed to | its words
+    page: exchanges entered | words of even exchanges | words of odd exchanges
+          | epoch that this rank would agree to | its words, number of exchanges, mask | epoch that its mask agreed to
 
 A rank enters exchange n by writing its words to half n % 2 and then `number` = n. It cannot enter n + 2 before
 everybody entered n + 1, so a half is never overwritten while somebody still reads it. Survivors of a loss may have
-stopped in different exchanges, so they agree on the next epoch in a place of its own. Waiting sleeps (never spins).
+stopped in different exchanges, so they agree on the next epoch in a place of its own. A rank that looks at a peer which
+has agreed to an epoch without it hears so: it was left out, and what the peer publishes now is not for it.
+Waiting sleeps (never spins).
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ep_kernels.errors import AbortedError, PeerTimeout
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.base import EXCHANGE_WORDS
 
 PAGE_BYTES = mmap.PAGESIZE
 _EPOCH = 1 + 2 * EXCHANGE_WORDS
+_AGREED = _EPOCH + 1 + EXCHANGE_WORDS
+_MASK_WORDS, _MASK_BITS = 4, 63
 _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
 
 
@@ -37,7 +42,7 @@ class Mailbox:
         os.ftruncate(self.fd, PAGE_BYTES)
         self._pages: list[memoryview] = []
         self._active: list[bool] = []
-        self._number = 0
+        self._number = self._epoch = 0
         self._woken = threading.Event()
         self._aborted: str | None = None
 
@@ -47,27 +52,39 @@ class Mailbox:
         self._active = [True] * len(self._pages)
 
     def exchange(self, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...] | None]:
-        """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError."""
+        """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError, TransportError if left out."""
         number = self._number = self._number + 1
         start = 1 + number % 2 * EXCHANGE_WORDS
         mine = self._pages[self._rank]
         for i, word in enumerate(words):
             mine[start + i] = word
         mine[0] = number
-        self._await_all(0, number, timeout_s)
-        return self._read(start)
+        self._await_all("exchange", 0, number, timeout_s)
+        answers = self._read(start)
+        self._check_left_out("exchange")  # after the read: what was read may have been for others
+        return answers
 
     def agree(self, mask: Sequence[bool], epoch: int, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...]]:
-        """Everybody's words for this epoch; collective of the ranks in `mask`. Their exchanges then go on in step."""
+        """Everybody's words (at most 3) for this epoch; collective of the ranks in `mask`, whose exchanges then go on
+        in step. Raises as `exchange`, and TransportError where ranks bring different masks."""
         self._active = list(mask)
-        mine = self._pages[self._rank]
-        for i, word in enumerate((*words, self._number)):
+        mine, bits = self._pages[self._rank], _mask_words(mask)
+        for i, word in enumerate((*words, self._number, *bits)):
             mine[_EPOCH + 1 + i] = word
         mine[_EPOCH] = epoch
-        self._await_all(_EPOCH, epoch, timeout_s)
-        answers = [words for words in self._read(_EPOCH + 1) if words is not None]
-        self._number = max(answer[len(words)] for answer in answers)
-        return answers
+        self._await_all("set_active", _EPOCH, epoch, timeout_s)
+        answers = self._read(_EPOCH + 1)
+        for peer, answer in enumerate(answers):
+            if answer is not None and (self._pages[peer][_EPOCH] != epoch or answer[-_MASK_WORDS:] != bits):
+                raise _left_out("set_active", peer, self._pages[peer][_EPOCH])
+        self._number = max(answer[len(words)] for answer in answers if answer is not None)
+        self._epoch = mine[_AGREED] = epoch
+        return [answer for answer in answers if answer is not None]
+
+    def _check_left_out(self, op: str) -> None:
+        for peer, page in enumerate(self._pages):
+            if self._active[peer] and page[_AGREED] > self._epoch:
+                raise _left_out(op, peer, page[_AGREED])
 
     def _read(self, start: int) -> list[tuple[int, ...] | None]:
         return [
@@ -75,32 +92,35 @@ class Mailbox:
             for page, active in zip(self._pages, self._active, strict=True)
         ]
 
-    def _await_all(self, word: int, number: int, timeout_s: float) -> None:
+    def _await_all(self, op: str, word: int, number: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for peer in range(len(self._pages)):
             if self._active[peer]:
-                self._await(peer, word, number, deadline, timeout_s)
+                self._await(op, peer, word, number, deadline, timeout_s)
 
-    def _await(self, peer: int, word: int, number: int, deadline: float, timeout_s: float) -> None:
+    def _await(self, op: str, peer: int, word: int, number: int, deadline: float, timeout_s: float) -> None:
         page, nap = self._pages[peer], _FIRST_NAP_S
         while page[word] < number:
             if self._aborted is not None:
                 raise AbortedError(self._aborted)
+            if word == 0:
+                self._check_left_out(op)
             gone, now = self._gone(peer), time.monotonic()
             if (gone or now > deadline) and page[word] < number:
                 raise PeerTimeout(
-                    peer=peer, op="exchange", phase="words", expected=number, seen=page[word],
+                    peer=peer, op=op, phase="words", expected=number, seen=page[word],
                     waited_s=timeout_s - (deadline - now), gone=gone,
                 )  # fmt: skip
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `base.Transport`."""
+        """See `base.Transport`. Raises as `exchange`, without PeerTimeout."""
         deadline, nap = time.monotonic() + timeout_s, _FIRST_NAP_S
         while True:
             if any(a and page[0] > self._number for a, page in zip(self._active, self._pages, strict=True)):
                 return True
+            self._check_left_out("wait_for_peer")
             if self._aborted is not None:
                 raise AbortedError(self._aborted)
             left = deadline - time.monotonic()
@@ -124,3 +144,12 @@ class Mailbox:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _mask_words(mask: Sequence[bool]) -> tuple[int, ...]:
+    bits = sum(1 << rank for rank, alive in enumerate(mask) if alive)
+    return tuple(bits >> (_MASK_BITS * i) & ((1 << _MASK_BITS) - 1) for i in range(_MASK_WORDS))
+
+
+def _left_out(op: str, peer: int, epoch: int) -> TransportError:
+    return TransportError(f"{op}: rank {peer} has gone on in epoch {epoch} without this rank")

@@ -4,6 +4,7 @@ GPU.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layo
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
 }  # fmt: skip
+LL_MAX_TOKENS = {
+    Layout.RANK_MAJOR: 512,
+    Layout.FLAT: 512,
+    Layout.EXPERT_MAJOR: 512,
+    Layout.GROUPED: 512,
+}
+"""AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
+Source: `benchmarks` on 4 H200, 2026-11-21, graphs of pairs: LL is ahead at 512, the largest step measured (flat 166
+against 184 us, grouped 199 against 248)."""
+MAX_RANKS = 252
+"""As many bits as hosts have for a mask of ranks when they agree on an epoch (`mailbox`)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -42,6 +54,7 @@ class Sizes:
     Attributes:
         num_keys: R * most local experts of any rank.
         num_local: L of this rank.
+        num_groups: length of `DispatchOutput.counts`.
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
         scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
@@ -52,6 +65,7 @@ class Sizes:
 
     num_keys: int
     num_local: int
+    num_groups: int
     scale_columns: int
     scale_dtype: torch.dtype
     scale_bytes: int
@@ -70,6 +84,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
     capacities = tuple(receive_rows(c, n) for n in locals_)
     capacity = capacities[c.group.rank]
     columns, dtype = _scales(c)
+    groups = num_local if layout.per_expert else ranks
     row_bytes = c.hidden_size * c.payload_dtype.itemsize
     rows_of = {
         Layout.EXPERT_MAJOR: max(n * k for n, k in zip(locals_, capacities, strict=True)),
@@ -95,12 +110,18 @@ def sizes_of(c: MoEConfig) -> Sizes:
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
-    if shape.home_rows >= 1 << 31 or max(capacities) * max(1, num_local) >= 1 << 31:
-        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
+    _check_limits(c, max(shape.home_rows, max(capacities) * max(1, num_local)))
     return Sizes(
-        shape.num_keys, num_local, columns, dtype, shape.scale_bytes, row_bytes, capacity, capacities,
+        shape.num_keys, num_local, groups, columns, dtype, shape.scale_bytes, row_bytes, capacity, capacities,
         output_rows.get(layout, (capacity,)), shape,
     )  # fmt: skip
+
+
+def _check_limits(c: MoEConfig, most_rows: int) -> None:
+    if c.group.size > MAX_RANKS:
+        raise ConfigError("group", f"at most {MAX_RANKS} ranks with transport nvlink", c.group.size)
+    if most_rows >= 1 << 31:
+        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
 
 
 def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
@@ -111,14 +132,53 @@ def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMap:
+    """Byte offsets in the two buffers that hold a dispatch's routing (see `engine.DispatchState`).
+
+    Attributes:
+        home, places, tokens, source_rows, kept: as in `abi.DispatchArgs`, in the first; `routing_bytes`: its size.
+        weights: in the second, whose first words are `abi.DispatchArgs.op`; `carried_bytes`: its size.
+    """
+
+    home: int
+    places: int
+    tokens: int
+    source_rows: int
+    kept: int
+    routing_bytes: int
+    weights: int
+    carried_bytes: int
+
+
+def state_map(c: MoEConfig, sizes: Sizes) -> StateMap:
+    """For T = M; each part 16-byte aligned."""
+    positions = c.group.size * c.max_tokens_per_rank
+    parts = {
+        "home": c.max_tokens_per_rank * c.topk * ctypes.sizeof(abi.Home),
+        "places": positions * c.topk * 4,
+        "tokens": positions * 4,
+        "source_rows": c.group.size * 4,
+        "kept": (2 * sizes.num_groups + 3) * 4,
+    }
+    offsets, end = {}, 0
+    for name, num_bytes in parts.items():
+        offsets[name], end = end, end + -(-num_bytes // 16) * 16
+    op = abi.OP_WORDS * 8
+    return StateMap(**offsets, routing_bytes=end, weights=op, carried_bytes=op + positions * c.topk * 4)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel's launch: grid, shared memory, and the `Work` that tells the kernel. Cooperative where blocks meet."""
+    """One kernel's launch: grid, shared memory, and the `Work` that tells the kernel. Cooperative where blocks meet,
+    else overlapped with the kernel before it (programmatic dependent launch: 0.8 to 1.3 us less per LL pair on 2 H200,
+    measured side by side)."""
 
     num_blocks: int
     shared_bytes: int
     stage_offset: int
     piece_bytes: int
     cooperative: bool = False
+    overlapped: bool = True
 
     def work(self, halves: int) -> Any:
         """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
@@ -148,12 +208,12 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
     """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one)."""
     counters = sizes.num_keys + c.group.size
     control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
-    blocks = num_sms if mode is Mode.LL else min(num_sms, HT_BLOCKS)
+    blocks = num_sms if mode is Mode.LL or c.num_sms else min(num_sms, HT_BLOCKS)
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
 
 
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a combine runs."""
-    blocks = num_sms if mode is Mode.LL else min(num_sms, HT_BLOCKS)
+    blocks = num_sms if mode is Mode.LL or c.num_sms else min(num_sms, HT_BLOCKS)
     rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
     return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)

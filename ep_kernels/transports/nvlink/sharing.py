@@ -48,8 +48,7 @@ class Desk:
     def _answer(self, peer: socket.socket) -> None:
         try:
             peer.settimeout(5)
-            raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-            _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+            _, uid = _peer_of(peer)
             if uid == os.getuid() and secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
                 socket.send_fds(peer, [b"\1"], self._fds)
         except OSError:
@@ -65,14 +64,25 @@ class Desk:
         self._socket.close()
 
 
-def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> list[int]:
-    """Descriptors from a peer's desk; the caller owns them. Raises TransportError naming the rank and the cure."""
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(process id as this process numbers processes, 0 = not in its PID namespace; user id) of the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int]:
+    """(descriptors from a peer's desk, which the caller owns; the peer's process id here, 0 = not visible).
+
+    Raises TransportError naming the rank and the cure.
+    """
     nonce, name = address[:_NONCE_BYTES], address[_NONCE_BYTES:]
     cure = "its process is gone, or it runs in another network namespace or as another user"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
         desk.settimeout(timeout_s)
         try:
             desk.connect(b"\0" + name)
+            pid, _ = _peer_of(desk)
             desk.send(nonce)
             _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
         except OSError as error:
@@ -81,4 +91,4 @@ def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> list[int
         for fd in fds:
             os.close(fd)
         raise TransportError(f"nvlink: rank {rank} refused its memory handle: {cure}")
-    return fds
+    return fds, pid

@@ -14,11 +14,11 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
-from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
+from ep_kernels.routing import may_overflow
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.types import LatencySample
+from ep_kernels.types import LatencySample, Overflow
 
-_TIMED_OUT, _ABORTED, _GONE = 1, 2, 3
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
 _STATE_WORDS = ctypes.sizeof(abi.State) // 8
@@ -36,6 +36,7 @@ class HostPage:
         self._ring = torch.zeros(abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size, dtype=torch.int64, pin_memory=True)
         self._page = abi.HostPage.from_address(self._words.data_ptr())
         self._clock_offset_ns = 0
+        self._num_dropped = 0
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
         self.ring_address = self._ring.data_ptr()
         self.reason = ""
@@ -65,20 +66,35 @@ class HostPage:
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""
         record = self._page.postmortem
-        if self._page.abort or record.status == _ABORTED:
+        stop = abi.STOPS[record.status]
+        if self._page.abort or stop == "ABORTED":
             return AbortedError(self.reason)
-        if record.status not in (_TIMED_OUT, _GONE):
+        if stop == "RUNNING":
             return None
-        phase = abi.PHASES[record.phase]
+        op, phase = abi.OPS[record.op], abi.PHASES[record.phase]
+        if stop == "LEFT_OUT":
+            return TransportError(f"{op}: rank {record.peer} has gone on in epoch {record.seen} without this rank")
         unit = abi.WHOLE if phase == "payload" else 1
         return PeerTimeout(
-            peer=record.peer, op=abi.OPS[record.op], phase=phase, expected=record.expected // unit,
-            seen=record.seen // unit, waited_s=record.waited_ns / 1e9, gone=record.status == _GONE,
+            peer=record.peer, op=op, phase=phase, expected=record.expected // unit,
+            seen=record.seen // unit, waited_s=record.waited_ns / 1e9, gone=stop == "GONE",
         )  # fmt: skip
 
+    def finding(self) -> HandleError | CapacityError | None:
+        """What an operation found that breaks nothing, as an error; each is told once."""
+        found = self._page.difference
+        if found.status:
+            op, mine, theirs = abi.OPS[found.op], f"dispatch {found.mine}", f"dispatch {found.theirs}"
+            text = f"{op}: this rank brought the routing of {mine}, rank {found.peer} that of {theirs}"
+            found.status = 0
+            return HandleError(text)
+        dropped, self._num_dropped = self._page.dropped - self._num_dropped, self._page.dropped
+        return CapacityError(dropped, None, None) if dropped else None
+
     def clear(self) -> None:
-        """Forget the failed wait."""
+        """Forget the failed wait, and findings of operations that are void now."""
         self._page.postmortem = abi.Postmortem()
+        self._page.difference = abi.Difference()
 
     def relate_clocks(self) -> None:
         """Call when a barrier has just ended: its last act was to read the GPU's clock."""
@@ -128,7 +144,9 @@ class Tables:
         self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(config.hidden_size * 4, dtype=torch.uint8, device=device)
         self._peers = torch.zeros(config.group.size, dtype=torch.int64, device=device)
-        self._copies: tuple[torch.Tensor, ...] = ()
+        num_copies = sum(map(len, config.resolved_expert_map.replicas))
+        self._experts = torch.zeros(config.num_experts, 4, dtype=torch.int32, device=device)
+        self._copies = torch.zeros(2, num_copies + 1, dtype=torch.int32, device=device)
         self.world = self._world(sizes)
         self.set_active([True] * config.group.size)
 
@@ -138,11 +156,13 @@ class Tables:
             rank=c.group.rank, size=c.group.size, hidden=c.hidden_size, topk=c.topk, max_tokens=c.max_tokens_per_rank,
             num_experts=c.num_experts, local_stride=c.resolved_expert_map.stride, num_local=sizes.num_local,
             capacity=sizes.capacity, alignment=c.expert_alignment, num_in_flight=c.max_in_flight,
+            report_dropped=int(c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)),
             row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, home_row_bytes=shape.home_row_bytes,
             timeout_ns=int(c.timeout_s * 1e9), peers=self._peers.data_ptr(), active=self._active.data_ptr(),
             capacities=self._capacities.data_ptr(), state=self.state.data_ptr(), host=self.host.address,
             gone=self.host.gone_address, block_counts=self._block_counts.data_ptr(), zeros=self._zeros.data_ptr(),
-            samples=self.host.ring_address, map=abi.region_map(shape),
+            experts=self._experts.data_ptr(), copies_rank=self._copies[0].data_ptr(),
+            copies_slot=self._copies[1].data_ptr(), samples=self.host.ring_address, map=abi.region_map(shape),
         )  # fmt: skip
 
     def set_peers(self, addresses: Sequence[int]) -> None:
@@ -150,15 +170,15 @@ class Tables:
         self._peers.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def set_active(self, mask: Sequence[bool]) -> None:
-        """Route around ranks whose mask is False, and wait for them no more."""
+        """Route around ranks whose mask is False, and wait for them no more. In place: graphs captured before go on."""
         self._active.copy_(torch.tensor([int(m) for m in mask], dtype=torch.uint8))
         first, ranks, slots = self._config.resolved_expert_map.tables(mask)
-        ranks, slots = (torch.cat([t, torch.full((1,), _GONE_RANK, dtype=torch.int32)]) for t in (ranks, slots))
+        listed = torch.full(self._copies.shape, _GONE_RANK, dtype=torch.int32)
+        listed[0, : len(ranks)], listed[1, : len(slots)] = ranks, slots
         begin, copies = first[:-1], first.diff()
-        place = torch.where(copies > 0, begin, len(ranks) - 1).long()
-        experts = torch.stack([ranks[place], slots[place], copies, begin], 1).int()
-        self._copies = tuple(t.to(self._device) for t in (experts, ranks, slots))
-        self.world.experts, self.world.copies_rank, self.world.copies_slot = (t.data_ptr() for t in self._copies)
+        place = torch.where(copies > 0, begin, listed.shape[1] - 1).long()
+        self._experts.copy_(torch.stack([*listed[:, place], copies, begin], 1))
+        self._copies.copy_(listed)
 
     def sequence(self) -> tuple[int, int, int]:
         """(dispatch, combine, barrier) operations so far. Synchronises."""
@@ -166,6 +186,10 @@ class Tables:
         words = self.state.tolist()
         dispatch, combine, barrier = (words[_WORD[name]] for name in names)
         return dispatch, combine, barrier
+
+    def stop(self) -> None:
+        """Kernels of this rank that are launched from now on, by graphs for instance, return at once."""
+        self.state[_WORD["aborted"]] = abi.STOPS.index("ABORTED")
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
         """Forget what was under way; count on from here."""

@@ -1,7 +1,8 @@
 """The face of the transport (see `transports/base.py`): processes, regions, launches on the current stream.
 
 Waiting is on the stream, never on the CPU, but where the caller asked for what only the device knows: exact shapes, and
-overflow that raises. A failed wait is therefore raised by the call that synchronises, or by the next one.
+overflow that raises (where there can be any). A failed wait is therefore raised by the call that synchronises, or by
+the next one; what ranks did differently but broke nothing, by the call that synchronises or by `check_results`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pwd
 import select
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.routing import may_overflow
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import sharing
-from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, Engine
+from ep_kernels.transports.nvlink import plan, sharing
+from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
+from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
-LL_MAX_TOKENS = 256
-"""Default crossover for AUTO. Not measured yet: LL's fixed slots and expansion are made for decode."""
-_TICKET = struct.Struct("<16s8sQQqH")  # abi, kind, region bytes, device, pid, length of the desk's address
+_kept_for_graphs: list[Any] = []
+"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+_TICKET = struct.Struct("<16s8sQQH")  # abi, kind, region bytes, device, length of the desk's address
 
 
 def create(config: MoEConfig) -> NvlinkTransport:
@@ -67,9 +70,13 @@ class NvlinkTransport:
         fingerprint = abi.fingerprint(jit.all_sources())
         self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, fingerprint)
         self._epoch: int = config.group.epoch
+        local = config.resolved_expert_map.num_local_experts(config.group.rank)
+        self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
+        compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
+        self._exact = compact and config.exact_shapes
         self._functions: dict[jit.Variant, Any] = {}
         self._open: list[Any] = []  # what close() closes, in order of creation
-        self._closed = False
+        self._closed = self._captured = False
 
     # Life.
 
@@ -81,6 +88,7 @@ class NvlinkTransport:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self._device)  # makes torch's context current
+        self._streams = StreamOrder(self._device)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms))
         self._load(driver)
@@ -104,20 +112,19 @@ class NvlinkTransport:
     def _ticket(self, kind: bytes) -> bytes:
         address = self._desk.address
         head = _TICKET.pack(
-            self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, self._device.index, os.getpid(),
-            len(address),
-        )  # fmt: skip
+            self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, self._device.index, len(address)
+        )
         return head + address + self._region.token
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
-        pages, mappings = [], []
+        pages, mappings, pids = [], [], {}
         for rank, ticket in enumerate(tickets):
             if rank == self._config.group.rank:
                 pages.append(os.dup(self._mailbox.fd))
                 mappings.append(self._region.mapping)
                 continue
-            page, mapping = self._import(rank, ticket)
+            page, mapping, pids[rank] = self._import(rank, ticket)
             pages.append(page)
             mappings.append(mapping)
         self._mappings = mappings
@@ -125,20 +132,21 @@ class NvlinkTransport:
         self._mailbox.attach(pages)
         for fd in pages:
             os.close(fd)
-        self._watch([_TICKET.unpack_from(t)[4] for t in tickets])
+        self._watch(pids)
 
-    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any]:
+    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
+        """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink import memory
 
-        abi_, name, num_bytes, _, _, length = _TICKET.unpack_from(ticket)
+        abi_, name, num_bytes, _, length = _TICKET.unpack_from(ticket)
         address, token = ticket[_TICKET.size : _TICKET.size + length], ticket[_TICKET.size + length :]
         if abi_.decode() != self.capabilities.abi:
             want = self.capabilities.abi
             raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
         kind = memory.Kind(name.rstrip(b"\0").decode())
-        fds = sharing.fetch(rank, address, 2 if kind is memory.Kind.POSIX_FD else 1, self._config.timeout_s)
+        fds, pid = sharing.fetch(rank, address, 2 if kind is memory.Kind.POSIX_FD else 1, self._config.timeout_s)
         try:
-            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token)
+            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token), pid
         except TransportError as error:
             os.close(fds[0])
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
@@ -146,13 +154,12 @@ class NvlinkTransport:
             for fd in fds[1:]:
                 os.close(fd)
 
-    def _watch(self, pids: Sequence[int]) -> None:
+    def _watch(self, pids: Mapping[int, int]) -> None:
         """A thread that sleeps until a peer's process dies, and tells the kernels."""
         watched: dict[int, int] = {}
-        for rank, pid in enumerate(pids):
-            if rank != self._config.group.rank:
-                with contextlib.suppress(OSError):  # another PID namespace: only the deadline tells
-                    watched[os.pidfd_open(pid)] = rank
+        for rank, pid in pids.items():
+            with contextlib.suppress(OSError):  # 0, another PID namespace: only the deadline tells
+                watched[os.pidfd_open(pid)] = rank
         end, self._end_watch = os.pipe()
         host = self._engine.tables.host
 
@@ -173,9 +180,9 @@ class NvlinkTransport:
         self._watcher.start()
 
     def close(self) -> None:
-        """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this
-        memory.
-        """
+        """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this memory.
+        A graph may be replayed after this: its kernels look at one word and return, and the caller's own
+        may read the views that they were captured with."""
         if self._closed:
             return
         self._closed = True
@@ -183,26 +190,43 @@ class NvlinkTransport:
             self._engine.tables.host.abort("the communicator was closed")
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
+                if self._captured:
+                    self._engine.tables.stop()
+                    torch.cuda.synchronize(self._device)
+                    _kept_for_graphs.append((self._engine.tables.state, self._region.mapping))
         if hasattr(self, "_end_watch"):
             os.close(self._end_watch)
             self._watcher.join()
         for part in reversed(self._open):
             part.close()
         self._mappings = []
+        if hasattr(self, "_engine"):
+            self._engine.detach()
 
     # Operations.
 
     def _launch(self, call: Call, halves: int) -> None:
         args = call.halves(halves) if hasattr(call.args, "work") else call.args
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        function = self._functions[call.variant]
-        function.launch(call.launch.num_blocks, jit.NUM_THREADS, stream, args, cooperative=call.launch.cooperative)
+        function, launch = self._functions[call.variant], call.launch
+        stream = self._streams.enter()
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        function.launch(
+            launch.num_blocks, jit.NUM_THREADS, stream, args, cooperative=launch.cooperative,
+            overlapped=launch.overlapped,
+        )  # fmt: skip
+        self._streams.leave(call.keep)
 
     def check(self) -> None:
         """Raise what failed on the device so far; waits for nothing. Also the way to look after a graph's replay."""
         fault = self._engine.tables.host.fault()
         if fault is not None:
             raise fault
+
+    def check_results(self) -> None:
+        """See `base.Transport`."""
+        finding = self._engine.tables.host.finding()
+        if finding is not None:
+            raise finding
 
     def _settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
@@ -218,9 +242,9 @@ class NvlinkTransport:
     def dispatch(self, args: DispatchArgs) -> _PendingDispatch:
         """See `base.Transport`."""
         self.check()
-        if self._config.overflow is Overflow.RAISE and torch.cuda.is_current_stream_capturing():
+        if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
-                "overflow", "Overflow.DROP under graph capture (RAISE reads the device)", "Overflow.RAISE"
+                "overflow", "Overflow.DROP, or no max_recv_rows, under graph capture (RAISE reads the device)", "RAISE"
             )
         step = self._engine.dispatch(args)
         if not args.at_once:
@@ -232,14 +256,13 @@ class NvlinkTransport:
         capture.
         """
         self._launch(step.call, halves)
-        c = self._config
-        compact = c.resolved_layout in (Layout.GROUPED, Layout.FLAT)
-        exact = compact and c.exact_shapes
-        rows = None
-        if not torch.cuda.is_current_stream_capturing() and (exact or c.overflow is Overflow.RAISE):
+        rows = step.state.num_rows  # known where the routing is used again
+        unknown = self._exact and rows is None
+        if (unknown or self._raises) and not torch.cuda.is_current_stream_capturing():
             self._settle()
+            self.check_results()
             assert step.outputs["num_rows"] is not None
-            rows = int(step.outputs["num_rows"]) if exact else None
+            rows = int(step.outputs["num_rows"]) if unknown else rows
         return self._engine.finish(step, rows, self._epoch)
 
     def combine(self, args: CombineArgs) -> _PendingCombine:
@@ -267,6 +290,14 @@ class NvlinkTransport:
         """See `base.Transport`."""
         return self._engine.row_weights(handle)
 
+    def blank_state(self, num_tokens: int) -> DispatchState:
+        """See `base.Transport`."""
+        return self._engine.blank_state(num_tokens)
+
+    def restore(self, handle: DispatchHandle) -> DispatchHandle:
+        """See `base.Transport`."""
+        return self._engine.restore(handle)
+
     # Membership, hosts, clock.
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
@@ -282,6 +313,7 @@ class NvlinkTransport:
         tables.set_active(mask)
         self._engine.restart_slots()
         self._epoch = epoch
+        self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
         torch.cuda.synchronize(self._device)
         self._mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
 
@@ -303,7 +335,7 @@ class NvlinkTransport:
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""
-        return LL_MAX_TOKENS
+        return plan.LL_MAX_TOKENS[self._config.resolved_layout]
 
     def abort(self, reason: str) -> None:
         """See `base.Transport`."""

@@ -1,0 +1,227 @@
+// The receiving half that both dispatch algorithms share: the layout of what arrives, the bookkeeping of received rows, and
+// the counts that the caller gets.
+#pragma once
+
+// Exclusive prefix sum by one warp: out[i] = sum of value(0 .. i-1) for i < n. Returns the sum of all.
+template <class Value>
+__device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
+  i32 carried = 0;
+  for (i32 base = 0; base < n; base += 32) {
+    const i32 i = base + lane_idx(), mine = i < n ? value(i) : 0;
+    i32 sum = mine;
+#pragma unroll
+    for (i32 step = 1; step < 32; step *= 2) {
+      const i32 below = __shfl_up_sync(~0u, sum, step);
+      if (lane_idx() >= step) sum += below;
+    }
+    if (i < n) out[i] = carried + sum - mine;
+    carried += __shfl_sync(~0u, sum, 31);
+  }
+  return carried;
+}
+
+__device__ __forceinline__ i32 aligned(i32 count, i32 alignment) { return (count + alignment - 1) / alignment * alignment; }
+
+// From everybody's counts (cached: from the handle): row_start, total, offset and start for the rows that reach this rank.
+// False where a peer brought another routing; then nothing is laid out. All threads; ends with a block barrier.
+// start[source * local_stride + e] (or start[source]) is the final row of the source's first row; cached, per-expert layouts
+// have none, nor total and offset: places are in the handle.
+__device__ __forceinline__ bool receive_layout(const DispatchArgs& args, Scratch& scratch) {
+  const World& world = args.world;
+  const i32 stride = world.local_stride;
+  const bool by_expert = kPerExpert && !args.cached;
+  auto count = [&](i32 source, i32 key) { return world.active[source] ? counts_at(args, world.rank, source)[key] : 0; };
+  __syncthreads();
+  const bool differs = origin_differs(world, origins_at(args), scratch.origin);
+  if (warp_idx() == 0)
+    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) {
+      return args.cached ? args.source_rows[s] : count(s, num_keys(world) + world.rank);
+    });
+  for (i32 e = threadIdx.x; by_expert && e < world.num_local; e += blockDim.x) {
+    i32 sum = 0;
+    for (i32 source = 0; source < world.size; ++source) {
+      scratch.start[source * stride + e] = sum;
+      sum += count(source, world.rank * stride + e);
+    }
+    scratch.total[e] = sum;
+  }
+  if (__syncthreads_or(differs) != 0) return false;
+  if (by_expert && warp_idx() == 0)
+    scratch.offset[world.num_local] =
+        prefix_sum(world.num_local, scratch.offset, [&](i32 e) { return aligned(scratch.total[e], world.alignment); });
+  for (i32 s = threadIdx.x; !kPerExpert && s < world.size; s += blockDim.x) {
+    scratch.total[s] = scratch.row_start[s + 1] - scratch.row_start[s];
+    scratch.start[s] = LAYOUT == FLAT ? scratch.row_start[s] : s * world.max_tokens;
+  }
+  __syncthreads();
+  for (i32 i = threadIdx.x; by_expert && i < world.size * world.num_local; i += blockDim.x) {
+    const i32 source = i / world.num_local, e = i % world.num_local;
+    scratch.start[source * stride + e] += LAYOUT == GROUPED ? scratch.offset[e] : e * world.capacity;
+  }
+  __syncthreads();
+  return true;
+}
+
+// A final row, or kDropped past the capacity. `capacity` is slots per expert (EXPERT_MAJOR) or rows.
+__device__ __forceinline__ i32 admit(i32 row, i32 local_expert, i32 capacity) {
+  if (LAYOUT == RANK_MAJOR) return row;
+  return row < (LAYOUT == EXPERT_MAJOR ? (local_expert + 1) * capacity : capacity) ? row : kDropped;
+}
+
+// The final row that serves (source, position, k), kDropped, or -1 = none; `meta` is its record.
+__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const Scratch& scratch, const Meta& meta, i32 source,
+                                        i32 position, i32 k, bool direct) {
+  if (meta.local_expert < 0) return -1;
+  if (args.cached) return args.places[position_of(args.world, source, position) * args.world.topk + k];
+  if (direct) return meta.place;
+  if (!kPerExpert) return admit(scratch.start[source] + position, 0, args.world.capacity);
+  const i32 row = scratch.start[source * args.world.local_stride + meta.local_expert] + meta.place;
+  return admit(row, meta.local_expert, args.world.capacity);
+}
+
+// place_of for this lane's k; lanes past K give -1.
+__device__ __forceinline__ i32 lane_place(const DispatchArgs& args, const Scratch& scratch, i32 source, i32 position,
+                                          bool direct) {
+  if (lane_idx() >= args.world.topk) return -1;
+  const Meta meta = meta_at(args, args.world.rank, source, position)[lane_idx()];
+  return place_of(args, scratch, meta, source, position, lane_idx(), direct);
+}
+
+__device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
+  i32 source = 0;
+  while (row >= scratch.row_start[source + 1]) ++source;
+  return source;
+}
+
+// Scales of one row to their final place: bytes, or packed words with their own strides.
+__device__ __forceinline__ void place_scales(const DispatchArgs& args, i32 source, i32 position, i32 row, i32 num_rows) {
+  const World& world = args.world;
+  const u8* from = scales_at(args, world.rank, source, position);
+  if (args.scale_row_stride == 0) {
+    copy_bytes(args.out_scales + static_cast<i64>(row) * world.scale_bytes, from, world.scale_bytes);
+    return;
+  }
+  const i32 per_group = LAYOUT == EXPERT_MAJOR ? world.capacity : LAYOUT == RANK_MAJOR ? world.max_tokens : 1 << 30;
+  const i64 column = args.scale_column_stride != 0 ? args.scale_column_stride : aligned(num_rows, 4);
+  u32* to = reinterpret_cast<u32*>(args.out_scales) + static_cast<i64>(row / per_group) * args.scale_group_stride;
+  for (i32 i = lane_idx(); i < world.scale_bytes / 4; i += 32)
+    to[i * column + static_cast<i64>(row % per_group) * args.scale_row_stride] = reinterpret_cast<const u32*>(from)[i];
+}
+
+// Where numbers lie in args.kept.
+struct Kept {
+  i32 groups;  // G: counts are at 0
+  i32 offsets, num_rows, num_dropped;
+};
+
+__device__ __forceinline__ Kept kept_at(const World& world) {
+  const i32 groups = kPerExpert ? world.num_local : world.size;
+  return {groups, groups, 2 * groups + 1, 2 * groups + 2};
+}
+
+__device__ __forceinline__ i32 rows_delivered(const DispatchArgs& args, const Scratch& scratch) {
+  if (args.cached) return args.kept[kept_at(args.world).num_rows];
+  const i32 all = LAYOUT == GROUPED ? scratch.offset[args.world.num_local] : scratch.row_start[args.world.size];
+  return min(all, args.world.capacity);
+}
+
+// What combine and the caller need of every received position: places, weights, tokens, ids. A thread per (position, k), so
+// that a source's records are read and written in one sweep.
+__device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team, const Scratch& scratch, bool direct) {
+  const World& world = args.world;
+  const i32 topk = world.topk;
+  for (i64 i = team.block * blockDim.x + threadIdx.x; i < static_cast<i64>(scratch.row_start[world.size]) * topk;
+       i += static_cast<i64>(team.num_blocks) * blockDim.x) {
+    const i32 source = source_of(scratch, i / topk);
+    const i64 entry = i - static_cast<i64>(scratch.row_start[source]) * topk;
+    const i32 position = static_cast<i32>(entry / topk), k = static_cast<i32>(entry % topk);
+    const Meta meta = meta_at(args, world.rank, source, position)[k];
+    const i64 at = position_of(world, source, position) * topk + k;
+    args.weights[at] = meta.weight;
+    if (!args.cached) {
+      args.places[at] = place_of(args, scratch, meta, source, position, k, direct);
+      if (k == 0) args.tokens[at / topk] = meta.token;
+    }
+    if (kPerExpert) continue;
+    const i32 row = admit(scratch.start[source] + position, 0, world.capacity);
+    if (row < 0) continue;
+    args.out_ids[static_cast<i64>(row) * topk + k] = meta.local_expert;
+    args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
+  }
+}
+
+// Scales of every received row to their final places. A warp per position.
+__device__ __forceinline__ void place_all_scales(const DispatchArgs& args, Team team, const Scratch& scratch, bool direct) {
+  const World& world = args.world;
+  for (i64 r = team.block * num_warps() + warp_idx(); r < scratch.row_start[world.size];
+       r += static_cast<i64>(team.num_blocks) * num_warps()) {
+    const i32 source = source_of(scratch, r), position = static_cast<i32>(r - scratch.row_start[source]);
+    const i32 place = lane_place(args, scratch, source, position, direct);
+    const u32 placed = __ballot_sync(~0u, place >= 0);
+    for (u32 left = kPerExpert ? placed : placed & (0u - placed); left != 0; left &= left - 1)
+      place_scales(args, source, position, __shfl_sync(~0u, place, __ffs(left) - 1), rows_delivered(args, scratch));
+  }
+}
+
+__device__ __forceinline__ void write_totals(const DispatchArgs& args, i32 num_rows, i32 num_dropped) {
+  const World& world = args.world;
+  *args.num_rows = num_rows;
+  *args.num_dropped = num_dropped;
+  if (world.report_dropped && num_dropped != 0)
+    ptx::store_relaxed_sys(&world.host->dropped, ptx::load_relaxed_sys(&world.host->dropped) + num_dropped);
+}
+
+// Counts, offsets and totals of DispatchOutput, and the handle's copy of them. One block.
+__device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scratch& scratch) {
+  const World& world = args.world;
+  const Kept at = kept_at(world);
+  __shared__ i32 kept_sum, total_sum;
+  if (threadIdx.x == 0) kept_sum = total_sum = 0;
+  __syncthreads();
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) {
+    const i32 total = scratch.total[g];
+    const i32 first = LAYOUT == GROUPED ? scratch.offset[g] : LAYOUT == FLAT ? scratch.row_start[g] : 0;
+    const i32 kept = LAYOUT == RANK_MAJOR ? total : max(0, min(total, world.capacity - first));
+    args.counts[g] = args.kept[g] = kept;
+    atomicAdd(&kept_sum, kept);
+    atomicAdd(&total_sum, total);
+  }
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
+    args.offsets[g] = args.kept[at.offsets + g] = min(scratch.offset[g], world.capacity);
+  for (i32 s = threadIdx.x; s < world.size; s += blockDim.x)
+    args.source_rows[s] = scratch.row_start[s + 1] - scratch.row_start[s];
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const i32 num_rows = LAYOUT == GROUPED ? rows_delivered(args, scratch) : kept_sum;
+  args.kept[at.num_rows] = num_rows;
+  args.kept[at.num_dropped] = total_sum - kept_sum;
+  write_totals(args, num_rows, total_sum - kept_sum);
+}
+
+// The same of a routing used again: what the handle kept. One block.
+__device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
+  const Kept at = kept_at(args.world);
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = args.kept[g];
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
+    args.offsets[g] = args.kept[at.offsets + g];
+  if (threadIdx.x == 0) write_totals(args, args.kept[at.num_rows], args.kept[at.num_dropped]);
+}
+
+// After a failed wait, or where ranks brought different routings, nothing may look delivered; a handle that was used again
+// stays as it is. One block.
+__device__ __forceinline__ void write_no_counts(const DispatchArgs& args) {
+  const Kept at = kept_at(args.world);
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x) args.offsets[g] = 0;
+  if (threadIdx.x == 0) *args.num_rows = *args.num_dropped = 0;
+  if (args.cached) return;
+  for (i32 i = threadIdx.x; i < 2 * at.groups + 3; i += blockDim.x) args.kept[i] = 0;
+  for (i32 s = threadIdx.x; s < args.world.size; s += blockDim.x) args.source_rows[s] = 0;
+}
+
+// What a receiving half does when it cannot deliver: the payload did not come (the wait has said so), or routings differ.
+__device__ __forceinline__ void deliver_nothing(const DispatchArgs& args, Team team, const Scratch& scratch, bool arrived) {
+  if (team.block != 0) return;
+  write_no_counts(args);
+  if (arrived) report_difference(args.world, OP_DISPATCH, origins_at(args), scratch.origin);
+}

@@ -1,0 +1,81 @@
+"""One communicator, several streams: its operations keep one order, whatever streams its caller is on.
+
+Slots of the region are recycled in the order of calls, so an operation on another stream waits (on the device) for the
+one before. What an operation used is kept from being recycled by torch's allocator until that stream is past it.
+
+Under graph capture nothing runs yet: operations captured on several streams of one capture are ordered within it, and
+it is the caller who orders replays with each other and with operations outside of the graph, as for any other work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_LOOK_CLOSER = -1
+"""No stream's handle: the default stream's is 0."""
+
+
+class StreamOrder:
+    """The order of one communicator's launches.
+
+    Args:
+        device: CUDA device of the launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle = _LOOK_CLOSER  # of `_last`
+        self._last: torch.cuda.Stream | None = None
+        self._captured: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
+
+    def enter(self) -> int:
+        """The handle of the stream to launch on: the current one, made to wait for the launch before this one."""
+        handle = int(torch._C._cuda_getCurrentRawStream(self._device.index))
+        if handle != self._handle:
+            self._change(torch.cuda.current_stream(self._device))
+        return handle
+
+    def _change(self, stream: torch.cuda.Stream) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            for other in (self._last, self._captured):
+                if other is not None and other != stream and _capturing(other):
+                    stream.wait_event(other.record_event())
+            self._captured, self._handle = stream, _LOOK_CLOSER
+            return
+        last, self._last, self._handle = self._last, stream, stream.cuda_stream
+        if last is not None and last != stream:
+            if self._event is None:
+                self._event = last.record_event()
+            stream.wait_event(self._event)
+
+    def leave(self, kept: Any) -> None:
+        """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""
+        if self._event is None or self._last is None or torch.cuda.is_current_stream_capturing():
+            return
+        self._event.record(self._last)
+        for tensor in tensors_in(kept):
+            tensor.record_stream(self._last)
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Every tensor on a device in nested lists, dicts and records."""
+    if isinstance(thing, torch.Tensor):
+        if thing.is_cuda:
+            yield thing
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from tensors_in(each)
+    elif isinstance(thing, dict):
+        yield from tensors_in(list(thing.values()))
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        yield from tensors_in([getattr(thing, field.name) for field in dataclasses.fields(thing)])
+
+
+def _capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

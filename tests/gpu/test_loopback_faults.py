@@ -1,0 +1,240 @@
+"""What kernels say when something is wrong, many ranks on one GPU: silent peers by phase, ranks that were left out,
+ranks that mean different routings, latency records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
+from ep_kernels.transports.base import CombineArgs
+from ep_kernels.transports.nvlink.engine import BOTH, SEND, Call
+from ep_kernels.types import DispatchHandle, Layout, Mode
+from tests.cases import RoutingCase, draw_seed
+from tests.gpu.loopback import Loopback
+from tests.gpu.test_loopback import check
+
+pytestmark = pytest.mark.gpu(1)
+PATIENCE_S = 0.2
+LL_HT = [Mode.LL, Mode.HT]
+
+
+def pair(mode: Mode, layout: Layout | None = None, **overrides: object) -> tuple[Loopback, RoutingCase]:
+    """Two ranks that send to each other, with a short deadline."""
+    case = RoutingCase(4, 4, 64, (4, 3), "uniform", draw_seed(), max_tokens=4)
+    fields = {"mode": mode, "layout": layout, "timeout_s": PATIENCE_S, **overrides}
+    return Loopback(lambda group: case.config(group, **fields), 2, 4), case
+
+
+def dispatch_of(
+    loop: Loopback, case: RoutingCase, mode: Mode, previous: list[DispatchHandle] | None = None
+) -> list[Call]:
+    ranks = range(loop.size)
+    xs = [case.x(r, torch.bfloat16) for r in ranks]
+    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
+    return [step.call for step in loop.begin(xs, ids, weights, mode, previous=previous)]
+
+
+def combine_of(loop: Loopback, handles: list[DispatchHandle]) -> list[Call]:
+    calls = []
+    for engine, handle in zip(loop.engines, handles, strict=True):
+        y = torch.ones(*handle.rows_shape, 64, dtype=torch.bfloat16, device="cuda")
+        call, receive = engine.combine(CombineArgs(y, handle, None, True))
+        receive(None)[0].zero_()
+        calls.append(call)
+    return calls
+
+
+def payload_of_a_dispatch(mode: Mode) -> Loopback:
+    loop, case = pair(mode)
+    calls = dispatch_of(loop, case, mode)
+    if mode is Mode.HT:  # both have exchanged counts; one never ends
+        loop.launch(calls, SEND)
+        flags = loop.memory[0].data[: loop.engines[0].flag_bytes].view(torch.int64).view(-1, 2)
+        flags[2, 1] = 0
+        loop.launch(calls[:1], 2)
+    else:
+        loop.launch(calls[:1])
+    return loop
+
+
+def counts_of_a_dispatch(mode: Mode) -> Loopback:
+    loop, case = pair(Mode.HT)
+    loop.launch(dispatch_of(loop, case, Mode.HT)[:1])
+    return loop
+
+
+def credit_of_a_dispatch(mode: Mode) -> Loopback:
+    """The peer has gone on for one operation and no further: its slot may still be read."""
+    loop, case = pair(mode, max_in_flight=1)
+    handles = check(loop, case, mode)
+    if mode is Mode.HT:  # with counts to await, these come first; a routing used again has none
+        loop.launch(dispatch_of(loop, case, mode, handles)[:1], SEND)
+    for _ in range(2 if mode is Mode.LL else 0):
+        loop.launch(dispatch_of(loop, case, mode)[:1], SEND)
+    return loop
+
+
+def payload_of_a_combine(mode: Mode) -> Loopback:
+    loop, case = pair(mode)
+    loop.launch(combine_of(loop, check(loop, case, mode))[:1])
+    return loop
+
+
+def credit_of_a_combine(mode: Mode) -> Loopback:
+    loop, case = pair(mode, max_in_flight=1)
+    handles = check(loop, case, mode)
+    for _ in range(3):
+        loop.launch(combine_of(loop, handles)[:1], SEND)
+    return loop
+
+
+def barrier(mode: Mode) -> Loopback:
+    loop, _ = pair(mode)
+    loop.launch([loop.engines[0].barrier()])
+    return loop
+
+
+def blocks_of_a_dispatch(mode: Mode) -> Loopback:
+    loop, case = pair(Mode.HT)
+    loop.launch(dispatch_of(loop, case, Mode.HT)[:1], missing_blocks=1)
+    return loop
+
+
+STORIES: dict[str, Callable[[Mode], Loopback]] = {
+    "dispatch payload": payload_of_a_dispatch,
+    "dispatch counts": counts_of_a_dispatch,
+    "dispatch credit": credit_of_a_dispatch,
+    "combine payload": payload_of_a_combine,
+    "combine credit": credit_of_a_combine,
+    "barrier barrier": barrier,
+    "dispatch blocks": blocks_of_a_dispatch,
+}
+
+
+@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize("what", STORIES)
+def test_silence_is_named(what: str, mode: Mode) -> None:
+    """Operation, phase and peer of the wait that passed its deadline; later operations end at once."""
+    loop = STORIES[what](mode)
+    found = loop.engines[0].tables.host.fault()
+    assert isinstance(found, PeerTimeout), found
+    assert f"{found.op} {found.phase}" == what
+    assert found.peer == (0 if found.phase == "blocks" else 1)
+    assert not found.gone
+    assert found.seen < found.expected
+    assert PATIENCE_S <= found.waited_s < 2 * PATIENCE_S
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    loop.launch([loop.engines[0].barrier()])
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) < PATIENCE_S * 500
+    assert str(loop.engines[0].tables.host.fault()) == str(found), "the first one stays"
+
+
+@pytest.mark.parametrize("mode", LL_HT)
+def test_host_and_dead_peers_end_a_wait(mode: Mode) -> None:
+    loop, case = pair(mode, timeout_s=20.0)
+    loop.engines[0].tables.host.mark_gone(1)
+    loop.launch(dispatch_of(loop, case, mode)[:1])
+    found = loop.engines[0].tables.host.fault()
+    assert isinstance(found, PeerTimeout)
+    assert found.gone
+    assert found.peer == 1
+    loop, case = pair(mode, timeout_s=20.0)
+    loop.engines[0].tables.host.abort("for a test")
+    loop.launch(dispatch_of(loop, case, mode)[:1])
+    assert isinstance(loop.engines[0].tables.host.fault(), AbortedError)
+
+
+@pytest.mark.parametrize("mode", LL_HT)
+def test_left_out_ranks_hear_of_it(mode: Mode) -> None:
+    """Long before the deadline, by name and epoch; after a restart all go on together."""
+    loop, case = pair(mode, timeout_s=20.0)
+    handles = check(loop, case, mode)
+    other = loop.engines[1]
+    other.tables.set_active([False, True])
+    loop.launch([other.barrier(left_out_epoch=7)])
+    for calls, op in (
+        (dispatch_of(loop, case, mode), "dispatch"),
+        (combine_of(loop, handles), "combine"),
+        ([e.barrier() for e in loop.engines], "barrier"),
+    ):
+        loop.launch(calls[:1])
+        said = loop.engines[0].tables.host.fault()
+        assert type(said) is TransportError
+        assert str(said) == f"{op}: rank 1 has gone on in epoch 7 without this rank"
+        loop.engines[0].tables.restart(*loop.engines[0].tables.sequence())
+    other.tables.set_active([True, True])
+    loop.preset(50)
+    check(loop, case, mode)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize("size", [2, 3, 40])
+@pytest.mark.parametrize("odd", ["another handle", "no handle", "another mode"])
+def test_different_routings_break_nothing(odd: str, size: int, mode: Mode, layout: Layout) -> None:
+    """Every rank hears who brought what; nothing looks delivered; old handles stay good."""
+    tokens = tuple((5 * r + 3) % 8 for r in range(size))
+    case = RoutingCase(2 * size + 1, 4, 64, tokens, "uniform", draw_seed(), max_tokens=8)
+    loop = Loopback(lambda group: case.config(group, mode=Mode.AUTO, layout=layout), size, 3)
+    rest = replace(case, seed=draw_seed())
+    other_mode = mode if odd != "another mode" else LL_HT[1 - LL_HT.index(mode)]
+    mine, theirs = check(loop, case, mode), check(loop, rest, other_mode)
+    brought: list[DispatchHandle | None] = [*mine[:-1], None if odd == "no handle" else theirs[-1]]
+    if odd != "another mode":  # one launch holds one kernel
+        xs = [case.x(r, torch.bfloat16) for r in range(size)]
+        ids, weights = [case.topk_ids(r) for r in range(size)], [case.topk_weights(r) for r in range(size)]
+        steps = loop.begin(xs, ids, weights, mode, previous=brought)
+        loop.launch([s.call for s in steps])
+        hear(loop, "dispatch")
+        for step in steps:
+            assert not step.outputs["counts"].any()  # type: ignore[union-attr]
+            assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
+    calls = combine_of(loop, [*mine[:-1], theirs[-1]])
+    loop.launch(calls)
+    hear(loop, "combine")
+    for call in calls:
+        z = call.keep[-2]
+        assert bool(z.isnan().all())
+    for number in range(4):
+        check(loop, replace(case, seed=draw_seed()), LL_HT[number % 2])
+    check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=mine)
+
+
+def hear(loop: Loopback, op: str) -> None:
+    last = loop.size - 1
+    for rank, engine in enumerate(loop.engines):
+        assert engine.tables.host.fault() is None
+        said = engine.tables.host.finding()
+        assert isinstance(said, HandleError), rank
+        assert str(said).startswith(f"{op}: this rank brought the routing of dispatch ")
+        assert f", rank {0 if rank == last else last} that of dispatch " in str(said)
+        assert engine.tables.host.finding() is None, "told once"
+
+
+@pytest.mark.parametrize("halves", [(BOTH,), (1, 2)])
+@pytest.mark.parametrize("mode", LL_HT)
+def test_records_cover_the_operation(mode: Mode, halves: tuple[int, ...]) -> None:
+    """One record per operation and rank, whatever the number of blocks; its parts lie within its whole."""
+    case = RoutingCase(9, 4, 2048, (40, 3, 0), "uniform", draw_seed(), max_tokens=40)
+    loop = Loopback(lambda group: case.config(group, mode=mode), 3, 20)
+    for engine in loop.engines:
+        engine.tables.host.samples()
+    for number in range(5):
+        check(loop, replace(case, seed=draw_seed()), mode, halves)
+        for rank, engine in enumerate(loop.engines):
+            samples = engine.tables.host.samples()
+            assert [s.op for s in samples] == ["dispatch", "combine"]
+            for s in samples:
+                assert s.seq == number + 1
+                assert s.tokens == case.tokens[rank]
+                assert 0 <= s.send_ns <= s.total_ns < 1e9
+                assert s.peer_wait_ns[rank] == 0
+                if halves == (BOTH,):
+                    assert max(s.peer_wait_ns) <= s.total_ns

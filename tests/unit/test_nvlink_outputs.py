@@ -1,0 +1,119 @@
+"""What a dispatch hands out, and where the kernel is told to write it: checked on the CPU, tensors are tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import reference
+from ep_kernels.config import MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.outputs import Outputs
+from ep_kernels.types import Layout, Mode, ScaleFormat
+from tests.cases import RoutingCase, draw_seed
+from tests.compare import packed_layout
+from tests.gpu.loopback_group import LoopGroup
+
+CPU = torch.device("cpu")
+RENAMED = {"topk_ids": "out_ids", "topk_weights": "out_weights"}
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantize": True},
+    "packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
+    "given": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
+}
+
+
+class Bytes:
+    """A region in ordinary memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.data[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def config_of(case: RoutingCase, layout: Layout, **overrides: Any) -> MoEConfig:
+    return case.config(LoopGroup(1, case.num_ranks), mode=Mode.AUTO, layout=layout, **overrides)
+
+
+@pytest.mark.parametrize("exact_shapes", [True, False])
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_as_the_reference_has_them(layout: Layout, payload: str, exact_shapes: bool) -> None:
+    """Same fields, shapes and dtypes; every address is its tensor's; scales have the strides that were promised."""
+    case = RoutingCase(7, 3, 272, (5, 0, 6), "uniform", draw_seed(), max_tokens=6)
+    config = config_of(case, layout, exact_shapes=exact_shapes, **PAYLOADS[payload])
+    xs = [case.x(r, config.dtype) for r in range(3)]
+    scales = [case.scales(r, 9, torch.uint8) for r in range(3)] if config.scale_columns else None
+    ids, weights = [case.topk_ids(r) for r in range(3)], [case.topk_weights(r) for r in range(3)]
+    want = reference.dispatch(config, xs, ids, weights, scales=scales)[0][1]
+    sizes = plan.sizes_of(config)
+    outputs = Outputs(config, sizes, CPU)
+    region = Bytes(abi.region_map(sizes.shape).num_bytes)
+    outputs.attach(region)
+    fields, addresses = outputs.numbers(case.tokens[1])
+    assert {RENAMED.get(name, name) for name, tensor in fields.items() if tensor is not None} == addresses.keys()
+    for name, tensor in fields.items():
+        assert tensor is None or addresses[RENAMED.get(name, name)] == tensor.data_ptr(), name
+    made, arguments = outputs.scales()
+    assert arguments.get("out_scales", 0) == (0 if made is None else made.data_ptr())
+    num_rows = want.tokens.shape[0] if outputs.compact else 0
+    tokens, its_scales = outputs.delivered(1, made, num_rows)
+    got = outputs.trimmed(fields, num_rows) | {"tokens": tokens, "scales": its_scales}
+    for name, tensor in got.items():
+        expected = getattr(want, name)
+        assert (tensor is None) == (expected is None), name
+        if tensor is not None:
+            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
+    if payload == "packed":
+        assert its_scales is not None
+        packed_layout(its_scales)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_slots_are_apart_and_views_are_fresh(layout: Layout) -> None:
+    case = RoutingCase(4, 2, 64, (3, 3), max_tokens=3)
+    config = config_of(case, layout)
+    sizes = plan.sizes_of(config)
+    outputs = Outputs(config, sizes, CPU)
+    region = Bytes(abi.region_map(sizes.shape).num_bytes)
+    outputs.attach(region)
+    slots = [outputs.delivered(slot, None, 2)[0] for slot in range(sizes.shape.dispatch_slots)]
+    for slot, tokens in enumerate(slots):
+        tokens.fill_(slot + 1)
+    for slot, tokens in enumerate(slots):
+        assert bool((tokens == slot + 1).all())
+        again = outputs.delivered(slot, None, 2)[0]
+        assert again is not tokens
+        assert again.data_ptr() == tokens.data_ptr()
+    outputs.attach(None)
+    with pytest.raises(AssertionError):
+        outputs.delivered(0, None, 2)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 8])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_parts_of_a_routing_do_not_overlap(layout: Layout, topk: int) -> None:
+    case = RoutingCase(9, topk, 64, (5, 2, 0), max_tokens=5)
+    config = config_of(case, layout)
+    sizes = plan.sizes_of(config)
+    where = plan.state_map(config, sizes)
+    positions = 3 * 5
+    ends = [
+        (where.home, 5 * topk * ctypes.sizeof(abi.Home)), (where.places, positions * topk * 4),
+        (where.tokens, positions * 4), (where.source_rows, 3 * 4), (where.kept, (2 * sizes.num_groups + 3) * 4),
+        (where.routing_bytes, 0),
+    ]  # fmt: skip
+    for (start, num_bytes), (following, _) in itertools.pairwise(ends):
+        assert start % 16 == 0
+        assert start + num_bytes <= following
+    assert where.weights == abi.OP_WORDS * 8
+    assert where.carried_bytes == where.weights + positions * topk * 4

@@ -1,0 +1,141 @@
+"""Which stream waits for which, when a communicator's caller changes streams: with streams that only take notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels.transports.nvlink import streams
+from ep_kernels.transports.nvlink.streams import StreamOrder, tensors_in
+
+
+@dataclass(eq=False)
+class Event:
+    """What was in a stream when it was recorded."""
+
+    after: tuple[str, ...] = ()
+
+    def record(self, stream: Stream) -> None:
+        self.after = tuple(stream.work)
+
+
+@dataclass(eq=False)
+class Stream:
+    """What lies in it, and what it waits for."""
+
+    cuda_stream: int
+    capturing: bool = False
+    work: list[str] = field(default_factory=list)
+
+    def record_event(self) -> Event:
+        return Event(tuple(self.work))
+
+    def wait_event(self, event: Event) -> None:
+        self.work += [name for name in event.after if name not in self.work]
+
+
+class Device:
+    """Stands for torch.cuda."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream(0), Stream(7), Stream(9)]
+        self.now = self.streams[0]
+
+    def current_stream(self, _: object) -> Stream:
+        return self.now
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.now.capturing
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    fake: Any = SimpleNamespace(
+        cuda=made, Tensor=torch.Tensor, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: made.now.cuda_stream)
+    )
+    monkeypatch.setattr(streams, "torch", fake)
+    return made
+
+
+def launch(device: Device, order: StreamOrder, stream: int, name: str) -> Stream:
+    """An operation on that stream."""
+    with device.stream(device.streams[stream]):
+        assert order.enter() == device.now.cuda_stream
+        device.now.work.append(name)
+        order.leave([])
+        return device.now
+
+
+def made_order() -> StreamOrder:
+    order: Any = StreamOrder(SimpleNamespace(index=0))  # type: ignore[arg-type]
+    return order  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("turns", ["000", "01", "10", "0110", "0121020", "1112220"])
+def test_each_comes_after_the_one_before(device: Device, turns: str) -> None:
+    order, launched = made_order(), []
+    for number, stream in enumerate(turns):
+        used = launch(device, order, int(stream), f"op {number}")
+        launched.append(f"op {number}")
+        if number:
+            assert launched[-2] in used.work[: used.work.index(launched[-1])], (turns, number)
+
+
+def test_what_others_do_meanwhile_is_not_waited_for(device: Device) -> None:
+    """Once a second stream has shown, an operation waits for the one before and for nothing that came after it."""
+    order = made_order()
+    launch(device, order, 0, "a")
+    launch(device, order, 1, "b")
+    device.streams[1].work.append("unrelated")
+    assert "unrelated" not in launch(device, order, 2, "c").work
+
+
+def test_capture_stays_by_itself(device: Device) -> None:
+    """Captured operations follow each other, wait for nothing outside, and nothing outside waits for them."""
+    order = made_order()
+    launch(device, order, 0, "eager")
+    device.streams[1].capturing = device.streams[2].capturing = True
+    assert launch(device, order, 1, "first").work == ["first"]
+    assert launch(device, order, 2, "second").work == ["first", "second"]
+    assert launch(device, order, 1, "third").work == ["first", "second", "third"]
+    device.streams[1].capturing = device.streams[2].capturing = False
+    assert launch(device, order, 0, "later").work == ["eager", "later"]
+    assert launch(device, order, 1, "last").work[-3:] == ["eager", "later", "last"]
+
+
+def test_a_stream_that_was_eager_may_capture(device: Device) -> None:
+    order = made_order()
+    launch(device, order, 1, "eager")
+    device.streams[1].capturing = device.streams[2].capturing = True
+    launch(device, order, 1, "first")
+    assert "first" in launch(device, order, 2, "second").work
+
+
+def test_every_tensor_is_found() -> None:
+    @dataclass
+    class Record:
+        a: object
+        b: object
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    def tensor() -> torch.Tensor:
+        return torch.zeros(1).as_subclass(OnDevice)
+
+    want = [tensor() for _ in range(4)]
+    thing = [want[0], None, {"x": want[1], "y": 3}, Record((want[2], torch.zeros(1)), [[want[3]]]), Record]
+    assert [id(t) for t in tensors_in(thing)] == [id(t) for t in want]
