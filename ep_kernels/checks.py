@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import ArgumentError
+from ep_kernels.errors import ArgumentError, HandleError
 from ep_kernels.types import DispatchHandle, Mode
 
 _INT32 = torch.iinfo(torch.int32)
@@ -22,14 +22,15 @@ def tensor(
     """`value` if it is a contiguous tensor of this shape, dtype and device."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(name, "a torch.Tensor", type(value).__name__)
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise ArgumentError(name, f"shape {list(shape)}", list(value.shape))
     if value.dtype not in dtypes:
         raise ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
     if value.device.type != device_type:
         raise ArgumentError(name, f"a tensor on {device_type}", value.device)
-    if value.layout is not torch.strided or not value.is_contiguous():
-        strides = list(value.stride()) if value.layout is torch.strided else value.layout
+    strided = value.layout is torch.strided
+    if not strided or not value.is_contiguous():
+        strides = list(value.stride()) if strided else value.layout
         raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
     return value
 
@@ -87,6 +88,16 @@ def combine_arguments(
     if row_weights is not None:
         each = () if config.resolved_layout.per_expert else (config.topk,)
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
+
+
+def handle(value: object, owner: int, epoch: int) -> None:
+    """A DispatchHandle of communicator `owner`, made in this epoch; HandleError otherwise."""
+    if not isinstance(value, DispatchHandle):
+        raise ArgumentError("handle", "a DispatchHandle", type(value).__name__)
+    if value.owner != owner:
+        raise HandleError("handle: made by another communicator")
+    if value.epoch != epoch:
+        raise HandleError(f"handle: made in epoch {value.epoch}, the group is in epoch {epoch}")
 
 
 def int64_words(values: Sequence[int], count: int) -> None:

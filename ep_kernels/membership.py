@@ -1,0 +1,172 @@
+"""A rank's place in its group: usable, broken or closed; meeting the others, going on without some, leaving.
+
+Moves no tokens: `communicator.MoECommunicator` adds the operations.
+
+Three states: usable; broken (a TransportError ended an operation: every call raises that error at once, until
+`set_active` makes the survivors usable again; after `abort` only `close` is left); closed. An ArgumentError, a
+HandleError and a CapacityError break nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from ep_kernels import checks
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import AbortedError, ClosedError, TransportError
+from ep_kernels.transports import base
+from ep_kernels.types import Capabilities, LatencySample
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ids = itertools.count(1)
+
+
+class Member:
+    """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`, `wake`,
+    `abort` and `close` may come from any thread."""
+
+    def __init__(self, config: MoEConfig, transport: base.Transport) -> None:
+        self._config, self._id = config, next(_ids)
+        self._transport = transport
+        self._epoch: int = config.group.epoch
+        self._active: tuple[bool, ...] = (True,) * config.group.size
+        self._fault: TransportError | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+
+    # What it is.
+
+    @property
+    def config(self) -> MoEConfig:
+        """As given."""
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._config.group.rank  # type: ignore[no-any-return]
+
+    @property
+    def size(self) -> int:
+        """Rank slots R, dead ranks included."""
+        return self._config.group.size  # type: ignore[no-any-return]
+
+    @property
+    def epoch(self) -> int:
+        """Membership counter, as the group or the last `set_active` gave it."""
+        return self._epoch
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Which ranks take part."""
+        return self._active
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the transport can do."""
+        return self._transport.capabilities
+
+    # Membership and meeting.
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """Go on without the ranks whose mask is False; collective of the others, and the way out of a PeerTimeout.
+
+        Requests and handles of the old epoch are void. Where the expert map has replicas, they take over; a token whose
+        expert has no copy left is flagged in `DispatchOutput.valid`.
+
+        Args:
+            mask: [R], 1 = alive; True for this rank; equal on all survivors.
+            epoch: larger than the current one; equal on all survivors.
+        """
+        if self._closed or isinstance(self._fault, AbortedError):
+            self._ready()
+        values = checks.active_mask(mask, epoch, self.rank, self.size, self._epoch)
+        self._run(self._transport.set_active, values, epoch)
+        self._active, self._epoch, self._fault = values, epoch, None
+        self._forget()
+
+    def barrier(self) -> None:
+        """Meet all active ranks."""
+        self._ready()
+        self._run(self._transport.barrier)
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """All-gather of 8 int64 per rank on the host, in rank order; None for inactive ranks. Collective."""
+        checks.int64_words(words, base.EXCHANGE_WORDS)
+        self._ready()
+        return self._run(self._transport.exchange, words)
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """Sleep until a peer is in an `exchange` that this rank has not entered, or `wake()`: True. Timeout: False."""
+        self._ready()
+        return self._run(self._transport.wait_for_peer, timeout_s)
+
+    def wake(self) -> None:
+        """End this rank's `wait_for_peer`, the present or the next one. Any thread; does nothing once closed."""
+        with self._lock:
+            if not self._closed:
+                self._transport.wake()
+
+    def abort(self, reason: str) -> None:
+        """End every wait of this rank, present and future, in AbortedError(reason). Any thread; then only close()."""
+        with self._lock:
+            if not self._closed:
+                self._fault = AbortedError(reason)
+                self._transport.abort(reason)
+
+    def samples(self) -> list[LatencySample]:
+        """Latency records since the last call, oldest first. Any thread; empty once closed."""
+        with self._lock:
+            return [] if self._closed else self._transport.samples()
+
+    # Life.
+
+    def check(self) -> None:
+        """Raise what broke this communicator, if anything did, or what an operation that nobody waited for has found (a
+        HandleError or CapacityError, once; it breaks nothing). Waits for nothing: on GPUs it says what kernels have met
+        so far, so synchronise first to hear of all of them (after a graph's replay, say)."""
+        self._ready()
+        self._transport.check_results()
+
+    def close(self) -> None:
+        """Free everything; never waits for a peer. Idempotent; any thread. Tensors handed out stay readable."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For the operations.
+
+    def _forget(self) -> None:
+        """A new epoch has begun: what was under way is void."""
+
+    def _ready(self) -> None:
+        """Raise what makes every call useless; asked before each operation."""
+        if self._closed:
+            raise ClosedError("the communicator is closed")
+        if self._fault is not None:
+            raise self._fault.with_traceback(None)
+        self._run(self._transport.check)
+
+    def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A call into the transport; remembers the TransportError that it raises."""
+        try:
+            return call(*args, **kwargs)
+        except TransportError as error:
+            if not isinstance(self._fault, AbortedError):
+                self._fault = error
+            raise
