@@ -32,7 +32,10 @@ class Scale:
         self.gate.set()
         self.layers: list[int] = []
 
-    def forward(self, layer: int, tokens: torch.Tensor, offsets: Any, counts: torch.Tensor, out: torch.Tensor) -> Any:
+    def forward(
+        self, layer: int, tokens: torch.Tensor, offsets: Any, counts: torch.Tensor, out: torch.Tensor, num_rows: int
+    ) -> Any:
+        assert int(counts.sum()) <= num_rows <= tokens.shape[0]
         self.layers.append(layer)
         assert self.gate.wait(WAIT_S)
         out.fill_(float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
 from crossdock.supervisor import current_view
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.v1.control_pb2 import SERVING, GroupView
+from crossdock.worker import device
+from crossdock.worker.device import DeviceLost
 from crossdock.worker.process import run_worker
 from tests.services.cluster import ANSWER_S, FORM_S, Batch, Caller, Cluster, check, cluster, write_model
 
@@ -275,6 +278,22 @@ def test_an_unknown_activation_is_exit_2_before_the_group_forms(model: str, capf
 
 def test_an_unknown_transport_is_exit_2(model: str, capfd: pytest.CaptureFixture[str]) -> None:
     exit_2(WorkerConfig(model=model, transport="pigeon"), "pigeon", capfd)
+
+
+@pytest.mark.parametrize("works", [0, 1, 2], ids=["at the start", "before loading", "before an epoch"])
+def test_a_lost_device_is_exit_4(
+    model: str, control: str, works: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU that fails stays lost to its process, so the process ends and whoever started it makes a new one."""
+    asked = itertools.count()
+
+    def enter(device: object) -> None:
+        if next(asked) >= works:
+            raise DeviceLost("cuda:0: an illegal memory access was encountered")
+
+    monkeypatch.setattr(device, "enter", enter)
+    assert run_worker(WorkerConfig(model=model, control=control)) == 4
+    one_line(capfd.readouterr().err, "illegal memory access")
 
 
 @pytest.mark.parametrize("what", ["listen", "http_listen"])

@@ -77,6 +77,20 @@ def test_half_types_are_computed_in_fp32_inside(tmp_path: Path) -> None:
     assert Experts.load(checkpoint, [0], dtype=torch.bfloat16).output_dtype is torch.float32
 
 
+def test_rows_past_num_rows_are_left_alone(tmp_path: Path) -> None:
+    weights = draw_weights(SIZES)
+    checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights))
+    experts = Experts.load(checkpoint, [0, 1], dtype=torch.float32)
+    offsets, counts = _groups([2, 3], 1)
+    tokens = torch.cat([torch.randn(5, SIZES.hidden), torch.full((4, SIZES.hidden), float("nan"))])
+    out = torch.full(tokens.shape, 7.0)
+    experts.forward(0, tokens, offsets, counts, out=out, num_rows=6)
+    torch.testing.assert_close(out[:2].double(), _dense(tokens[:2], *weights[0, 0]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[2:5].double(), _dense(tokens[2:5], *weights[0, 1]), rtol=1e-5, atol=1e-5)
+    assert (out[6:] == 7.0).all()
+    assert experts.forward(0, tokens, offsets, counts, num_rows=6)[:5].isfinite().all()
+
+
 def test_no_rows_at_all(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES)))
     for dtype in (torch.float32, torch.bfloat16):

@@ -96,7 +96,9 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     uid: str = ""
     """Stable identity over restarts. Empty: <host>/<local_rank>."""
     local_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Which of this host's workers this is, and so which device."""
+    """Which of this host's workers this is."""
+    device: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """GPUs: index of the CUDA device, as this process sees them. Null: local_rank."""
     listen: str = "127.0.0.1:0"
     """host:port of the ExpertService; port 0 = any free one (it is told to the control plane)."""
     advertise: str = ""
@@ -104,9 +106,14 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     http_listen: str = "127.0.0.1:0"
     """host:port of /metrics, /livez, /readyz."""
     transport: str = "cpu"
-    """Folder name under `ep_kernels/transports`."""
+    """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
+    kernel_cache_dir: str = ""
+    """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
+    home_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """In which expert rows come home and are summed. Empty: float32 on a CPU; on GPUs `dtype`, which is half the bytes
+    and rounds each rank's share of a token once more."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
     step_timeout_s: Seconds = 10.0
@@ -130,7 +137,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     """`crossdock up`: the workers of one host, and perhaps the control plane, under one supervisor."""
 
     worker: WorkerConfig
-    """What the workers share. Fixed ports count up by local rank, so that worker i listens on port + i."""
+    """What the workers share. Fixed ports and `device` count up by local rank: worker i listens on port + i."""
     num_workers: Count = 4
     """Workers on this host."""
     control: ControlConfig | None = ControlConfig()
@@ -159,6 +166,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             shared,
             local_rank=shared.local_rank + local_rank,
+            device=None if shared.device is None else shared.device + local_rank,
             uid=f"{shared.uid}/{local_rank}" if shared.uid else "",
             listen=_count_up(shared.listen, local_rank),
             advertise=_count_up(shared.advertise, local_rank),

@@ -1,8 +1,9 @@
 """`crossdock demo`: is a model the same when its experts live in other processes?
 
 For each family a small random model is written to disk and run as plain `transformers`, in float32 and in bfloat16.
-Then, for each dtype, a control plane and four workers serve its experts, the same model is attached to them, and both
-are compared by the criteria of `compare.py`. Nothing is downloaded, everything is seeded.
+Then, for each dtype, a control plane and its workers serve the experts (four on this CPU, or one on each GPU), the same
+model is attached to them, and both are compared by the criteria of `compare.py`. Nothing is downloaded, everything is
+seeded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -21,13 +22,15 @@ import transformers
 from rich.console import Console
 
 from crossdock.client import ClientError, attach
-from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.demo import scrape
+from crossdock.common.config import ConfigFileError, ControlConfig
+from crossdock.demo import scrape, stage
 from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, notes, table
+from crossdock.demo.stage import Stage
 from crossdock.demo.text import find_text, token_ids
 from crossdock.supervisor import Supervisor, SupervisorError
+from ep_kernels import transports
 
 Name = Literal["float32", "bfloat16"]
 
@@ -47,7 +50,6 @@ FAMILIES: dict[str, Sizes] = {
 """What is served, and how many experts each has."""
 
 DTYPES: dict[Name, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NUM_WORKERS = 4
 NUM_PROMPTS, PROMPT_BYTES, NUM_NEW_TOKENS = 4, 64, 32
 TEXT_ROWS, TEXT_COLUMNS = 4, 256
 FORM_TIMEOUT_S = 180.0
@@ -69,25 +71,53 @@ class Plain:
     rounded: torch.Tensor
 
 
-def run_demo(families: Sequence[str] = tuple(FAMILIES), console: Console | None = None) -> int:
+def run_demo(
+    families: Sequence[str] = tuple(FAMILIES),
+    console: Console | None = None,
+    *,
+    transport: str = "cpu",
+    num_workers: int | None = None,
+) -> int:
     """Run the whole comparison and print the table.
+
+    Args:
+        families: keys of FAMILIES.
+        console: where to print.
+        transport: of the workers.
+        num_workers: None: four on a CPU, one per GPU otherwise.
 
     Returns:
         0 if every criterion was met, else 1; the reasons are printed, and logs kept.
+
+    Raises:
+        ConfigFileError: an unknown family or transport, or too few GPUs.
     """
-    console = console or Console()
+    _require("--transport", transports.names(), [transport])
+    _require("--family", FAMILIES, families)
+    where = Stage.of(transport, num_workers, stage.num_gpus() if transport != "cpu" else 0)
+    return _play(families, where, console or Console())
+
+
+def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name}")
+
+
+def _play(families: Sequence[str], where: Stage, console: Console) -> int:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="crossdock-demo-"))
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     source, text = find_text(TEXT_ROWS * TEXT_COLUMNS)
-    console.print(f"text: {source}, byte by byte; models: random weights, in {folder}", soft_wrap=True)
+    models = f"random weights, on {where.device}, in {folder}"
+    console.print(f"text: {source}, byte by byte; models: {models}", soft_wrap=True)
     rows: list[Row] = []
     problem = ""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the models are small, and the workers want the other cores
     try:
         for family in families:
-            for row in _run_family(family, folder / family, text, console):
+            for row in _run_family(family, folder / family, text, where, console):
                 rows.append(row)
     except (SupervisorError, ClientError, OSError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -112,32 +142,35 @@ def _report(rows: Sequence[Row], problem: str, console: Console) -> bool:
     return not (failures or problem)
 
 
-def _run_family(family: str, folder: Path, text: bytes, console: Console) -> Iterator[Row]:
+def _run_family(family: str, folder: Path, text: bytes, where: Stage, console: Console) -> Iterator[Row]:
     """Write the model, run it plain, then serve it once per dtype."""
     write_checkpoint(family, folder, dtype=torch.bfloat16, **FAMILIES[family])
-    plain = functools.cache(lambda: _run_plain(folder, text))
+    plain = functools.cache(lambda: _run_plain(folder, text, where.device))
     for name in DTYPES:
-        yield _serve(family, folder, name, plain, text, console)
+        yield _serve(family, folder, name, plain, text, where, console)
 
 
-def _run_plain(folder: Path, text: bytes) -> Plain:
-    exact, rounded = _load(folder, torch.float32), _load(folder, torch.bfloat16)
+def _run_plain(folder: Path, text: bytes, device: torch.device) -> Plain:
+    exact, rounded = _load(folder, torch.float32, device), _load(folder, torch.bfloat16, device)
     ids = token_ids(text, TEXT_ROWS, TEXT_COLUMNS)
     return Plain(_generate(exact, text), _logits(exact, ids), _logits(rounded, ids))
 
 
-def _serve(family: str, folder: Path, name: Name, plain: Callable[[], Plain], text: bytes, console: Console) -> Row:
+def _serve(
+    family: str, folder: Path, name: Name, plain: Callable[[], Plain], text: bytes, where: Stage, console: Console
+) -> Row:
     """Start the service, run the plain model meanwhile, attach the model to the service, compare, scrape."""
     started = time.monotonic()
-    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=NUM_WORKERS)
-    workers = [WorkerConfig(model=str(folder), local_rank=rank, dtype=name) for rank in range(NUM_WORKERS)]
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=where.num_workers)
+    workers = [where.worker(str(folder), rank, name) for rank in range(where.num_workers)]
     with Supervisor(control, workers, folder / f"logs-{name}") as group:
         plain()
         view = group.wait_serving(FORM_TIMEOUT_S)
         urls = [f"http://{member.http_address}/metrics" for member in view.members]
         up_s = time.monotonic() - started
-        console.print(f"{family} {name}: {NUM_WORKERS} workers behind {group.control_address}, up in {up_s:.1f} s")
-        model = _load(folder, DTYPES[name])
+        workers_are = f"{where.num_workers} workers ({where.transport}) behind {group.control_address}"
+        console.print(f"{family} {name}: {workers_are}, up in {up_s:.1f} s")
+        model = _load(folder, DTYPES[name], where.device)
         with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
         phases = scrape.phase_buckets(scrape.fetch(urls))
@@ -156,20 +189,20 @@ def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple
     return judge_bf16(plain.exact, plain.rounded, logits), tokens_per_s
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     automatic: Any = transformers.AutoModelForCausalLM
-    return automatic.from_pretrained(folder, dtype=dtype).eval()
+    return automatic.from_pretrained(folder, dtype=dtype).eval().to(device)
 
 
 @torch.no_grad()
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Teacher-forced logits [B, S, V] in float32."""
-    return model(ids, use_cache=False).logits.float()  # type: ignore[no-any-return]
+    """Teacher-forced logits [B, S, V] in float32, in host memory."""
+    return model(ids.to(model.device), use_cache=False).logits.float().cpu()  # type: ignore[no-any-return]
 
 
 def _generate(model: Any, text: bytes) -> torch.Tensor:
-    """Greedily generated ids [B, G], without the prompts."""
-    prompts = token_ids(text, NUM_PROMPTS, PROMPT_BYTES)
+    """Greedily generated ids [B, G], without the prompts, in host memory."""
+    prompts = token_ids(text, NUM_PROMPTS, PROMPT_BYTES).to(model.device)
     options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids: torch.Tensor = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-    return ids[:, PROMPT_BYTES:]
+    return ids[:, PROMPT_BYTES:].cpu()

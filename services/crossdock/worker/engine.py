@@ -26,6 +26,7 @@ import torch
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.experts import Experts
+from crossdock.worker.lane import lane_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
 from crossdock.worker.telemetry import Telemetry
@@ -34,6 +35,7 @@ from ep_kernels import EpError, MoECommunicator, PeerTimeout
 
 _log = log.get(__name__)
 
+_CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers end it at once."""
 
@@ -45,10 +47,14 @@ class Engine:
     Args:
         max_tokens_per_step: M.
         telemetry: where steps and samples are counted.
+        device: where steps are computed.
+
+    Raises:
+        DeviceLost: the device does not work.
     """
 
-    def __init__(self, max_tokens_per_step: int, telemetry: Telemetry) -> None:
-        self._max_tokens, self._telemetry = max_tokens_per_step, telemetry
+    def __init__(self, max_tokens_per_step: int, telemetry: Telemetry, device: torch.device = _CPU) -> None:
+        self._max_tokens, self._telemetry, self._lane = max_tokens_per_step, telemetry, lane_of(device)
         self._lock = threading.Condition()
         self._batcher = Batcher()
         self._running: list[Work] = []
@@ -139,7 +145,8 @@ class Engine:
             self._comm, self._num_steps = comm, 0
         ended: Fault | Left
         try:
-            ended = self._loop(comm, Stepper(comm, experts))
+            self._lane.enter()
+            ended = self._loop(comm, Stepper(comm, experts, self._lane))
         except PeerTimeout as error:
             ended = Fault(str(error), (error.peer,))
         except (EpError, DesyncError) as error:
@@ -232,7 +239,7 @@ class Engine:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
             if piece.num_tokens == work.num_tokens:
-                work.y = rows.to(work.x.dtype)
+                work.y = rows.to(work.x.dtype, copy=len(batch.slices) > 1)  # a view would keep everybody's rows
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
                 work.y[piece.start : piece.stop] = rows

@@ -2,12 +2,14 @@
 
 `down(act(gate(x)) * up(x))` for each expert's group of rows. Where torch has a grouped GEMM for this device and dtype,
 and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm over the experts that have rows. There
-is no GEMM of our own.
+is no GEMM of our own. On a GPU the grouped GEMM reads the groups' offsets there: the host waits for nothing, and rows
+past the last group cost nothing. The loop needs the offsets on the host.
 
-Precision. The loop computes bf16 and fp16 models in fp32 inside: an expert's weights are widened into one scratch
-buffer and nothing is rounded between the two products. On CPUs without bf16 matrix units that is the faster way too
-(from some 16 rows on), and it is what lets a served model be closer to an fp32 run than the plain bf16 model is. Give
-`forward` an `out` of `output_dtype`, and the communicator that output dtype, and rows go home unrounded as well.
+Precision. On a CPU the loop computes bf16 and fp16 models in fp32 inside: an expert's weights are widened into one
+scratch buffer and nothing is rounded between the two products. On CPUs without bf16 matrix units that is the faster way
+too (from some 16 rows on), and it is what lets a served model be closer to an fp32 run than the plain bf16 model is.
+Give `forward` an `out` of `output_dtype`, and the communicator that output dtype, and rows go home unrounded as well.
+On a GPU products are rounded to the weights' dtype, as in any model there; sums inside a product are fp32.
 
 Letters: N rows, L experts here, H hidden size, I intermediate size of one expert.
 """
@@ -59,8 +61,9 @@ class Experts:
         self.num_bytes = sum(part.nbytes for pair in weights.values() for part in pair)
         aligned = all(part.shape[-1] * part.element_size() % 16 == 0 for part in (gate_up, down))
         self._grouped = aligned and has_grouped_mm(device, self.dtype)
-        self.output_dtype = self.dtype if self._grouped else torch.float32
-        if not self._grouped and self.dtype is not torch.float32:
+        widened = not self._grouped and device.type == "cpu"
+        self.output_dtype = torch.float32 if widened else self.dtype
+        if widened and self.dtype is not torch.float32:
             self._scratch = torch.empty(max(gate_up[0].numel(), down[0].numel()), device=device)
 
     @staticmethod
@@ -112,6 +115,7 @@ class Experts:
         offsets: torch.Tensor,
         counts: torch.Tensor,
         out: torch.Tensor | None = None,
+        num_rows: int | None = None,
     ) -> torch.Tensor:
         """Run each expert over its group of rows.
 
@@ -121,6 +125,7 @@ class Experts:
             offsets: int32 [L + 1], first row of each group, padding included.
             counts: int32 [L], rows of each group without padding.
             out: [N, H] of any float dtype to write into, or None for a new tensor of `dtype`.
+            num_rows: no group ends past it; None: N. What lies past it is neither read nor written.
 
         Returns:
             [N, H], `out` if that was given; rows past a group's count hold anything.
@@ -130,27 +135,39 @@ class Experts:
         """
         if layer not in self._weights:
             raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
+        if not self._grouped:
+            return self._loop(layer, tokens, offsets, counts, torch.empty_like(tokens) if out is None else out)
         gate_up, down = self._weights[layer]
-        if self._grouped:
-            rows = grouped_mm(self._gate(grouped_mm(tokens, gate_up, offsets[1:])), down, offsets[1:])
-            return rows if out is None else out.copy_(rows)
+        inner = grouped_mm(tokens, gate_up, offsets[1:])
+        hidden = inner.new_empty(inner.shape[0], inner.shape[1] // 2)
+        self._gate(inner[:num_rows], hidden[:num_rows])
+        rows = grouped_mm(hidden, down, offsets[1:])
         if out is None:
-            out = torch.empty_like(tokens)
+            return rows
+        out[:num_rows].copy_(rows[:num_rows])
+        return out
+
+    def _loop(
+        self, layer: int, tokens: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """One expert after the other; reads offsets and counts on the host."""
+        gate_up, down = self._weights[layer]
         for slot, (start, count) in enumerate(zip(offsets[:-1].tolist(), counts.tolist(), strict=True)):
             if count:
-                rows = tokens[start : start + count].float()
-                hidden = self._gate(torch.mm(rows, self._widen(gate_up[slot]).t()))
+                rows = tokens[start : start + count].to(self.output_dtype)
+                inner = torch.mm(rows, self._widen(gate_up[slot]).t())
+                hidden = self._gate(inner, inner.new_empty(count, inner.shape[1] // 2))
                 out[start : start + count] = torch.mm(hidden, self._widen(down[slot]).t())
         return out
 
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[N, 2I] -> act(gate) * up [N, I], rounded once."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (self._act(gate) * up).to(gate_up.dtype)
+    def _gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """[N, 2I] -> act(gate) * up [N, I] into `out`, rounded once."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.mul(self._act(gate.float()), up, out=out)
 
     def _widen(self, weight: torch.Tensor) -> torch.Tensor:
-        """The matrix in fp32; valid until the next call."""
-        if weight.dtype is torch.float32:
+        """The matrix in `output_dtype`; valid until the next call."""
+        if weight.dtype is self.output_dtype:
             return weight
         return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
 
@@ -169,15 +186,18 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if torch's grouped GEMM works here and agrees with torch.mm; found by trying, since versions and devices
-    differ. On a CPU half types go to the fp32 loop instead: see this page's head."""
+    """True if torch's grouped GEMM works here and agrees with torch.mm, for uneven and empty groups and with rows of
+    nobody behind them; found by trying, since versions and devices differ. On a CPU half types go to the fp32 loop
+    instead: see this page's head."""
     if device.type == "cpu" and dtype is not torch.float32:
         return False
-    rows = torch.arange(16 * 16, device=device).remainder(7).to(dtype).view(16, 16)
-    weight = torch.arange(3 * 32 * 16, device=device).remainder(5).to(dtype).view(3, 32, 16)
-    ends = torch.tensor([8, 8, 16], dtype=torch.int32, device=device)
-    expected = torch.cat([rows[:8] @ weight[0].t(), rows[8:] @ weight[2].t()])
+    rows = torch.arange(24 * 16, device=device).remainder(7).to(dtype).view(24, 16)
+    rows[16:] = torch.nan
+    weight = torch.arange(4 * 32 * 16, device=device).remainder(5).to(dtype).view(4, 32, 16)
+    ends = torch.tensor([5, 5, 13, 16], dtype=torch.int32, device=device)
+    expected = torch.cat([rows[:5] @ weight[0].t(), rows[5:13] @ weight[2].t(), rows[13:16] @ weight[3].t()])
     try:
-        return bool(torch.equal(grouped_mm(rows, weight, ends), expected))
+        nobody = grouped_mm(rows, weight, torch.zeros_like(ends))
+        return nobody.shape == (24, 32) and torch.equal(grouped_mm(rows, weight, ends)[:16], expected)
     except (RuntimeError, AttributeError):
         return False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from crossdock.common.config import WorkerConfig
+from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.experts import Experts, activation
 from crossdock.worker.seat import ControlGroup, Seat
-from ep_kernels import Capabilities, ConfigError, ExpertMap, Layout, Mode, MoECommunicator, MoEConfig
+from ep_kernels import Capabilities, ExpertMap, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.transports import create
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,10 +29,12 @@ class Model:
         spec: what the checkpoint says.
         dtype: what is served; x and y have it.
         capabilities: of the configured transport.
+        device: where experts are held and steps computed; current in the thread that made this.
 
     Raises:
         CheckpointError: an activation that is not supported.
-        EpError: the transport does not work here, or cannot carry this model.
+        EpError: the transport does not work here, or cannot carry this model; there is no such device.
+        DeviceLost: the GPU does not work.
     """
 
     def __init__(self, config: WorkerConfig, checkpoint: Checkpoint) -> None:
@@ -38,10 +42,9 @@ class Model:
         activation(self.spec.hidden_act)
         self.dtype = _DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
         self.capabilities = self._probe()
-        if self.capabilities.device_type != "cpu":
-            raise ConfigError(
-                "worker.transport", "one that works on a CPU: no worker serves on GPUs yet", config.transport
-            )
+        index = config.local_rank if config.device is None else config.device
+        self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
+        devices.enter(self.device)
         self._held: tuple[tuple[int, ...], Experts | None] | None = None
 
     @property
@@ -66,14 +69,13 @@ class Model:
 
         Raises:
             CheckpointError: unreadable weights.
+            DeviceLost: the GPU does not work any more.
         """
+        devices.enter(self.device)
         ids = ExpertMap.contiguous(self.spec.num_experts, seat.size).experts_of(seat.rank)
         if self._held is None or self._held[0] != ids:
             self._held = None  # two sets might not fit
-            device = self.capabilities.device_type
-            load = Experts.load
-            experts = load(self._checkpoint, ids, dtype=self.dtype, device=device, progress=progress) if ids else None
-            self._held = (ids, experts)
+            self._held = (ids, self._read(ids, progress) if ids else None)
         return self._held[1]
 
     def connect(self, group: ControlGroup) -> MoECommunicator:
@@ -81,8 +83,13 @@ class Model:
 
         Raises:
             EpError: a peer did not come, the ranks differ, or the epoch is over.
+            DeviceLost: the GPU does not work any more.
         """
-        return MoECommunicator(self._moe_config(group, self._output_dtype))
+        devices.enter(self.device)
+        policy = {}
+        if self.device.type != "cpu":  # nobody reads counts on the host: worst-case rows, of which none can be dropped
+            policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
+        return MoECommunicator(self._moe_config(group, output_dtype=self._output_dtype, **policy))
 
     def close(self) -> None:
         """Unmap the checkpoint."""
@@ -90,17 +97,23 @@ class Model:
 
     @property
     def _output_dtype(self) -> torch.dtype | None:
-        """On a CPU rows come home in float32, as the experts make them there, so only the final sum is rounded."""
+        """In which rows come home. By default float32 on a CPU, as the experts make them there, so that only the final
+        sum is rounded; the served dtype on a GPU."""
+        if self._config.home_dtype:
+            return _DTYPES[self._config.home_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
+    def _read(self, ids: tuple[int, ...], progress: Callable[[int, int], None]) -> Experts:
+        return Experts.load(self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress)
+
     def _probe(self) -> Capabilities:
-        transport = create(self._moe_config(_Alone(), None))
+        transport = create(self._moe_config(_Alone()))
         try:
             return transport.capabilities
         finally:
             transport.close()
 
-    def _moe_config(self, group: object, output_dtype: torch.dtype | None = None) -> MoEConfig:
+    def _moe_config(self, group: object, **fields: Any) -> MoEConfig:
         return MoEConfig(
             group=group,
             num_experts=self.spec.num_experts,
@@ -110,9 +123,10 @@ class Model:
             mode=Mode.AUTO,
             layout=Layout.GROUPED,
             dtype=self.dtype,
-            output_dtype=output_dtype,
             timeout_s=self._config.step_timeout_s,
             transport=self._config.transport,
+            kernel_cache_dir=self._config.kernel_cache_dir or None,
+            **fields,
         )
 
 

@@ -3,8 +3,9 @@
     open the model ─▶ listen (gRPC, HTTP) ─▶ print `crossdock-ready {...}` ─▶ session: join, serve, join again, ...
     SIGTERM, SIGINT or Drain: finish what is queued, leave, exit 0. A second signal ends the process at once.
 
-Exit codes: 0 drained; 2 the model or an address cannot be used; 3 the group does not take this worker, or there was no
-control plane for `JOIN_TIMEOUT_S` after the start. Whoever started the process may start it again after a 3.
+Exit codes: 0 drained; 2 the model, the device or an address cannot be used; 3 the group does not take this worker, or
+there was no control plane for `JOIN_TIMEOUT_S` after the start; 4 the GPU was lost. Whoever started the process may
+start it again after a 3 or a 4.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from crossdock.wire import NAMES
 from crossdock.worker.admission import Door
 from crossdock.worker.batcher import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.link import JoinRefused, Link
 from crossdock.worker.model import Model
@@ -39,7 +41,7 @@ from crossdock.worker.status import Status
 from crossdock.worker.telemetry import Telemetry
 from ep_kernels import EpError
 
-EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED = 0, 2, 3
+EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST = 0, 2, 3, 4
 JOIN_TIMEOUT_S = 120.0
 """Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
 _STOP_GRACE_S = 1.0
@@ -59,6 +61,9 @@ def run_worker(config: WorkerConfig) -> int:
     except (CheckpointError, EpError) as error:
         _log.error("cannot serve this model", error=str(error))
         return EXIT_BAD_CONFIG
+    except DeviceLost as error:
+        _log.error("cannot use the device", error=str(error))
+        return EXIT_DEVICE_LOST
     try:
         return asyncio.run(_Process(config, identity, model).run())
     except ListenError as error:
@@ -67,6 +72,9 @@ def run_worker(config: WorkerConfig) -> int:
     except CheckpointError as error:
         _log.error("cannot load the experts", error=str(error))
         return EXIT_BAD_CONFIG
+    except DeviceLost as error:
+        _log.error("the device was lost", error=str(error))
+        return EXIT_DEVICE_LOST
     finally:
         model.close()
 
@@ -78,7 +86,7 @@ class _Process:
         self._config, self._identity, self._model = config, identity, model
         self._metrics = WorkerMetrics()
         self._telemetry = Telemetry(self._metrics, model.row_bytes)
-        self._engine = Engine(config.max_tokens_per_step, self._telemetry)
+        self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
@@ -87,7 +95,7 @@ class _Process:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """From listening to the exit code. Raises ListenError, CheckpointError."""
+        """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
         server, address = await self._listen()
         try:
             http = serve_http(self._config.http_listen, self._metrics.registry, self._status.ready)
@@ -100,7 +108,8 @@ class _Process:
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
         announce(address, http.address)
-        _log.info("listening", address=address, http=http.address, model=self._model.spec.family)
+        where = {"model": self._model.spec.family, "device": str(self._model.device)}
+        _log.info("listening", address=address, http=http.address, **where)
         try:
             return await self._live()
         finally:

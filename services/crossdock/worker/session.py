@@ -21,6 +21,7 @@ import grpc
 
 from crossdock.common import log, rpc
 from crossdock.v1 import control_pb2
+from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.experts import Experts
 from crossdock.worker.link import Link, View
@@ -68,7 +69,7 @@ class Session:
         self._left = asyncio.Event()
 
     async def run(self) -> None:
-        """Join and serve, epoch after epoch, until this rank has left. Raises JoinRefused."""
+        """Join and serve, epoch after epoch, until this rank has left. Raises JoinRefused, DeviceLost."""
         try:
             while not self._left.is_set():
                 await self._serve(await self.join())
@@ -76,7 +77,7 @@ class Session:
             self._close_comm()
 
     async def join(self) -> Membership:
-        """From nothing, or from an epoch that ended, to a seat in a serving group. Raises JoinRefused."""
+        """From nothing, or from an epoch that ended, to a seat in a serving group. Raises JoinRefused, DeviceLost."""
         while True:
             await self._link.wait(lambda view: view.version > 0)
             self._status.joining("waiting for the group to be complete")
@@ -116,6 +117,8 @@ class Session:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
         except EpError as error:
             self._report(seat.epoch, Fault(str(error)))
+        except DeviceLost:
+            raise
         except Exception as error:  # out of memory, out of file descriptors, ...: this epoch cannot be, the next may
             _log.exception("cannot connect")
             self._report(seat.epoch, Fault(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,65 @@
+"""Where the demo plays: which transport, how many workers, and on which device the plain model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from crossdock.common.config import ConfigFileError, WorkerConfig
+
+NUM_CPU_WORKERS = 4
+MAX_GPU_WORKERS = 8
+"""Every model of the demo has at least so many experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """See the module's head.
+
+    Attributes:
+        transport: of the workers.
+        num_workers: how many.
+        device: where the plain model runs, and the one with remote experts: that of worker 0.
+    """
+
+    transport: str
+    num_workers: int
+    device: torch.device
+
+    @staticmethod
+    def of(transport: str, num_workers: int | None, num_gpus: int) -> Stage:
+        """The stage for a transport. Pure.
+
+        Args:
+            transport: folder name under `ep_kernels/transports`.
+            num_workers: None: four on a CPU, one per GPU (at most eight) otherwise.
+            num_gpus: CUDA devices that this process sees.
+
+        Raises:
+            ConfigFileError: no GPU, or more workers than GPUs.
+        """
+        if transport == "cpu":
+            return Stage(transport, num_workers or NUM_CPU_WORKERS, torch.device("cpu"))
+        if num_gpus == 0:
+            raise ConfigFileError(f"--transport {transport}: expected a CUDA device for each worker, got none")
+        if num_workers is not None and num_workers > num_gpus:
+            raise ConfigFileError(f"--workers: expected at most one for each of {num_gpus} GPUs, got {num_workers}")
+        return Stage(transport, num_workers or min(num_gpus, MAX_GPU_WORKERS), torch.device("cuda", 0))
+
+    def worker(self, model: str, local_rank: int, dtype: str) -> WorkerConfig:
+        """The config of one worker. Rows come home in float32, on GPUs too: the demo's criterion for bfloat16 is that
+        the service adds no rounding to what the plain model has, and a rank's partial sum rounded to bfloat16 is one.
+        """
+        return WorkerConfig(
+            model=model,
+            local_rank=local_rank,
+            transport=self.transport,
+            dtype=dtype,  # type: ignore[arg-type]
+            home_dtype="float32",
+        )
+
+
+def num_gpus() -> int:
+    """CUDA devices that torch can use in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

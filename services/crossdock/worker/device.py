@@ -1,0 +1,53 @@
+"""The device of a worker: the CPU, or one GPU of this host. One process per GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from ep_kernels import ConfigError
+
+
+class DeviceLost(RuntimeError):
+    """The GPU answers nothing to this process any more (an illegal access, a fallen bus): only a new process helps."""
+
+
+def choose(device_type: str, index: int, num_gpus: int) -> torch.device:
+    """The device of a worker. Pure.
+
+    Args:
+        device_type: "cpu" or "cuda", what the transport moves.
+        index: of the CUDA device.
+        num_gpus: CUDA devices that this process sees.
+
+    Raises:
+        ConfigError: no such GPU.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise ConfigError("worker.transport", "a CUDA device for each worker, or transport cpu", "no CUDA device")
+    if index >= num_gpus:
+        seen = f"one GPU per worker, device in 0..{num_gpus - 1} (this process sees {num_gpus})"
+        raise ConfigError("worker.device", seen, index)
+    return torch.device(device_type, index)
+
+
+def num_gpus() -> int:
+    """CUDA devices that torch can use in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def enter(device: torch.device) -> None:
+    """Make the device current in this thread; torch begins each thread on GPU 0.
+
+    Raises:
+        DeviceLost: it does not work any more.
+    """
+    if device.type == "cpu":
+        return
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # also makes its context current for the driver's own calls
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{device}: {error}") from error

@@ -1,0 +1,87 @@
+"""Where a worker and the demo run: the choice of the device, its errors, and the way of a step's tensors there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
+from crossdock.demo.stage import Stage
+from crossdock.worker.device import choose, enter
+from crossdock.worker.lane import HostLane, lane_of
+from ep_kernels import ConfigError
+
+
+def test_one_gpu_for_each_worker() -> None:
+    assert [choose("cuda", index, 4) for index in range(4)] == [torch.device("cuda", index) for index in range(4)]
+    assert choose("cpu", 7, 0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("index", "num_gpus", "words"),
+    [
+        (2, 2, r"worker\.device: expected .*in 0\.\.1 \(this process sees 2\), got 2"),
+        (5, 1, r"worker\.device: expected .*in 0\.\.0 \(this process sees 1\), got 5"),
+        (0, 0, r"worker\.transport: expected a CUDA device for each worker, .*got 'no CUDA device'"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_said_with_both_numbers(index: int, num_gpus: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose("cuda", index, num_gpus)
+
+
+def test_devices_of_a_host_count_up() -> None:
+    def devices(worker: WorkerConfig) -> list[int | None]:
+        return [each.device for each in HostConfig(worker=worker, num_workers=3).worker_configs()]
+
+    assert devices(WorkerConfig(model="m", device=4)) == [4, 5, 6]
+    assert devices(WorkerConfig(model="m")) == [None, None, None]
+    with pytest.raises(ConfigFileError, match="device"):
+        load(WorkerConfig, None, ["model=m", "device=-1"])
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_workers", "num_gpus", "expected"),
+    [
+        ("cpu", None, 0, (4, "cpu")),
+        ("cpu", 2, 8, (2, "cpu")),
+        ("nvlink", None, 4, (4, "cuda:0")),
+        ("nvlink", None, 16, (8, "cuda:0")),
+        ("nvlink", 2, 4, (2, "cuda:0")),
+    ],
+)
+def test_the_demos_stage(transport: str, num_workers: int | None, num_gpus: int, expected: tuple[int, str]) -> None:
+    stage = Stage.of(transport, num_workers, num_gpus)
+    assert (stage.num_workers, str(stage.device)) == expected
+    worker = stage.worker("m", 1, "bfloat16")
+    assert (worker.transport, worker.local_rank, worker.home_dtype) == (transport, 1, "float32")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_gpus", "words"),
+    [(None, 0, "nvlink: expected a CUDA device"), (3, 2, "at most one for each of 2")],
+)
+def test_the_demo_refuses_too_few_gpus(num_workers: int | None, num_gpus: int, words: str) -> None:
+    with pytest.raises(ConfigFileError, match=words):
+        Stage.of("nvlink", num_workers, num_gpus)
+
+
+def test_on_a_cpu_nothing_is_moved() -> None:
+    enter(torch.device("cpu"))
+    lane = lane_of(torch.device("cpu"))
+    assert isinstance(lane, HostLane)
+    lane.enter()
+    first, second, counts = torch.randn(3, 4), torch.randn(2, 4), torch.tensor([2, 1], dtype=torch.int32)
+    with lane.running():
+        (alone, joined) = lane.bring([[first], [first, second]])
+        lane.mark()
+        lane.mark()
+        lane.send_home(joined, counts)
+    counts.zero_()  # dispatch's counts may lie in a buffer that is used again
+    landed = lane.wait()
+    assert alone is first
+    assert torch.equal(joined, torch.cat([first, second]))
+    assert landed.z is joined
+    assert landed.rows_per_expert.tolist() == [2, 1]
+    assert len(landed.phases_ns) == 3
+    assert min(landed.phases_ns) >= 0
