@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ep_kernels import Layout, Mode
 
+FP8_BLOCK = 128
+"""Columns that share one fp32 scale."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table (two: dispatch and combine)."""
+    """One line of the table (two or three: dispatch, combine, pair).
+
+    Attributes:
+        tokens: T of every rank; also M, the most tokens per rank that buffers are made for.
+        routing: a key of ROUTINGS.
+        fp8_dispatch: rows go out as fp8 with fp32 scales, quantised inside the operation.
+        fp8_combine: partial sums come home as fp8 with fp32 scales.
+        num_sms: multiprocessors that an operation may fill; None: the backend's own choice.
+        form: "" (worst-case rows, no host wait), "exact" (rows as many as arrived, one host read) or "cached" (the
+            routing of an earlier dispatch is used again).
+    """
 
     mode: Mode
     layout: Layout
@@ -22,11 +36,27 @@ class Case:
     topk: int = 8
     dtype: torch.dtype = torch.bfloat16
     routing: str = "uniform"
+    fp8_dispatch: bool = False
+    fp8_combine: bool = False
+    num_sms: int | None = None
+    form: str = ""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token in `dtype`."""
         return self.hidden * self.dtype.itemsize
+
+    def moved_bytes(self, op: str) -> int:
+        """Bytes of one row as `op` moves it, scales included; of "pair": one row each way."""
+        if op == "pair":
+            return self.moved_bytes("dispatch") + self.moved_bytes("combine")
+        fp8 = self.fp8_dispatch if op == "dispatch" else self.fp8_combine
+        return self.hidden + 4 * -(-self.hidden // FP8_BLOCK) if fp8 else self.row_bytes
+
+    def dtype_of(self, op: str) -> str:
+        """How a row moves in "dispatch" or "combine"."""
+        fp8 = self.fp8_dispatch if op == "dispatch" else self.fp8_combine
+        return "fp8" if fp8 else str(self.dtype).removeprefix("torch.")
 
 
 CPU_CASES = (
@@ -46,20 +76,56 @@ class Step:
 
 
 def make_steps(case: Case, count: int, seed: int) -> list[Step]:
-    """`count` steps of uniform random distinct experts; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = []
-    for _ in range(count):
-        scores = [torch.rand(case.tokens, case.experts, generator=generator) for _ in range(case.ranks)]
-        ids = tuple(s.topk(case.topk).indices.int().contiguous() for s in scores)
-        weights = tuple(torch.rand(case.tokens, case.topk, generator=generator) for _ in range(case.ranks))
-        steps.append(Step(ids, weights))
-    return steps
+    """`count` steps; the same on every rank."""
+    drawn = [[draw(case, rank, seed + 1000 * n) for rank in range(case.ranks)] for n in range(count)]
+    return [Step(tuple(ids for ids, _ in step), tuple(weights for _, weights in step)) for step in drawn]
+
+
+def draw(case: Case, rank: int, seed: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """(topk_ids int32 [T, K], topk_weights float32 [T, K] in 0..1) of one rank in the step that `seed` names."""
+    own = torch.Generator(device).manual_seed(seed * 64 + rank)
+    order = torch.randperm(case.experts, generator=torch.Generator().manual_seed(seed)).to(device)
+    ids = ROUTINGS[case.routing](case, order, own)
+    weights = torch.rand(case.tokens, case.topk, generator=own, device=device)
+    return ids.int().contiguous(), weights
+
+
+def _uniform(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+    scores = torch.rand(case.tokens, case.experts, generator=own, device=order.device)
+    return scores.topk(case.topk).indices
+
+
+def _zipf(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+    """The n-th most wanted expert is drawn in proportion to n^-1.2; which one that is, each step decides anew."""
+    wish = -1.2 * torch.arange(1, case.experts + 1, device=order.device).log()
+    noise = torch.rand(case.tokens, case.experts, generator=own, device=order.device).clamp(min=1e-20)
+    return order[(wish - (-noise.log()).log()).topk(case.topk).indices]  # Gumbel: top-k is drawing without putting back
+
+
+def _khot(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+    """Every token of the step wants the same K experts."""
+    return order[: case.topk].expand(case.tokens, -1)
+
+
+def _holes(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+    """Uniform, each id -1 with probability 1/4."""
+    ids = _uniform(case, order, own)
+    return torch.where(torch.rand(ids.shape, generator=own, device=ids.device) < 0.25, -1, ids)
+
+
+def _masked(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+    """Uniform, but nobody wants an expert of the last rank (its ids are -1)."""
+    ids = _uniform(case, order, own)
+    return torch.where(ranks_of(case, ids) == case.ranks - 1, -1, ids)
+
+
+Draw = Callable[[Case, torch.Tensor, torch.Generator], torch.Tensor]
+ROUTINGS: dict[str, Draw] = {"uniform": _uniform, "zipf": _zipf, "khot": _khot, "holes": _holes, "masked": _masked}
 
 
 def ranks_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
-    """Rank that holds each expert, experts in contiguous equal blocks."""
-    return ids.long() // (case.experts // case.ranks)
+    """Rank that holds each expert, experts in contiguous equal blocks; -1 where the id is -1."""
+    return ids.long().div(case.experts // case.ranks, rounding_mode="floor")
 
 
 def sends(case: Case, step: Step, source: int, rank: int) -> torch.Tensor:

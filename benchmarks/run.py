@@ -1,7 +1,11 @@
-"""`python -m benchmarks.run --device cpu --out docs/results/<date>-cpux4`: crossdock against gloo on this host.
+"""Measure dispatch and combine; tables, csv, run.json and plots go to `--out`.
 
-Prints one line per (mode, layout, op), each ending with `ratio <x>`, writes csv and run.json, and exits with 1 if any
-ratio is below the promise. What is inside the times stands in `backends/crossdock.py` and `backends/gloo.py`.
+`python -m benchmarks.run --device cpu`: crossdock against gloo on this host's processors. Prints one line per (mode,
+layout, op), each ending with `ratio <x>`, and exits with 1 if any ratio is below the promise.
+
+`torchrun --nproc-per-node <GPUs> -m benchmarks.run --device cuda`: crossdock, NCCL and whatever else is installed, one
+process per GPU. Exits with 1 if a result was wrong or a case failed. What is inside the times stands at the top of each
+module of `benchmarks/backends` (processors) and `benchmarks/gpu`; how times are taken, in `benchmarks/gpu/measure.py`.
 """
 
 from __future__ import annotations
@@ -13,32 +17,43 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import facts, report
 from benchmarks.cases import CPU_CASES
 from benchmarks.measure import measure
 
-BACKENDS = {"cpu": ("crossdock", "gloo")}
-"""Per device: ours, then the baseline that ratios refer to, then others."""
-CASES = {"cpu": CPU_CASES}
+BACKENDS = ("crossdock", "gloo")
+"""Ours, then the baseline that ratios refer to."""
 PROMISE = 3.0
+TABLES = ("ll", "ht", "sweep", "auto")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write. Returns the exit code."""
     options = _parse(arguments)
-    backends, load = BACKENDS[options.device], os.getloadavg()
-    ours, baseline = backends[:2]
+    if options.device == "cuda":
+        from benchmarks.gpu import run
+
+        return run.main(options)
+    return _on_processors(options)
+
+
+def _on_processors(options: argparse.Namespace) -> int:
+    ours, baseline = BACKENDS
+    load = os.getloadavg()
     print(
         f"{options.rounds} rounds, {ours} and {baseline} in turn; slowest of the ranks; one thread per rank", flush=True
     )
     results = []
-    for case in CASES[options.device]:
+    for case in CPU_CASES:
         sized = replace(case, tokens=options.tokens, ranks=options.ranks)
-        results.append(measure(sized, backends, options.rounds, options.seed))
+        results.append(measure(sized, BACKENDS, options.rounds, options.seed))
         print("\n".join(report.lines(results[-1], ours, baseline)), flush=True)
-    config = {"rounds": options.rounds, "seed": options.seed, "device": options.device, "load_average": load}
-    report.write(options.out, results, config)
-    print(f"written to {options.out}")
+    out = options.out or Path(f"docs/results/{datetime.date.today().isoformat()}-cpux{options.ranks}")
+    for mode in dict.fromkeys(result.case.mode for result in results):
+        report.write(out, mode.value, [row for r in results if r.case.mode is mode for row in report.rows(r)])
+    config: dict[str, object] = {"rounds": options.rounds, "seed": options.seed, "device": "cpu"}
+    facts.write(out, facts.of_this_run(config, options.commit) | {"load_average_before": load})
+    print(f"written to {out}")
     worst = min(report.ratio(result, ours, baseline, op) for result in results for op in report.OPS)
     if worst < options.promise:
         print(f"worst ratio {worst:.2f} is below {options.promise}", file=sys.stderr)
@@ -48,17 +63,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--device", choices=sorted(BACKENDS), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="folder (default: docs/results/<date>-<device>x<ranks>)")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
     parser.add_argument("--seed", type=int, default=int(datetime.datetime.now(datetime.UTC).timestamp()))
-    parser.add_argument("--tokens", type=int, default=128, help="tokens per rank")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--promise", type=float, default=PROMISE, help="exit 1 if a ratio is below")
-    options = parser.parse_args(arguments)
-    options.out = options.out or Path(f"docs/results/{today}-{options.device}x{options.ranks}")
-    return options
+    cpu = parser.add_argument_group("cpu")
+    cpu.add_argument("--rounds", type=int, default=100)
+    cpu.add_argument("--tokens", type=int, default=128, help="tokens per rank")
+    cpu.add_argument("--ranks", type=int, default=4)
+    cpu.add_argument("--promise", type=float, default=PROMISE, help="exit 1 if a ratio is below")
+    cuda = parser.add_argument_group("cuda")
+    cuda.add_argument("--tables", default=",".join(TABLES), help="which tables, comma-separated")
+    cuda.add_argument("--backends", default="", help="only these, comma-separated (default: all that are installed)")
+    cuda.add_argument("--runs", type=int, default=2, help="times that everything is set up and measured")
+    cuda.add_argument("--iterations", type=int, default=100, help="timed iterations of each run")
+    cuda.add_argument(
+        "--extent", choices=("full", "core"), default="full", help="core: fewer cases, not fewer iterations"
+    )
+    cuda.add_argument("--seconds", type=float, default=600, help="no case begins later; earlier tables and runs first")
+    cuda.add_argument("--quick", action="store_true", help="one run, few cases, few iterations: a check, not a result")
+    cuda.add_argument("--note", default="", help="kept in run.json, such as the environment that NCCL was given")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""run.json: what a reader needs to judge a table, and to make it again."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = ("cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy", "triton", "deep_ep")
+
+
+def write(folder: Path, facts: dict[str, object]) -> None:
+    """run.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[str, object]:
+    """Facts of this host and this command. `commit`: where the tree has no history of its own."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit or _commit(),
+        "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+        "processor": _processor(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "config": config,
+    }
+
+
+def of_gpus(num_gpus: int) -> dict[str, object]:
+    """Names, driver, clocks and versions, as NVML and torch say them now."""
+    facts: dict[str, object] = {
+        "gpu": torch.cuda.get_device_name(0),
+        "num_gpus": num_gpus,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+    }
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        facts["clocks"] = [_clocks(pynvml, index) for index in range(num_gpus)]
+    except Exception as error:  # whatever NVML lacks here, the figures are still good
+        facts["driver"] = f"unknown ({error})"
+    return facts
+
+
+def _clocks(nvml: Any, index: int) -> dict[str, object]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    found: dict[str, object] = {"power_w": round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)}
+    for name, kind in (("sm_mhz", nvml.NVML_CLOCK_SM), ("memory_mhz", nvml.NVML_CLOCK_MEM)):
+        found[name] = nvml.nvmlDeviceGetClockInfo(handle, kind)
+        found[f"max_{name}"] = nvml.nvmlDeviceGetMaxClockInfo(handle, kind)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return match[1].strip() if match else platform.machine()

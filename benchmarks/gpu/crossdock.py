@@ -1,0 +1,108 @@
+"""Crossdock itself, by its public API.
+
+Inside the times: everything. One kernel per operation routes, exchanges the counts, quantises (fp8), moves rows and
+metadata to their final place, expands them per expert (per-expert layouts) and, in combine, weights (per-expert
+layouts) and sums. Rank-wise layouts leave weighting to the caller, here as in serving. No staging copies are needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.gpu import Inputs, Row, check
+from ep_kernels import Layout, MoECommunicator, MoEConfig, Overflow, quant
+from ep_kernels.routing import delivered
+from ep_kernels.transports.nvlink import plan
+
+
+class Crossdock:
+    """See `gpu.Backend`; what a dispatch returns is (DispatchOutput, DispatchHandle)."""
+
+    rotates = True
+
+    def __init__(self, case: Case, group: Any, transport: str = "nvlink") -> None:
+        self._case = case
+        exact_shapes = case.form == "exact"
+        self._comm = MoECommunicator(
+            MoEConfig(
+                group=group,
+                num_experts=case.experts,
+                hidden_size=case.hidden,
+                topk=case.topk,
+                max_tokens_per_rank=case.tokens,
+                mode=case.mode,
+                layout=case.layout,
+                dtype=case.dtype,
+                quantize=case.fp8_dispatch,
+                combine_dtype=torch.float8_e4m3fn if case.fp8_combine else None,
+                exact_shapes=exact_shapes,
+                overflow=Overflow.RAISE if exact_shapes else Overflow.DROP,
+                num_sms=case.num_sms,
+                transport=transport,
+            )
+        )
+        self.sms = _blocks(self._comm.config) if transport == "nvlink" else {}
+
+    def prepare(self, inputs: Inputs) -> None:
+        """See `Backend`."""
+
+    def dispatch(self, inputs: Inputs, previous: Any = None) -> Any:
+        """See `Backend`."""
+        handle = None if previous is None else previous[1]
+        return self._comm.dispatch(inputs.x, inputs.topk_ids, inputs.topk_weights, previous_handle=handle)
+
+    def tokens(self, received: Any) -> torch.Tensor:
+        """See `Backend`."""
+        return received[0].tokens  # type: ignore[no-any-return]
+
+    def experts(self, received: Any) -> torch.Tensor:
+        """See `Backend`."""
+        out, dtype = received[0], self._case.dtype
+        tokens = out.tokens if out.scales is None else quant.dequantize(out.tokens, out.scales)
+        if not out.layout.per_expert:
+            y = check.toy_rank_wise(tokens, out.topk_ids, out.topk_weights, dtype)
+        elif out.layout is Layout.EXPERT_MAJOR:
+            slots = torch.arange(len(tokens), device=tokens.device)
+            y = check.toy_per_expert(tokens, (1 + slots / 4)[:, None], dtype)
+        else:
+            rows = torch.arange(len(tokens), device=tokens.device)
+            slots = torch.searchsorted(out.offsets, rows.int(), right=True) - 1
+            y = check.toy_per_expert(tokens, 1 + slots / 4, dtype)
+        return y.masked_fill_(~delivered(out)[..., None], float("nan"))
+
+    def combine(self, y: torch.Tensor, received: Any, inputs: Inputs, out: torch.Tensor) -> None:
+        """See `Backend`."""
+        self._comm.combine(y, received[1], out=out)
+
+    def result(self, inputs: Inputs) -> torch.Tensor:
+        """See `Backend`."""
+        return torch.empty_like(inputs.x)
+
+    def fault(self, inputs: Inputs, out: torch.Tensor, row: Row) -> str:
+        """See `Backend`."""
+        return check.fault(out, check.expected(self._case, inputs, row), exact=True)
+
+    def close(self) -> None:
+        """See `Backend`. Raises what a kernel met."""
+        if self._comm.capabilities.device_type == "cuda":
+            torch.cuda.synchronize()
+        self._comm.check()
+        self._comm.close()
+
+
+def _blocks(config: MoEConfig) -> dict[str, int]:
+    """Blocks of each kernel; there is never more than one on a multiprocessor."""
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    most, sizes = min(num_sms, config.num_sms or num_sms), plan.sizes_of(config)
+    return {
+        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most).num_blocks,
+        "combine": plan.combine_launch(config, sizes, config.mode, most).num_blocks,
+    }
+
+
+def create(case: Case, rank: int, group: Any) -> Crossdock:
+    """See `gpu.load`."""
+    return Crossdock(case, group)

@@ -1,0 +1,211 @@
+"""All cases on all backends, one process per GPU, started by torchrun. Writes after every table, so a late failure
+costs no earlier figure."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.util
+import re
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import bounds, facts, gpu, report
+from benchmarks.cases import Case
+from benchmarks.gpu.measure import Bench, Stopwatch
+from benchmarks.gpu.tables import Measured, cases_of
+from ep_kernels import StoreGroup
+
+DEADLINE_S = 120.0
+QUICK_ITERATIONS = 12
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure every table; returns the exit code."""
+    if options.quick:
+        options.runs, options.iterations, options.extent = 1, QUICK_ITERATIONS, "quick"
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=rank))
+    device = torch.device("cuda", torch.cuda.current_device())
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    session = Session(options, store, rank, size, device)
+    try:
+        session.run()
+    finally:
+        dist.destroy_process_group()
+    return 1 if session.failures else 0
+
+
+class Session:
+    """What one rank keeps between cases. Every rank does the same; rank 0 prints and writes."""
+
+    def __init__(self, options: argparse.Namespace, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self._options, self._store, self._rank, self._size = options, store, rank, size
+        self._watch = Stopwatch(device)
+        self._samples: dict[str, dict[tuple[Any, ...], report.Sample]] = {}
+        self._absent: dict[str, None] = {}
+        self.failures: list[str] = []
+        self._number = 0
+        self._began = time.monotonic()
+        self._out = options.out or _folder(size)
+
+    def run(self) -> None:
+        """All tables, as often as was asked."""
+        tables = self._options.tables.split(",")
+        for run in range(self._options.runs):
+            for table in tables:
+                for measured in cases_of(table, self._size, self._options.extent):
+                    for name in self._backends(measured):
+                        self._measure(table, measured, name, run)
+                self._write(table)
+        self._say(f"{time.monotonic() - self._began:.0f} s, written to {self._out}")
+        for reason in self._absent:
+            self._say(f"not measured: {reason}")
+        if self._rank == 0:
+            self._picture()
+
+    def _backends(self, measured: Measured) -> list[str]:
+        chosen = self._options.backends.split(",") if self._options.backends else gpu.BACKENDS
+        return [name for name in chosen if name in (measured.backends or gpu.BACKENDS)]
+
+    def _measure(self, table: str, measured: Measured, name: str, run: int) -> None:
+        self._number += 1
+        group, talk = (
+            StoreGroup(self._store, self._rank, self._size, name=f"{kind}-{self._number}") for kind in ("case", "talk")
+        )
+        what = f"{name} {_title(measured.case)}"
+        if self._too_late(talk):
+            self._absent[f"out of time: run {run + 1} of {table}"] = None
+            return
+        backend: gpu.Backend | None = None
+        bench: Bench | None = None
+        fault = ""
+        try:
+            backend = gpu.load(name, measured.case, self._rank, group)
+        except gpu.Unavailable as reason:
+            self._absent[str(reason)] = None
+            return
+        except Exception:
+            fault = traceback.format_exc()
+        if self._agree(talk, fault, what) and backend is not None:
+            try:
+                bench = Bench(backend, measured.case, self._rank, self._options.seed + 100_000 * run, self._watch)
+                self._loops(table, measured, name, bench)
+            except Exception:
+                fault = traceback.format_exc()
+            self._watch.forget()
+            against_closing = _closed(backend)
+            self._agree(talk, fault or against_closing, what)
+        bench = backend = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _too_late(self, group: StoreGroup) -> bool:
+        """Whether the time is over, by the clock of rank 0."""
+        late = time.monotonic() - self._began > self._options.seconds
+        return group.all_gather(b"late" if late else b"", DEADLINE_S)[0] == b"late"
+
+    def _agree(self, group: StoreGroup, fault: str, what: str) -> bool:
+        """All ranks hear of a failure on any of them; True if there was none."""
+        faults = [text.decode() for text in group.all_gather(fault.encode()[-4000:], DEADLINE_S)]
+        for text in dict.fromkeys(filter(None, faults)):
+            self.failures.append(f"{what}: {text}")
+            self._say(f"FAILED {what}: {text}")
+        return not any(faults)
+
+    def _loops(self, table: str, measured: Measured, name: str, bench: Bench) -> None:
+        iterations, found = self._options.iterations, []
+        bench.round_trips("before")
+        rows = _all_rows(measured.case, bench)
+        for loop in measured.loops:
+            take = bench.graph if loop.timing == "graph" else bench.eager
+            found += [(loop, op, times) for op, times in take(iterations, flush=loop.flush).items()]
+        bench.round_trips("after")
+        wrong = torch.tensor([len(bench.faults)], device="cuda")
+        dist.all_reduce(wrong)
+        if int(wrong):
+            raise AssertionError("\n".join(bench.faults) or "wrong on another rank")
+        for loop, op, times in found:
+            sms = bench.backend.sms
+            filled = max(sms.values(), default=None) if op == "pair" else sms.get(op)
+            key = (name, op, measured.case, loop)
+            sample = report.Sample(
+                name, op, measured.case, loop.timing, loop.flush, [times.gpu_us], [times.host_us], rows, filled
+            )
+            self._keep(table, key, sample)
+
+    def _keep(self, table: str, key: tuple[Any, ...], sample: report.Sample) -> None:
+        samples = self._samples.setdefault(table, {})
+        if key in samples:
+            before = samples[key]
+            samples[key] = replace(
+                before,
+                gpu_us=before.gpu_us + sample.gpu_us,
+                host_us=before.host_us + sample.host_us,
+                table=torch.cat([before.table, sample.table]),
+            )
+        else:
+            samples[key] = sample
+        line = samples[key].line()
+        self._say(
+            f"{time.monotonic() - self._began:4.0f} s {table:5} {line['backend']:9} {line['op']:8} "
+            f"{_title(sample.case)} {line['timing']} {line['l2']}: {line['p50_us']} us p50 {line['p99_us']} p99, bound "
+            f"{line['bound_us']} ({line['bound_pct']} %), host {line['host_us']}, spread {line['spread_pct'] or '-'} %"
+        )
+
+    def _write(self, table: str) -> None:
+        if self._rank:
+            return
+        samples = self._samples.get(table, {})
+        report.write(self._out, table, [sample.line() for sample in samples.values()])
+        options = {name: str(value) for name, value in vars(self._options).items()}
+        config: dict[str, object] = {**options, "failures": self.failures, "not_measured": list(self._absent)}
+        facts.write(self._out, facts.of_this_run(config, self._options.commit) | facts.of_gpus(self._size))
+
+    def _picture(self) -> None:
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"no plots: matplotlib is not installed; `python -m benchmarks.plot {self._out}` makes them anywhere")
+            return
+        from benchmarks import plot
+
+        plot.main([str(self._out)])
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            print(text, flush=True)
+
+
+def _closed(backend: gpu.Backend) -> str:
+    """Close it; what it said against that."""
+    try:
+        backend.close()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def _all_rows(case: Case, bench: Bench) -> torch.Tensor:
+    """int64 [S, R, R]: rows from -> to, of every prepared set."""
+    mine = torch.stack([bounds.rows_to(case, inputs.topk_ids) for inputs in bench.sets])
+    table = mine.new_empty(case.ranks, *mine.shape)
+    dist.all_gather_into_tensor(table, mine)
+    return table.transpose(0, 1).cpu()
+
+
+def _title(case: Case) -> str:
+    sms = f" {case.num_sms} SMs" if case.num_sms else ""
+    types = f"{case.dtype_of('dispatch')}+{case.dtype_of('combine')}"
+    return f"{case.mode.value} {case.layout.value} T={case.tokens} {types} {case.routing}{sms} {case.form}".strip()
+
+
+def _folder(size: int) -> Path:
+    name = torch.cuda.get_device_name(0).lower().replace("nvidia", "").strip()
+    return Path(f"docs/results/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{size}")

@@ -1,0 +1,95 @@
+"""Which cases each table has. A table is one csv; `loops` says how its cases are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.cases import Case
+from ep_kernels import Layout, Mode
+
+PAYLOADS = ((False, False), (True, False), (True, True))
+"""(fp8_dispatch, fp8_combine)."""
+LL_TOKENS = {"full": (1, 2, 4, 8, 16, 32, 64, 128, 256), "core": (1, 8, 32, 64, 128), "quick": (1, 32, 128)}
+LL_FP8_TOKENS = {"full": (1, 8, 32, 64, 128), "core": (128,), "quick": (1, 32, 128)}
+SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 64, 132), "quick": (8, 24, 132)}
+CROSSOVER_TOKENS = {
+    "full": (32, 64, 128, 256, 512, 1024, 2048, 4096),
+    "core": (64, 256, 512, 1024, 2048),
+    "quick": (128, 512),
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One way to time a case. `timing` is "eager" or "graph"; `flush`: L2 is flushed before each operation."""
+
+    timing: str
+    flush: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case and its loops."""
+
+    case: Case
+    loops: tuple[Loop, ...]
+    backends: tuple[str, ...] = ()
+    """None named: all of them."""
+
+
+LL_LOOPS = (Loop("graph", False), Loop("graph", True), Loop("eager", False))
+HT_LOOPS = (Loop("eager", True),)
+
+
+def cases_of(table: str, ranks: int, extent: str) -> list[Measured]:
+    """The lines of "ll", "ht", "sweep" or "auto". `extent`: "full"; "core", what the targets name, where time is
+    short; "quick", a few of each kind."""
+    return list(TABLES[table](ranks, extent))
+
+
+def _ll(ranks: int, extent: str) -> Iterator[Measured]:
+    for tokens in LL_TOKENS[extent]:
+        for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
+            for out, back in PAYLOADS if tokens in LL_FP8_TOKENS[extent] else PAYLOADS[:1]:
+                yield Measured(Case(Mode.LL, layout, ranks, tokens, fp8_dispatch=out, fp8_combine=back), LL_LOOPS)
+
+
+def _ht(ranks: int, extent: str) -> Iterator[Measured]:
+    flat = Case(Mode.HT, Layout.FLAT, ranks, 4096)
+    grouped = replace(flat, layout=Layout.GROUPED)
+    full = extent == "full"
+    sizes = (4096, 1024, 8192) if full else (4096,)
+    cases = [
+        replace(case, tokens=tokens, fp8_dispatch=fp8)
+        for tokens in sizes
+        for case in (flat, grouped)
+        for fp8 in (False, True)
+    ]
+    cases += [replace(flat, tokens=8192)] if extent == "core" else []
+    cases += [replace(flat, routing=routing) for routing in ("zipf", "khot")]
+    cases += [replace(flat, form="cached")]
+    if extent != "core":
+        cases += [replace(flat, form="exact")]
+        cases += [replace(flat, routing=routing) for routing in ("holes", "masked")]
+    if full:
+        cases += [replace(flat, fp8_dispatch=True, fp8_combine=True)]
+        cases += [replace(grouped, form=form) for form in ("cached", "exact")]
+    for case in cases:
+        yield Measured(case, HT_LOOPS)
+
+
+def _sweep(ranks: int, extent: str) -> Iterator[Measured]:
+    for num_sms in SWEEP_SMS[extent]:
+        for layout in (Layout.FLAT, Layout.GROUPED):
+            yield Measured(Case(Mode.HT, layout, ranks, 4096, num_sms=num_sms), HT_LOOPS, ("crossdock",))
+
+
+def _auto(ranks: int, extent: str) -> Iterator[Measured]:
+    for layout in (Layout.GROUPED, Layout.FLAT)[: 1 if extent == "core" else 2]:
+        for tokens in CROSSOVER_TOKENS[extent]:
+            for mode in (Mode.LL, Mode.HT):
+                yield Measured(Case(mode, layout, ranks, tokens), (Loop("graph", False),), ("crossdock",))
+
+
+TABLES = {"ll": _ll, "ht": _ht, "sweep": _sweep, "auto": _auto}

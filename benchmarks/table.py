@@ -1,0 +1,134 @@
+"""`python -m benchmarks.table docs/results/<folder>`: the tables of one GPU run as Markdown, as README shows them.
+
+One line per case and operation; one column per backend, in microseconds (median, slowest rank), and the share of the
+links' bound that crossdock reaches. Figures of two folders are never mixed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks import report
+
+Csv = dict[str, str]
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+NAMES = {"nccl_bare": "NCCL, bytes only", "nccl": "NCCL", "agrs": "NCCL AG + RS", "deepep": "DeepEP"}
+TITLES = {
+    "ll": "Low latency: µs per dispatch + combine pair, CUDA graph of 10 pairs",
+    "ht": "High throughput: µs per call, L2 flushed, routing and counts included",
+    "sweep": "HT over the number of multiprocessors, T = 4096, bf16, µs",
+    "auto": "Where HT overtakes LL: µs per pair, CUDA graph",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the Markdown."""
+    folders = sys.argv[1:] if arguments is None else arguments
+    if len(folders) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print(markdown(Path(folders[0])))
+    return 0
+
+
+def markdown(folder: Path) -> str:
+    """All tables that the folder has, with the line that says where and when."""
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    parts = [heading(run)]
+    makers = {"ll": _ll, "ht": _ht, "sweep": _sweep, "auto": _auto}
+    for name, maker in makers.items():
+        lines = report.read(folder, name)
+        if lines:
+            parts.append(f"**{TITLES[name]}**\n\n{maker(lines)}")
+    return "\n\n".join(parts)
+
+
+def heading(run: dict[str, object]) -> str:
+    """GPU, date, commit, driver."""
+    return (
+        f"{run['num_gpus']} x {run['gpu']}, {str(run['date'])[:10]}, commit `{str(run['commit'])[:12]}`, driver "
+        f"{run['driver']}, torch {run['torch']}, NCCL {run['nccl']}"
+    )
+
+
+def payload(line: Csv) -> str:
+    """How rows move: "bf16", or "fp8 + bf16" for dispatch and combine."""
+    out, back = (SHORT.get(line[f"{op}_dtype"], line[f"{op}_dtype"]) for op in ("dispatch", "combine"))
+    if line["op"] != "pair":
+        return out if line["op"] == "dispatch" else back
+    return out if out == back else f"{out} + {back}"
+
+
+def _grid(head: list[str], body: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _by_backend(lines: list[Csv], key: tuple[str, ...], shown: dict[str, str]) -> str:
+    """One line per value of `key`, one column per backend."""
+    backends = [name for name in dict.fromkeys(line["backend"] for line in lines) if name != "crossdock"]
+    groups: dict[tuple[str, ...], dict[str, Csv]] = {}
+    for line in lines:
+        groups.setdefault((*(line[k] for k in key), payload(line)), {})[line["backend"]] = line
+    head = [*shown.values(), "rows", "crossdock", "p99", "bound", "% of bound", *(NAMES.get(b, b) for b in backends)]
+    body = []
+    for values, found in groups.items():
+        if "crossdock" not in found:
+            continue
+        ours = found["crossdock"]
+        others = [found[b]["p50_us"] if b in found else "-" for b in backends]
+        row = [ours["p50_us"], ours["p99_us"], ours["bound_us"], ours["bound_pct"]]
+        body.append([*(v or "-" for v in values[: len(shown)]), values[-1], *row, *others])
+    return _grid(head, body)
+
+
+def _ll(lines: list[Csv]) -> str:
+    warm = [line for line in lines if line["op"] == "pair" and line["l2"] == "warm"]
+    return _by_backend(warm, ("tokens", "layout"), {"tokens": "T", "layout": "layout"})
+
+
+def _ht(lines: list[Csv]) -> str:
+    shown = {"op": "op", "tokens": "T", "layout": "layout", "routing": "routing", "form": "form", "sms": "SMs"}
+    ours = {(*_case(line),): line["sms"] for line in lines if line["backend"] == "crossdock"}
+    filled = [line | {"sms": ours.get(_case(line), "")} for line in lines if not _told_already(line)]
+    return _by_backend(filled, tuple(shown), shown)
+
+
+def _told_already(line: Csv) -> bool:
+    """A bf16 combine after an fp8 dispatch is the combine of the bf16 case."""
+    return line["op"] == "combine" and line["dispatch_dtype"] != line["combine_dtype"]
+
+
+def _case(line: Csv) -> tuple[str, ...]:
+    names = ("op", "tokens", "layout", "routing", "form", "dispatch_dtype", "combine_dtype")
+    return tuple(line[name] for name in names)
+
+
+def _sweep(lines: list[Csv]) -> str:
+    columns = list(dict.fromkeys((line["layout"], line["op"]) for line in lines))
+    found = {(line["sms"], line["layout"], line["op"]): line for line in lines}
+    head = ["SMs", *(f"{layout} {op}" for layout, op in columns)]
+    return _grid(
+        head,
+        (
+            [sms, *(found[sms, *column]["p50_us"] if (sms, *column) in found else "-" for column in columns)]
+            for sms in dict.fromkeys(line["sms"] for line in lines)
+        ),
+    )
+
+
+def _auto(lines: list[Csv]) -> str:
+    found = {(line["layout"], line["tokens"], line["mode"]): float(line["p50_us"]) for line in lines}
+    body = []
+    for layout, tokens in dict.fromkeys((line["layout"], line["tokens"]) for line in lines):
+        low, high = (found.get((layout, tokens, mode)) for mode in ("ll", "ht"))
+        if low is not None and high is not None:
+            body.append([layout, tokens, f"{low:.1f}", f"{high:.1f}", "LL" if low <= high else "HT"])
+    return _grid(["layout", "T", "LL", "HT", "faster"], body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
