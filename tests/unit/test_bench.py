@@ -243,7 +243,6 @@ def test_the_table_shows_every_case_once(tmp_path: Path) -> None:
 
 
 def test_the_plots_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     written = plot.draw(folder_of(tmp_path / "a"))
     assert sorted(p.name for p in written) == sorted(
         f"{name}.{kind}" for name in ("latency", "bandwidth", "throughput") for kind in ("png", "svg")
