@@ -12,7 +12,7 @@ PIP := -m pip --disable-pip-version-check --quiet
 EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
 
 # An installation is renewed when what it was built from changes: dependencies, the build, the native source.
-BUILT_FROM := pyproject.toml build_backend.py $(wildcard ep_kernels/transports/*/native/*)
+BUILT_FROM := pyproject.toml build_backend.py ep_kernels/transports/build.py $(wildcard ep_kernels/transports/*/native/*)
 KEY := $(shell cat $(BUILT_FROM) 2>/dev/null | cksum | cut -d ' ' -f 1)
 CONTROL_KEY := $(shell cat $(BUILT_FROM) $$(find services -name '*.py') 2>/dev/null | cksum | cut -d ' ' -f 1)
 DEMO := $(VENV)/installed-demo-$(KEY)
@@ -21,7 +21,7 @@ PROTO := $(PROTO_VENV)/installed-1.76.0
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house proto proto-check schema control-alone bench-cpu native venv image clean
+.PHONY: help demo test check lint types house proto proto-check schema control-alone bench-cpu bench-gpu test-gpu sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -32,6 +32,12 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q $(ARGS)
+
+test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; summary and log under docs/results
+	$(PY) -m tests.gpu.everything $(ARGS)
+
+sanitize: $(DEV) ## On a machine with a GPU: compute-sanitizer's four tools over every kernel (ARGS="racecheck" for one)
+	$(PY) -m tests.gpu.sanitize $(ARGS)
 
 check: lint types proto-check house ## Lint, types, generated files, house rules
 
@@ -60,8 +66,21 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
-native: $(DEMO) ## Compile the native library of the cpu transport in place
+bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; tables, plots, csv, run.json
+	NCCL_NVLS_ENABLE=0 $(PY) -m torch.distributed.run --standalone \
+	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
+	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(ARGS)
+
+native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py
+
+kernels: $(DEV) ## Compile every CUDA kernel without a GPU; table of resources, fails on spills (ARGS="--arch sm_120a")
+	$(PY) -m crossdock.kernels $(ARGS)
+
+wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
+	$(PY) -m crossdock.kernels --ship
+	$(PY) $(PIP) wheel --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
 
 venv: $(DEV) ## Install everything for development into .venv
 
@@ -72,6 +91,7 @@ image: ## Build the container images crossdock-control and crossdock-worker
 clean: ## Remove the virtual environments, caches and built files
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
+	rm -rf ep_kernels/cubins
 	find ep_kernels -name '*.so' -delete
 
 $(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ep_kernels import MoECommunicator
-from tests.cases import RoutingCase
+from tests.cases import KINDS, RoutingCase
 from tests.compare import expert, poison, same_bits, same_dispatch
+from tests.gpu.loopback import Loopback
 from tests.transports.steps import (
     Expected,
     Inputs,
@@ -24,7 +27,8 @@ from tests.transports.steps import (
 
 
 def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, replays: int = 12) -> None:
-    """Several dispatch + combine pairs in one graph, replayed with other routing, counts and payload each time."""
+    """Several dispatch + combine pairs in one graph, replayed with other routing, counts and payload each time: every
+    kind of routing comes up, tokens without any expert and ids out of range included."""
     device = comm.capabilities.device_type
     statics = [Inputs.of(case, comm.config).arguments(comm.rank, device) for _ in range(pairs)]
     check_step(comm, case)
@@ -37,7 +41,7 @@ def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, rep
             y = expert(out, comm.config.resolved_output_dtype)
             results.append((out, comm.combine(y, handle)))
     for replay in range(replays):
-        steps = [Inputs.of(next_case(case, replay * pairs + n), comm.config) for n in range(pairs)]
+        steps = [Inputs.of(any_kind(case, replay * pairs + n), comm.config) for n in range(pairs)]
         for static, inputs in zip(statics, steps, strict=True):
             for kept, fresh in zip(static, inputs.arguments(comm.rank, device), strict=True):
                 kept.copy_(fresh)
@@ -50,6 +54,12 @@ def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, rep
             if n >= pairs - comm.config.max_in_flight:  # views of earlier pairs have been recycled
                 same_dispatch(out, expected.outputs[comm.rank])
         check_step(comm, next_case(case, 1000 + replay))  # eager steps and replays mix
+
+
+def any_kind(case: RoutingCase, number: int) -> RoutingCase:
+    """Fresh routing; the kinds take turns. All ids of a token are distinct."""
+    kinds = [kind for kind in KINDS if kind != "repeated"]
+    return replace(next_case(case, number), kind=kinds[number % len(kinds)])
 
 
 def delayed(comm: MoECommunicator, case: RoutingCase, steps: int = 24) -> None:
@@ -96,3 +106,38 @@ def agrees_at_any_size(comm: MoECommunicator, case: RoutingCase) -> None:
     """A serving-sized step, twice: equal to the reference and so to itself."""
     for number in range(2):
         check_step(comm, next_case(case, number))
+
+
+def wrapped(comm: MoECommunicator, case: RoutingCase, start_at: int) -> None:
+    """Sequence numbers pass 2^31 or 2^32, in eager steps and in a replayed graph."""
+    for turn in range(3):
+        check_step(comm, next_case(case, turn))
+    preset(comm, start_at)
+    modes = set()
+    for turn in range(10):
+        tokens = None if turn % 2 else max(case.tokens)
+        modes.add(check_step(comm, next_case(case, turn), step_tokens=tokens).mode)
+        comm.barrier()
+    dispatch, _, barrier = engine_of(comm).tables.sequence()
+    assert dispatch == start_at + 10
+    assert barrier == start_at + 10
+    assert len(modes) == 2
+    preset(comm, start_at)
+    replayed_graph(comm, case, pairs=3, replays=3)
+
+
+def engine_of(comm: MoECommunicator) -> Any:
+    """The engine behind a communicator of transport nvlink."""
+    return comm._transport._engine  # type: ignore[attr-defined]
+
+
+def preset(comm: MoECommunicator, value: int) -> None:
+    """Let all ranks go on counting from `value`, as the loop-back harness does."""
+    comm.barrier()
+    torch.cuda.synchronize()
+    comm.exchange([0] * 8)  # nobody's kernels touch anybody's flags any more
+    engine = engine_of(comm)
+    flags = SimpleNamespace(data=engine._memory.view(0, (engine.flag_bytes,), torch.uint8))
+    Loopback.preset(SimpleNamespace(engines=[engine], memory=[flags]), value)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+    comm.exchange([0] * 8)

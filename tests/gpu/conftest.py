@@ -1,0 +1,25 @@
+"""One pool of rank processes, a rank per GPU, for all GPU tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.worlds import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[], World]]:
+    """world(): one rank per GPU, at most eight; made late, since the parent must not touch CUDA."""
+    pools: list[World] = []
+
+    def all_gpus() -> World:
+        if not pools:
+            pools.append(World(min(8, torch.cuda.device_count())))
+        return pools[0]
+
+    yield all_gpus
+    for pool in pools:
+        pool.close()

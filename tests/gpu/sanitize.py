@@ -1,0 +1,138 @@
+"""compute-sanitizer over the loop-back harness: every kernel and layout in a few small steps, under each tool.
+
+    python -m tests.gpu.sanitize              all tools at once, spread over the GPUs; one line per tool
+    python -m tests.gpu.sanitize racecheck    one of them
+    python -m tests.gpu.sanitize --steps      the steps alone, without a tool
+
+racecheck looks at shared memory only: the order between ranks is what the tests with delays and poison are for.
+Driver calls that fail on purpose are not reported: cuda-bindings asks the driver for symbols that it may lack. Nor is
+what initcheck says of copies to the host: the steps fetch whole tensors, rows past the counts included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_kernels.types import Layout, Mode, ScaleFormat
+from tests.cases import RoutingCase, draw_seed
+
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+DEADLINE_S = 200.0
+OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "86", "--print-limit", "20")
+NUM_RANKS, BLOCKS_PER_RANK = 3, 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool said.
+
+    Attributes:
+        tool: its name.
+        ok: no error, and all steps passed.
+        summary: one line.
+        report: the tool's lines and the end of the program's.
+    """
+
+    tool: str
+    ok: bool
+    summary: str
+    report: str
+
+
+def configurations() -> Iterator[dict[str, Any]]:
+    """What a communicator of each round is made of, beside its mode."""
+    for layout in Layout:
+        yield {"layout": layout}
+        yield {"layout": layout, "quantize": True, "combine_dtype": torch.float8_e4m3fn}
+    yield {"layout": Layout.GROUPED, "quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED, "expert_alignment": 4}
+    for layout in (Layout.EXPERT_MAJOR, Layout.GROUPED):
+        yield {"layout": layout, "exact_combine": True}
+
+
+def take_steps() -> int:
+    """Run them all, each compared with the reference; returns their number."""
+    from tests.gpu.loopback import Loopback
+    from tests.gpu.test_loopback import SPLIT, check
+
+    count = 0
+    for mode in (Mode.LL, Mode.HT):
+        for overrides in configurations():
+            case = RoutingCase(7, 3, 272, (4, 0, 3), "single_none", draw_seed(), max_tokens=4)
+            loop = Loopback(
+                lambda group, c=case, o=overrides, m=mode: c.config(group, mode=m, timeout_s=60.0, **o),  # type: ignore[misc]
+                NUM_RANKS,
+                BLOCKS_PER_RANK,
+            )
+            loop.launch([engine.barrier() for engine in loop.engines])
+            check(loop, case, mode)
+            check(loop, case, mode, halves=SPLIT, backward=len(overrides) == 1)
+            count += 2
+    return count
+
+
+def command(tool: str) -> list[str]:
+    """The tool over this module's steps; only our kernels are watched, except where all writes have to be known."""
+    sanitizer = shutil.which("compute-sanitizer")
+    assert sanitizer is not None, "compute-sanitizer is not on PATH"
+    scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier")]
+    if tool == "initcheck":
+        scope = ["--check-api-memory-access", "no"]
+    return [sanitizer, "--tool", tool, *OPTIONS, *scope, sys.executable, "-m", "tests.gpu.sanitize", "--steps"]
+
+
+def examine(tools: Sequence[str], deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """Run the tools side by side, each on a GPU of its own where there are enough."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices = visible.split(",")
+    begin, running = time.monotonic(), []
+    for number, tool in enumerate(tools):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
+        running.append(
+            subprocess.Popen(
+                command(tool), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    return [finish(tool, process, begin, deadline_s) for tool, process in zip(tools, running, strict=True)]
+
+
+def finish(tool: str, process: subprocess.Popen[str], begin: float, deadline_s: float) -> Finding:
+    """Wait for one tool."""
+    try:
+        text, _ = process.communicate(timeout=max(1.0, begin + deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        return Finding(tool, False, f"{tool}: not done after {deadline_s:.0f} s", text[-4000:])
+    found = [int(n) for n in re.findall(r"ERROR SUMMARY: (\d+) error|SUMMARY: (\d+) hazard", text) for n in n if n]
+    steps = re.search(r"^steps passed: (\d+)$", text, re.MULTILINE)
+    ok = process.returncode == 0 and bool(found) and not any(found) and steps is not None
+    said = f"{sum(found)} errors" if found else "no summary"
+    done = f"{steps[1]} steps passed" if steps else f"the steps failed (exit {process.returncode})"
+    watched = [line for line in text.splitlines() if line.startswith("=========")]
+    report = "\n".join(watched[:80]) + "\n" + text[-4000:]
+    return Finding(tool, ok, f"{tool}: {said}, {done}, {time.monotonic() - begin:.0f} s", report)
+
+
+def main(words: Sequence[str]) -> int:
+    """See the module's docstring; the exit status."""
+    if list(words) == ["--steps"]:
+        print(f"steps passed: {take_steps()}", flush=True)
+        return 0
+    findings = examine(words or TOOLS)
+    for finding in findings:
+        print(finding.summary if finding.ok else f"{finding.summary}\n{finding.report}", flush=True)
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
