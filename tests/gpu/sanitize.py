@@ -6,7 +6,8 @@
 
 racecheck looks at shared memory only: the order between ranks is what the tests with delays and poison are for.
 Driver calls that fail on purpose are not reported: cuda-bindings asks the driver for symbols that it may lack. Nor is
-what initcheck says of copies to the host: the steps fetch whole tensors, rows past the counts included.
+what initcheck says of copies to the host and of torch's own kernels: the steps fetch whole tensors, and their toy
+experts run over whole tensors, rows past the counts included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from tests.cases import RoutingCase, draw_seed
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 DEADLINE_S = 200.0
-OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "86", "--print-limit", "20")
+OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "86", "--show-backtrace", "no", "--print-limit", "0")
+FOUND_SOMETHING = 86
+TORCH = re.compile(r"\b(at|c10|cub|thrust)::")
+"""In the names of kernels that are not ours."""
 NUM_RANKS, BLOCKS_PER_RANK = 3, 2
 
 
@@ -113,14 +117,24 @@ def finish(tool: str, process: subprocess.Popen[str], begin: float, deadline_s: 
         process.kill()
         text, _ = process.communicate()
         return Finding(tool, False, f"{tool}: not done after {deadline_s:.0f} s", text[-4000:])
-    found = [int(n) for n in re.findall(r"ERROR SUMMARY: (\d+) error|SUMMARY: (\d+) hazard", text) for n in n if n]
+    return judge(tool, process.returncode, text, time.monotonic() - begin)
+
+
+def judge(tool: str, status: int, text: str, took_s: float) -> Finding:
+    """What a tool's exit status and output mean."""
+    totals = [
+        int(n) for pair in re.findall(r"ERROR SUMMARY: (\d+) error|SUMMARY: (\d+) hazard", text) for n in pair if n
+    ]
+    places = re.findall(r"^========= Uninitialized .*\n=========     at (.*)$", text, re.MULTILINE)
+    not_ours = sum(TORCH.search(place) is not None for place in places) if tool == "initcheck" else 0
+    errors = sum(totals) - not_ours
     steps = re.search(r"^steps passed: (\d+)$", text, re.MULTILINE)
-    ok = process.returncode == 0 and bool(found) and not any(found) and steps is not None
-    said = f"{sum(found)} errors" if found else "no summary"
-    done = f"{steps[1]} steps passed" if steps else f"the steps failed (exit {process.returncode})"
-    watched = [line for line in text.splitlines() if line.startswith("=========")]
+    ok = bool(totals) and errors == 0 and steps is not None and status in (0, FOUND_SOMETHING if not_ours else 0)
+    said = f"{errors} errors" if totals else "no summary"
+    done = f"{steps[1]} steps passed" if steps else f"the steps failed (exit {status})"
+    watched = [line for line in text.splitlines() if line.startswith("=========") and not TORCH.search(line)]
     report = "\n".join(watched[:80]) + "\n" + text[-4000:]
-    return Finding(tool, ok, f"{tool}: {said}, {done}, {time.monotonic() - begin:.0f} s", report)
+    return Finding(tool, ok, f"{tool}: {said}, {done}, {took_s:.0f} s", report)
 
 
 def main(words: Sequence[str]) -> int:

@@ -94,6 +94,8 @@ def outcomes(report: Path) -> list[Outcome] | None:
     for case in root.iter("testcase"):
         module, name = case.get("classname", ""), case.get("name", "")
         result, why = PASSED, ""
+        if not name:  # what was interrupted
+            continue
         for child in case:
             if child.tag in ("failure", "error"):
                 result, why = FAILED, first_line(child)
