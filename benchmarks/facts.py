@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or _commit(),
-        "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "processor": _processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
@@ -37,6 +38,12 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
         "torch": torch.__version__,
         "config": config,
     }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command without `--out`, which names a place on that machine; of a GPU run, what every process was given."""
+    kept = [word for n, word in enumerate(arguments) if word != "--out" and arguments[max(0, n - 1)] != "--out"]
+    return " ".join(["python", "-m", "benchmarks.run", *kept])
 
 
 def of_gpus(num_gpus: int) -> dict[str, object]:

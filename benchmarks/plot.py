@@ -16,7 +16,8 @@ from benchmarks import report, table
 Csv = dict[str, str]
 COLOURS = {"crossdock": "#0b6e4f", "nccl": "#8d99ae", "nccl_bare": "#5c677d", "agrs": "#c98686", "deepep": "#7b6fb0"}
 OTHER = "#444444"
-STYLES = ("-", "--", ":")
+STYLES = {"fp8 + bf16": ("--", "s"), "fp8": (":", "^")}
+"""Line and marker by how rows move; others are solid with dots."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,11 +72,11 @@ def _latency(figure: Any, lines: list[Csv]) -> None:
         here = [line for line in warm if line["layout"] == layout]
         for backend, payload in dict.fromkeys((line["backend"], table.payload(line)) for line in here):
             found = [line for line in here if (line["backend"], table.payload(line)) == (backend, payload)]
-            style = STYLES[("bf16", "fp8 + bf16", "fp8").index(payload)] if "fp8" in payload else "-"
+            style = STYLES.get(payload, ("-", "o"))
             if backend == "crossdock" or payload == "bf16":
                 _curve(axes, found, "p50_us", f"{_name(backend)} {payload}", style, COLOURS.get(backend, OTHER))
         ours = [line for line in here if line["backend"] == "crossdock" and table.payload(line) == "bf16"]
-        _curve(axes, ours, "bound_us", "bound, bf16", (0, (1, 3)), "black")
+        _curve(axes, ours, "bound_us", "bound, bf16", ((0, (1, 3)), None), "black")
         axes.set(title=layout.replace("_", "-"), xlabel="tokens per rank", xscale="log", yscale="log")
         ticks = sorted({int(line["tokens"]) for line in here})
         axes.set_xticks(ticks, [str(t) for t in ticks])
@@ -90,12 +91,11 @@ def _latency(figure: Any, lines: list[Csv]) -> None:
     figure.suptitle("Low latency: CUDA graph of 10 pairs, L2 warm, slowest rank, median")
 
 
-def _curve(axes: Any, lines: list[Csv], column: str, label: str, style: Any, colour: str) -> None:
+def _curve(axes: Any, lines: list[Csv], column: str, label: str, style: tuple[Any, Any], colour: str) -> None:
     points = sorted((int(line["tokens"]), float(line[column])) for line in lines)
     if points:
-        marker = "o" if column == "p50_us" else None
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, label=label, linestyle=style, color=colour, marker=marker, markersize=3.5)
+        axes.plot(x, y, label=label, linestyle=style[0], marker=style[1], color=colour, markersize=4)
 
 
 def _bandwidth(figure: Any, lines: list[Csv]) -> None:

@@ -25,6 +25,8 @@ from ep_kernels import StoreGroup
 
 DEADLINE_S = 120.0
 QUICK_ITERATIONS = 12
+NOT_OF_THE_RUN = ("out", "commit", "rounds", "tokens", "ranks", "promise")
+"""Options that run.json tells elsewhere, or that only the other half of the benchmark has."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ class Session:
         self._watch = Stopwatch(device)
         self._samples: dict[str, dict[tuple[Any, ...], report.Sample]] = {}
         self._absent: dict[str, None] = {}
-        self.failures: list[str] = []
+        self.failures: list[tuple[str, str]] = []
         self._number = 0
         self._began = time.monotonic()
         self._out = options.out or _folder(size)
@@ -117,7 +119,7 @@ class Session:
         """All ranks hear of a failure on any of them; True if there was none."""
         faults = [text.decode() for text in group.all_gather(fault.encode()[-4000:], DEADLINE_S)]
         for text in dict.fromkeys(filter(None, faults)):
-            self.failures.append(f"{what}: {text}")
+            self.failures.append((what, text))
             self._say(f"FAILED {what}: {text}")
         return not any(faults)
 
@@ -166,8 +168,9 @@ class Session:
             return
         samples = self._samples.get(table, {})
         report.write(self._out, table, [sample.line() for sample in samples.values()])
-        options = {name: str(value) for name, value in vars(self._options).items()}
-        config: dict[str, object] = {**options, "failures": self.failures, "not_measured": list(self._absent)}
+        options = {name: str(value) for name, value in vars(self._options).items() if name not in NOT_OF_THE_RUN}
+        failures = [f"{what}: {text.strip().splitlines()[-1]}" for what, text in self.failures]
+        config: dict[str, object] = {**options, "failures": failures, "not_measured": list(self._absent)}
         facts.write(self._out, facts.of_this_run(config, self._options.commit) | facts.of_gpus(self._size))
 
     def _picture(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bounds, compare, gpu, plot, report, table
+from benchmarks import bounds, compare, facts, gpu, plot, report, table
 from benchmarks.cases import ROUTINGS, Case, draw, make_steps, ranks_of, rows_sent
 from benchmarks.gpu import Inputs, check, crossdock
 from benchmarks.gpu.measure import Bench
@@ -270,6 +270,11 @@ def test_compare_refuses_other_machines(
     printed = capsys.readouterr()
     assert "not comparable" in printed.err
     assert not printed.out
+
+
+def test_the_command_names_no_place() -> None:
+    words = ["--device", "cuda", "--out", "somewhere/else", "--quick"]
+    assert facts.command(words) == "python -m benchmarks.run --device cuda --quick"
 
 
 def test_backends_say_why_they_are_absent() -> None:
