@@ -88,6 +88,8 @@ class Member:
             self._ready()
         values = checks.active_mask(mask, epoch, self.rank, self.size, self._epoch)
         self._run(self._transport.set_active, values, epoch)
+        if isinstance(self._fault, AbortedError):  # another thread's, while the survivors agreed
+            self._ready()
         self._active, self._epoch, self._fault = values, epoch, None
         self._forget()
 

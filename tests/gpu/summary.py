@@ -70,7 +70,7 @@ def environment(num_gpus: int, commit: str | None) -> Facts:
         f"GPUs      {num_gpus} x {name}, {memory}, at most {clock}",
         f"driver    {driver}",
         f"torch     {torch.__version__} (CUDA {torch.version.cuda}), NVRTC {jit.compiler_version()}",
-        f"python    {platform.python_version()}, Linux {platform.release()}",
+        f"python    {platform.python_version()}, Linux {platform.release().partition('-')[0]}",
     )
     return Facts(name, f"sm_{capability.replace('.', '')}a", lines)
 

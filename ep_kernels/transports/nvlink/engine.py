@@ -180,7 +180,8 @@ class Engine:
         x, num_tokens = _aligned(args.x), args.x.shape[0]
         state = self._state(args)
         outputs, addresses = self._outputs.numbers(num_tokens)
-        scales, scale_args = self._outputs.scales()
+        known = state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
+        scales, scale_args = self._outputs.scales(trimmed=known and self._config.exact_shapes)
         record = abi.DispatchArgs(
             world=self.tables.world, num_tokens=num_tokens, slot=slot,
             power_of_two=plan.POWER_OF_TWO[self._config.scale_format], cached=int(args.previous is not None),

@@ -73,6 +73,7 @@ class Mailbox:
             mine[_EPOCH + 1 + i] = word
         mine[_EPOCH] = epoch
         self._await_all("set_active", _EPOCH, epoch, timeout_s)
+        self.check()
         answers = self._read(_EPOCH + 1)
         for peer, answer in enumerate(answers):
             if answer is not None and (self._pages[peer][_EPOCH] != epoch or answer[-_MASK_WORDS:] != bits):
@@ -101,8 +102,7 @@ class Mailbox:
     def _await(self, op: str, peer: int, word: int, number: int, deadline: float, timeout_s: float) -> None:
         page, nap = self._pages[peer], _FIRST_NAP_S
         while page[word] < number:
-            if self._aborted is not None:
-                raise AbortedError(self._aborted)
+            self.check()
             if word == 0:
                 self._check_left_out(op)
             gone, now = self._gone(peer), time.monotonic()
@@ -121,8 +121,7 @@ class Mailbox:
             if any(a and page[0] > self._number for a, page in zip(self._active, self._pages, strict=True)):
                 return True
             self._check_left_out("wait_for_peer")
-            if self._aborted is not None:
-                raise AbortedError(self._aborted)
+            self.check()
             left = deadline - time.monotonic()
             if self._woken.wait(max(0.0, min(nap, left))):
                 self._woken.clear()
@@ -134,6 +133,11 @@ class Mailbox:
     def wake(self) -> None:
         """End a `wait_for_peer`."""
         self._woken.set()
+
+    def check(self) -> None:
+        """Raise AbortedError after `abort`."""
+        if self._aborted is not None:
+            raise AbortedError(self._aborted)
 
     def abort(self, reason: str) -> None:
         """End every wait, present and future, in AbortedError(reason)."""

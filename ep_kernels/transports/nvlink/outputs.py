@@ -77,7 +77,7 @@ class Outputs:
         assert weights is not None
         return fields | {"topk_ids": ids[:num_rows], "topk_weights": weights[:num_rows]}
 
-    def scales(self) -> tuple[torch.Tensor | None, dict[str, int]]:
+    def scales(self, trimmed: bool) -> tuple[torch.Tensor | None, dict[str, int]]:
         """(where the kernel writes scales, its arguments); rank-major rows of bytes are read in place."""
         columns, rows = self._sizes.scale_columns, self.rows
         if columns == 0 or self._in_place:
@@ -89,7 +89,7 @@ class Outputs:
         scales = torch.empty((*rows[:-1], columns, pad), dtype=torch.int32, device=self._device)
         strides = {
             "scale_row_stride": 1,
-            "scale_column_stride": 0 if self.compact and self._config.exact_shapes else pad,
+            "scale_column_stride": 0 if self.compact and trimmed else pad,
             "scale_group_stride": columns * pad,
         }
         return scales, {"out_scales": scales.data_ptr(), **strides}

@@ -40,8 +40,8 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: `benchmarks` on 4 H200, 2026-11-21, graphs of pairs: LL is ahead at 512, the largest step measured (flat 166
-against 184 us, grouped 199 against 248)."""
+Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (199 against 244 us) and still at 2048,
+the largest step measured (675 against 787). Kept at 512 until HT is tuned and the other layouts are measured."""
 MAX_RANKS = 252
 """As many bits as hosts have for a mask of ranks when they agree on an epoch (`mailbox`)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
@@ -110,7 +110,8 @@ def sizes_of(c: MoEConfig) -> Sizes:
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
-    _check_limits(c, max(shape.home_rows, max(capacities) * max(1, num_local)))
+    most = max(n * k for n, k in zip(locals_, capacities, strict=True)) if layout is Layout.EXPERT_MAJOR else 0
+    _check_limits(c, max(shape.home_rows, most, *capacities))
     return Sizes(
         shape.num_keys, num_local, groups, columns, dtype, shape.scale_bytes, row_bytes, capacity, capacities,
         output_rows.get(layout, (capacity,)), shape,

@@ -1,7 +1,9 @@
 """One communicator, several streams: its operations keep one order, whatever streams its caller is on.
 
 Slots of the region are recycled in the order of calls, so an operation on another stream waits (on the device) for the
-one before. What an operation used is kept from being recycled by torch's allocator until that stream is past it.
+one before; from then on, what an operation used is kept from being recycled by torch's allocator until that stream is
+past it. A communicator that lives on one stream is like any torch operation there: tensors that were made on another
+stream are the caller's to keep (`record_stream`).
 
 Under graph capture nothing runs yet: operations captured on several streams of one capture are ordered within it, and
 it is the caller who orders replays with each other and with operations outside of the graph, as for any other work.

@@ -53,7 +53,7 @@ class HostPage:
         try:
             yield
         finally:
-            self._page.abort = 0
+            self._page.abort = int(bool(self.reason))  # an abort that came meanwhile stays
             self.clear()
 
     def mark_gone(self, rank: int) -> None:
@@ -192,8 +192,9 @@ class Tables:
         self.state[_WORD["aborted"]] = abi.STOPS.index("ABORTED")
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
-        """Forget what was under way; count on from here."""
+        """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
         words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
+        words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
         for name, value in (("dispatch_seq", dispatch), ("combine_seq", combine), ("barrier_seq", barrier)):
             words[_WORD[name]] = value
         self.state.copy_(words)

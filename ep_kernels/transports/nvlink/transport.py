@@ -233,6 +233,13 @@ class NvlinkTransport:
         torch.cuda.current_stream(self._device).synchronize()
         self.check()
 
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
+        if tensor.device != self._device:
+            raise ArgumentError(name, f"a tensor on {self._device}", tensor.device)
+        if torch.cuda.current_device() != self._device.index:
+            raise ArgumentError("torch.cuda.current_device()", str(self._device.index), torch.cuda.current_device())
+
     def barrier(self) -> None:
         """See `base.Transport`. Host and device wait."""
         self._launch(self._engine.barrier(), BOTH)
@@ -242,6 +249,7 @@ class NvlinkTransport:
     def dispatch(self, args: DispatchArgs) -> _PendingDispatch:
         """See `base.Transport`."""
         self.check()
+        self._check_device("x", args.x)
         if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
                 "overflow", "Overflow.DROP, or no max_recv_rows, under graph capture (RAISE reads the device)", "RAISE"
@@ -268,6 +276,7 @@ class NvlinkTransport:
     def combine(self, args: CombineArgs) -> _PendingCombine:
         """See `base.Transport`."""
         self.check()
+        self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
             self._launch(call, SEND)
