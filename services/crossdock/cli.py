@@ -7,6 +7,7 @@ that does not take it, 4 (a worker) a GPU that was lost.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,9 +98,14 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.worker.process import run_worker
+    from crossdock.worker.process import EXIT_DEVICE_LOST, run_worker
 
-    raise typer.Exit(run_worker(loaded))
+    code = run_worker(loaded)
+    if code == EXIT_DEVICE_LOST:  # an orderly end would free what the lost GPU holds, and could crash on it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -42,6 +42,7 @@ def enter(device: torch.device) -> None:
 
     Raises:
         DeviceLost: it does not work any more.
+        ConfigError: others have filled its memory.
     """
     if device.type == "cpu":
         return
@@ -49,5 +50,7 @@ def enter(device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # also makes its context current for the driver's own calls
         torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("worker.device", "a GPU with free memory", f"{device}: {error}") from error
     except RuntimeError as error:
         raise DeviceLost(f"{device}: {error}") from error

@@ -103,6 +103,11 @@ class HostLane:
         return Landed(z, rows_per_expert, (second - first, third - second, last - third))
 
 
+_in_flight: list[torch.Tensor] = []
+"""Pinned tensors of the step under way. They outlive whatever breaks it: to free pinned memory that a lost GPU still
+holds ends the process (torch before 2.15 lets an exception out of a destructor), and it has to say first why."""
+
+
 class GpuLane:
     """A stream and its clock, kept over epochs: torch caches device memory for each stream apart. Pinned memory comes
     from torch's cache too, which gives a block out again only when the copy that used it is through, so rows that are
@@ -149,6 +154,7 @@ class GpuLane:
         assert self._home is not None
         (z, rows_per_expert), self._home = self._home, None
         self._stream.synchronize()
+        _in_flight.clear()
         first, second, third = (
             int(start.elapsed_time(end) * 1e6) for start, end in zip(self._marks, self._marks[1:], strict=False)
         )
@@ -159,9 +165,11 @@ class GpuLane:
             return pieces[0].to(self.device)
         num_rows, row = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
         staged = torch.empty((num_rows, *row), dtype=pieces[0].dtype, pin_memory=True)
+        _in_flight.append(staged)
         return torch.cat(list(pieces), out=staged).to(self.device, non_blocking=True)
 
 
 def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
     home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
+    _in_flight.append(home)
     return home.copy_(tensor, non_blocking=True)

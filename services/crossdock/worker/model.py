@@ -9,7 +9,7 @@ import torch
 
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.experts import Experts, activation
 from crossdock.worker.seat import ControlGroup, Seat
 from ep_kernels import Capabilities, ExpertMap, Layout, Mode, MoECommunicator, MoEConfig, Overflow
@@ -104,7 +104,10 @@ class Model:
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
     def _read(self, ids: tuple[int, ...], progress: Callable[[int, int], None]) -> Experts:
-        return Experts.load(self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress)
+        try:
+            return Experts.load(self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(f"{len(ids)} experts do not fit on {self.device}; more workers? {error}") from error
 
     def _probe(self) -> Capabilities:
         transport = create(self._moe_config(_Alone()))
