@@ -33,7 +33,7 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
         "command": command(sys.argv[1:]),
         "processor": _processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "config": config,
@@ -42,7 +42,8 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
 
 def command(arguments: Sequence[str]) -> str:
     """The command without `--out`, which names a place on that machine; of a GPU run, what every process was given."""
-    kept = [word for n, word in enumerate(arguments) if word != "--out" and arguments[max(0, n - 1)] != "--out"]
+    named = [word for word in arguments if not word.startswith("--out=")]
+    kept = [word for n, word in enumerate(named) if word != "--out" and named[max(0, n - 1)] != "--out"]
     return " ".join(["python", "-m", "benchmarks.run", *kept])
 
 

@@ -87,6 +87,10 @@ def rows(result: Result) -> list[Line]:
     ]
 
 
+ONCE_PER_RANK = ("crossdock", "nccl", "nccl_bare")
+"""Backends that move a row once per token and rank; what others move is not known here."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What one backend gave for one operation of one case on GPUs.
@@ -134,12 +138,12 @@ class Sample:
             "p50_us": f"{p50:.2f}",
             "p99_us": f"{quantile(every, 0.99):.2f}",
             "bound_us": f"{self.bound_us:.2f}",
-            "physical_gbps": f"{physical / p50 / 1e3:.1f}",
+            "physical_gbps": f"{physical / p50 / 1e3:.1f}" if self.backend in ONCE_PER_RANK else "",
             "form": case.form,
             "l2": "flushed" if self.flushed else "warm",
             "bound_pct": f"{100 * self.bound_us / p50:.1f}",
             "logical_gbps": f"{logical / p50 / 1e3:.1f}",
-            "physical_bytes": round(physical),
+            "physical_bytes": round(physical) if self.backend in ONCE_PER_RANK else "",
             "logical_bytes": logical,
             "host_us": f"{quantile([value for run in self.host_us for value in run], 0.5):.1f}",
             "spread_pct": f"{100 * (max(medians) / min(medians) - 1):.1f}" if len(medians) > 1 else "",

@@ -21,6 +21,7 @@ from benchmarks import bounds, facts, gpu, report
 from benchmarks.cases import Case
 from benchmarks.gpu.measure import Bench, Stopwatch
 from benchmarks.gpu.tables import Measured, cases_of
+from benchmarks.run import TABLES
 from ep_kernels import StoreGroup
 
 DEADLINE_S = 120.0
@@ -55,9 +56,10 @@ class Session:
         self._samples: dict[str, dict[tuple[Any, ...], report.Sample]] = {}
         self._absent: dict[str, None] = {}
         self.failures: list[tuple[str, str]] = []
+        self._wrong: set[tuple[str, str, Case]] = set()
         self._number = 0
         self._began = time.monotonic()
-        self._out = options.out or _folder(size)
+        self._out = options.out or _folder(size, whole=not options.quick and options.tables == ",".join(TABLES))
 
     def run(self) -> None:
         """All tables, as often as was asked."""
@@ -84,6 +86,8 @@ class Session:
             StoreGroup(self._store, self._rank, self._size, name=f"{kind}-{self._number}") for kind in ("case", "talk")
         )
         what = f"{name} {_title(measured.case)}"
+        if (table, name, measured.case) in self._wrong:
+            return
         if self._too_late(talk):
             self._absent[f"out of time: run {run + 1} of {table}"] = None
             return
@@ -105,10 +109,17 @@ class Session:
                 fault = traceback.format_exc()
             self._watch.forget()
             against_closing = _closed(backend)
-            self._agree(talk, fault or against_closing, what)
+            if not self._agree(talk, fault or against_closing, what):
+                self._drop(table, name, measured.case)
         bench = backend = None
         gc.collect()
         torch.cuda.empty_cache()
+
+    def _drop(self, table: str, name: str, case: Case) -> None:
+        """A case that failed once has no figures, whatever its other run gave."""
+        self._wrong.add((table, name, case))
+        kept = self._samples.get(table, {})
+        self._samples[table] = {k: v for k, v in kept.items() if (k[0], k[2]) != (name, case)}
 
     def _too_late(self, group: StoreGroup) -> bool:
         """Whether the time is over, by the clock of rank 0."""
@@ -209,6 +220,8 @@ def _title(case: Case) -> str:
     return f"{case.mode.value} {case.layout.value} T={case.tokens} {types} {case.routing}{sms} {case.form}".strip()
 
 
-def _folder(size: int) -> Path:
+def _folder(size: int, whole: bool) -> Path:
+    """Where results are kept; a check, or some of the tables, must not replace them."""
     name = torch.cuda.get_device_name(0).lower().replace("nvidia", "").strip()
-    return Path(f"docs/results/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{size}")
+    parent = "docs/results" if whole else "out"
+    return Path(f"{parent}/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{size}")
