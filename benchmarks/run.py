@@ -19,12 +19,12 @@ from pathlib import Path
 
 from benchmarks import facts, report
 from benchmarks.cases import CPU_CASES
+from benchmarks.gpu.tables import TABLES
 from benchmarks.measure import measure
 
 BACKENDS = ("crossdock", "gloo")
 """Ours, then the baseline that ratios refer to."""
 PROMISE = 3.0
-TABLES = ("ll", "ht", "sweep", "auto")
 
 
 def main(arguments: list[str] | None = None) -> int:

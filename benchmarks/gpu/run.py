@@ -20,8 +20,7 @@ import torch.distributed as dist
 from benchmarks import bounds, facts, gpu, report
 from benchmarks.cases import Case
 from benchmarks.gpu.measure import Bench, Stopwatch
-from benchmarks.gpu.tables import Measured, cases_of
-from benchmarks.run import TABLES
+from benchmarks.gpu.tables import TABLES, Measured, cases_of
 from ep_kernels import StoreGroup
 
 DEADLINE_S = 120.0

@@ -30,7 +30,7 @@ class HostPage:
     the host: the abort word and who is dead."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._taken = size, 0
+        self._taken = 0
         self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True)
         self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True)
         self._ring = torch.zeros(abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size, dtype=torch.int64, pin_memory=True)
