@@ -33,9 +33,10 @@ SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 _COMMON = ("ptx", "spin", "team")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
-    "ll_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
+    "ll_dispatch": (*_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows"),
+    "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
-    "combine": (*_COMMON, "numeric", "clock", "rows"),
+    "ht_combine": (*_COMMON, "numeric", "clock", "rows"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)
@@ -76,9 +77,9 @@ def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
     return Variant(f"{mode}_dispatch", (("LAYOUT", str(layout)), ("X", quantized)))
 
 
-def combine_variant(kind: int, output: str, moved: str) -> Variant:
+def combine_variant(mode: str, kind: int, output: str, moved: str) -> Variant:
     """kind 0 per expert, 1 per rank, 2 exact; output dtype and the dtype in which partials move."""
-    return Variant("combine", (("KIND", str(kind)), ("Y", output), ("C", moved)))
+    return Variant(f"{mode}_combine", (("KIND", str(kind)), ("Y", output), ("C", moved)))
 
 
 def shipped_variants() -> Iterator[Variant]:
@@ -87,10 +88,10 @@ def shipped_variants() -> Iterator[Variant]:
         for layout in range(4):
             for quantized in ("u8", "bf16"):
                 yield dispatch_variant(mode, layout, quantized)
-    for kind in (0, 1, 2):
-        yield combine_variant(kind, "bf16", "bf16")
-    for kind in (0, 1):
-        yield combine_variant(kind, "bf16", "e4m3")
+        for kind in (0, 1, 2):
+            yield combine_variant(mode, kind, "bf16", "bf16")
+        for kind in (0, 1):
+            yield combine_variant(mode, kind, "bf16", "e4m3")
     yield Variant("barrier")
 
 
@@ -100,10 +101,10 @@ def all_variants() -> Iterator[Variant]:
         for layout in range(4):
             for quantized in ("u8", "bf16", "f16", "f32"):
                 yield dispatch_variant(mode, layout, quantized)
-    for kind in (0, 1, 2):
-        for output in ("bf16", "f16", "f32"):
-            for moved in ("bf16", "f16", "f32", "e4m3"):
-                yield combine_variant(kind, output, moved)
+        for kind in (0, 1, 2):
+            for output in ("bf16", "f16", "f32"):
+                for moved in ("bf16", "f16", "f32", "e4m3"):
+                    yield combine_variant(mode, kind, output, moved)
     yield Variant("barrier")
 
 

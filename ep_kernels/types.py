@@ -136,7 +136,7 @@ class LatencySample:
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
-            (0 for itself and for inactive ranks). On GPUs as the block saw it that ended last.
+            (0 for itself and for inactive ranks). On GPUs as one of its blocks saw it.
         total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
     """
 

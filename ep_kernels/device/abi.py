@@ -6,16 +6,29 @@
 A rank's region, which its peers write (D dispatch slots, C combine slots; each array 256-byte aligned):
 
     flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD, COMBINE: * WHOLE
+    rows         [D, capacity, H]       rows in their final place: output
+
+HT:
+
     counts   i32 [D, R, keys + R]       by source: rows per (rank, local expert), then rows per rank
     origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
     scales       [D, R, M, S]           scales beside the rows, by (source, position)
-    staged       [D, R, M, H]           rows by (source, position): LL, and RANK_MAJOR output
-    rows         [D, capacity, H]       rows in their final place: output of the other layouts
     home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]
     home_scales  [C, .., ceil(H/128)]   their scales when they travel as fp8
     home_weights f32 [C, R, M, K]       numbers carried home beside them
     home_origins u64 [C, R]             by owner: as origins
+
+LL: lines and units of lines (device/lines.cuh), and heads, 16 bytes stored as one. Their tags, seq, must be zero before
+anybody writes:
+
+    lines        [D, R, M, units]       by (source, position): a row with its scales
+    meta_lines   [D, R, M, lines]       by (source, position): as meta
+    count_lines  [D, R, lines]          by source: rows per local expert; none in rank-wise layouts
+    heads        u64 [D, R, 2]          by source: rows to this rank | age << 32, seq; routing of dispatch seq - age
+    home_lines   [C, R, M, units]       as home, scales inside; exact combine: [C, M, K, units]
+    weight_lines [C, R, M, lines]       as home_weights
+    home_heads   u64 [C, R, 2]          by owner: as home_origins, seq
 """
 
 from __future__ import annotations
@@ -31,12 +44,18 @@ STOPS = ("RUNNING", "TIMED_OUT", "ABORTED", "GONE", "LEFT_OUT")
 """Why a rank stopped: not at all; a deadline passed; its host said so; the peer's process is dead; the peer has gone on
 without it."""
 PHASES = ("blocks", "credit", "counts", "payload", "barrier")
-TICKETS = ("DISPATCH_SEND", "COMBINE_SEND", "RECEIVE")
-OP_WORDS = 4
-"""Device words of an operation: its seq, and times (clock.cuh)."""
+TICKETS = ("DISPATCH_SEND", "COMBINE_SEND")
+OP_WORDS = 2
+"""Device words of an operation: its seq, and the number of its latency record (clock.cuh)."""
 MAX_SLOTS = 66
+MAX_RANKS = 64
+LINE_BYTES, UNIT_BYTES, UNIT_DATA, UNIT_COLUMNS = 128, 1024, 960, 896
+LINE_INTS, LINE_METAS, HEAD_BYTES = 28, 7, 16
+"""How LL rows travel: see device/lines.cuh."""
 SAMPLE_CAPACITY = 4096
-SAMPLE_WORDS = 8
+SAMPLE_WORDS = 9
+WHOLE_RECORD = 1 << 32
+"""Last word of a latency record that is whole."""
 WHOLE = 1 << 20
 """What an operation adds to a counter of shares (flags PAYLOAD and COMBINE), all blocks together."""
 META_BYTES = 16
@@ -80,11 +99,13 @@ State = _record(
     ("dispatch_seq", "u64", "dispatches sent; lives on the device, so that a replayed graph goes on counting"),
     ("combine_seq", "u64", "combines sent"),
     ("barrier_seq", "u64", "barriers entered"),
+    ("dispatch_shared", "u64", "seq of the last dispatch that added shares: LL needs none, and HT makes up for it"),
+    ("combine_shared", "u64", "the same of combines"),
     ("aborted", "u64", "sticky: index into STOPS"),
     ("meet_count", "u64", "grid barrier: blocks that arrived"),
     ("meet_generation", "u64", "grid barrier: times that all blocks met"),
     ("invalid_ids", "u64", "ids out of range seen by the dispatch that runs"),
-    ("sample_head", "u64", "latency records written"),
+    ("sample_head", "u64", "latency records begun"),
     ("tickets", f"u64[{len(TICKETS)}]", "blocks that finished, per role"),
     ("dispatch_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a dispatch slot last"),
     ("combine_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a combine slot last"),
@@ -96,7 +117,7 @@ Postmortem = _record(
     ("phase", "u64", "index into PHASES"),
     ("peer", "u64", "who was waited for"),
     ("expected", "u64", "seq waited for"),
-    ("seen", "u64", "seq last seen; LEFT_OUT: the epoch in which the peer has gone on"),
+    ("seen", "u64", "seq last seen, 0 = not known; LEFT_OUT: the epoch in which the peer has gone on"),
     ("waited_ns", "u64", "how long"),
 )
 Difference = _record(
@@ -124,7 +145,8 @@ Home = _record(
     align=16,
 )
 ARRAYS = (
-    "counts", "origins", "meta", "scales", "staged", "rows", "home", "home_scales", "home_weights", "home_origins",
+    "counts", "origins", "meta", "scales", "rows", "home", "home_scales", "home_weights", "home_origins",
+    "lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads",
 )  # fmt: skip
 """The arrays that have slots, in the order in which they lie."""
 RegionMap = _record(
@@ -150,8 +172,12 @@ World = _record(
     ("row_bytes", "i32", "payload bytes of a row as it travels"),
     ("scale_bytes", "i32", "bytes of a row's scales, 0 = none"),
     ("home_row_bytes", "i32", "bytes of a combine row, padded to 16"),
+    ("row_units", "i32", "LL: units of a row"),
+    ("home_units", "i32", "LL: units of a combine row"),
+    ("meta_lines", "i32", "LL: lines of a row's records"),
+    ("count_lines", "i32", "LL: lines of a source's counts per expert, 0 in rank-wise layouts"),
     ("timeout_ns", "u64", "deadline of every wait"),
-    ("peers", "u64*", "[R] base of each rank's region as mapped here"),
+    ("peers", f"u64[{MAX_RANKS}]", "[R] base of each rank's region as mapped here"),
     ("active", "u8*", "[R] 1 = takes part"),
     ("experts", "i32*", "[E, 4] first active copy's rank (-2: none) and slot, number of copies, first of them"),
     ("copies_rank", "i32*", "[copies] rank of a copy"),
@@ -162,7 +188,7 @@ World = _record(
     ("gone", "u64*", "[R] pinned: 1 = the rank's process is known to be dead"),
     ("block_counts", "i32*", "[blocks, R * most local experts + R] scratch of ht_dispatch"),
     ("zeros", "u8*", "[H] a row of zeros"),
-    ("samples", "u64*", f"[{SAMPLE_CAPACITY}, {SAMPLE_WORDS} + R] pinned ring of latency records"),
+    ("samples", "u64*", f"[{SAMPLE_CAPACITY}, {SAMPLE_WORDS} + R] ring of latency records, device memory"),
     ("map", "RegionMap", "byte map, equal on all ranks but for `rows` past the end"),
 )
 Work = _record(
@@ -171,6 +197,8 @@ Work = _record(
     ("num_stages", "u32", "pieces in flight per warp"),
     ("stage_offset", "u32", "where the pieces start in shared memory"),
     ("halves", "u32", "1 = send, 2 = receive, 3 = both"),
+    ("num_senders", "u32", "LL: blocks that send; the others receive. All of them: each does both"),
+    ("spare", "u32", ""),
 )
 DispatchArgs = _record(
     "DispatchArgs",
@@ -183,7 +211,7 @@ DispatchArgs = _record(
     ("scale_group_stride", "i32", "packed scales, EXPERT_MAJOR and RANK_MAJOR: elements between groups"),
     ("power_of_two", "i32", "quantiser: 0 = fp32 scales, 1 = powers of two, 2 = packed powers of two"),
     ("cached", "i32", "1 = the routing of an earlier dispatch is used again"),
-    ("op", "u64*", "[4] device words of this operation: seq, start_ns, send_ns, time at which receiving began"),
+    ("op", "u64*", "[2] device words of this operation: seq, number of its latency record"),
     ("origin", "u64*", "[1] cached: seq of the dispatch that made the routing"),
     ("x", "u8*", "[T, H] caller's rows"),
     ("x_scales", "u8*", "[T, S] caller's scales, null = none"),
@@ -213,7 +241,9 @@ CombineArgs = _record(
     ("slot", "i32", "combine slot"),
     ("apply_weights", "i32", "0 = sum rows as they are"),
     ("mode", "i32", "0 = LL, 1 = HT: for the latency record"),
-    ("op", "u64*", "[4] device words of this operation"),
+    ("positional", "i32", "LL: 1 = the row of y is source * M + position"),
+    ("spare", "i32", ""),
+    ("op", "u64*", "[2] device words of this operation"),
     ("origin", "u64*", "[1] seq of the dispatch that made the routing"),
     ("y", "u8*", "[rows, H] expert output, output dtype"),
     ("row_weights", "f32*", "[rows] or [rows, K], null = none"),
@@ -252,6 +282,7 @@ def header() -> str:
     lines += [f"constexpr u64 STOP_{name} = {i};" for i, name in enumerate(STOPS)]
     lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
     lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
+    lines.append(f"constexpr i32 MAX_RANKS = {MAX_RANKS};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     for name, fields in _RECORDS:
         lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")
@@ -277,8 +308,11 @@ class Shape:
     Attributes:
         size, max_tokens, topk, num_keys: R, M, K, R * most local experts of any rank.
         row_bytes, scale_bytes: payload and scales of one row.
-        capacity_rows: most rows of `rows` on any rank; 0 = the layout is RANK_MAJOR.
-        staged: whether rows are staged by (source, position).
+        capacity_rows: most rows of `rows` on any rank.
+        ll, ht: whether the mode may come to use it.
+        row_units, meta_lines: LL: units of a row, lines of its records.
+        count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
+        home_units, weight_lines: LL: of a combine row, of the numbers beside it.
         home_rows, home_row_bytes, home_scale_bytes: rows per combine slot and bytes of each.
         dispatch_slots, combine_slots: D, C.
     """
@@ -290,7 +324,13 @@ class Shape:
     row_bytes: int
     scale_bytes: int
     capacity_rows: int
-    staged: bool
+    ll: bool
+    ht: bool
+    row_units: int
+    meta_lines: int
+    count_lines: int
+    home_units: int
+    weight_lines: int
     home_rows: int
     home_row_bytes: int
     home_scale_bytes: int
@@ -301,18 +341,26 @@ class Shape:
 def region_map(shape: Shape) -> Any:
     """The byte map of a region: a filled `RegionMap`."""
     positions = shape.size * shape.max_tokens
+    ll_dispatch, ll_combine = shape.dispatch_slots * shape.ll, shape.combine_slots * shape.ll
+    ht_dispatch, ht_combine = shape.dispatch_slots * shape.ht, shape.combine_slots * shape.ht
     arrays = (
         ("flags", 1, len(FLAGS) * shape.size * 8),
-        ("counts", shape.dispatch_slots, shape.size * (shape.num_keys + shape.size) * 4),
-        ("origins", shape.dispatch_slots, shape.size * 8),
-        ("meta", shape.dispatch_slots, positions * shape.topk * META_BYTES),
-        ("scales", shape.dispatch_slots, positions * shape.scale_bytes),
-        ("staged", shape.dispatch_slots, positions * shape.row_bytes if shape.staged else 0),
+        ("counts", ht_dispatch, shape.size * (shape.num_keys + shape.size) * 4),
+        ("origins", ht_dispatch, shape.size * 8),
+        ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
+        ("scales", ht_dispatch, positions * shape.scale_bytes),
         ("rows", shape.dispatch_slots, shape.capacity_rows * shape.row_bytes),
-        ("home", shape.combine_slots, shape.home_rows * shape.home_row_bytes),
-        ("home_scales", shape.combine_slots, shape.home_rows * shape.home_scale_bytes),
-        ("home_weights", shape.combine_slots, positions * shape.topk * 4),
-        ("home_origins", shape.combine_slots, shape.size * 8),
+        ("home", ht_combine, shape.home_rows * shape.home_row_bytes),
+        ("home_scales", ht_combine, shape.home_rows * shape.home_scale_bytes),
+        ("home_weights", ht_combine, positions * shape.topk * 4),
+        ("home_origins", ht_combine, shape.size * 8),
+        ("lines", ll_dispatch, positions * shape.row_units * UNIT_BYTES),
+        ("meta_lines", ll_dispatch, positions * shape.meta_lines * LINE_BYTES),
+        ("count_lines", ll_dispatch, shape.size * shape.count_lines * LINE_BYTES),
+        ("heads", ll_dispatch, shape.size * HEAD_BYTES),
+        ("home_lines", ll_combine, shape.home_rows * shape.home_units * UNIT_BYTES),
+        ("weight_lines", ll_combine, positions * shape.weight_lines * LINE_BYTES),
+        ("home_heads", ll_combine, shape.size * HEAD_BYTES),
     )
     result, offset = RegionMap(), 0
     for name, slots, num_bytes in arrays:

@@ -1,60 +1,64 @@
-// The device end of the latency record: no event, no sync, survives graph replay. One record per operation, to a ring in
-// pinned host memory, by the last of the rank's blocks to finish, so that its end is the operation's: op, mode, seq, tokens,
-// start_ns, send_ns, total_ns, seal, then the wait per peer as that block had it. send_ns ends when the last block had sent.
-// Nothing waits for the host's memory: the seal is the record's number + 1 plus the sum of the other words, so that the host
-// knows a whole record from a torn one. A reader that lags a whole ring behind loses the oldest.
+// The device end of the latency record: no event, no sync, survives graph replay, and no block waits for another on its behalf.
+// One record per operation, in a ring in device memory: op, mode, seq, tokens, start_ns, send_ns, the time at which receiving
+// began (0: in the launch that sent), the time at which the last block ended, parts; then the wait per peer as the first
+// receiving block had it. send_ns ends when the last block had sent.
+//
+// The last block to send fills the record in and moves on to the next; each receiving block adds its end. `parts` is kWholeRecord
+// when all have: the sender adds kWholeRecord less the number of receiving blocks, each of these adds 1. No fence orders them:
+// the host (transports/nvlink/samples.py) looks once whether a record is whole and takes it from a later look. A reader that lags
+// a whole ring behind loses the oldest.
 #pragma once
 
-constexpr u32 kSend = 1, kReceive = 2, kWholeOperation = kSend | kReceive;            // work.halves
-constexpr u32 kOpSeq = 0, kOpStart = 1, kOpSent = 2, kOpReceive = 3, kNumOpWords = 4;  // words of args.op
+constexpr u32 kSend = 1, kReceive = 2, kWholeOperation = kSend | kReceive;  // work.halves
+constexpr u32 kOpSeq = 0, kOpRecord = 1, kNumOpWords = 2;                     // words of args.op
+constexpr u32 kReceived = 6, kEnd = 7, kParts = 8;                            // words of a record
+constexpr u64 kWholeRecord = 1ull << 32;
 
-// The sending half begins / has ended; one thread of block 0 / of the last block to send.
-__device__ __forceinline__ void note_start(u64* words, u64 seq, u64 start) {
-  words[kOpSeq] = seq;
-  words[kOpStart] = start;
+__device__ __forceinline__ u64* record_at(const World& world, u64 number) {
+  return world.samples + number % SAMPLE_CAPACITY * (SAMPLE_WORDS + world.size);
 }
-__device__ __forceinline__ void note_sent(u64* words) { words[kOpSent] = ptx::now_ns() - ptx::load_volatile(words + kOpStart); }
+
+// Which record is this operation's. Any thread, before its block arrives at the end of sending.
+__device__ __forceinline__ u64 record_number(const World& world, u32 halves, const u64* words) {
+  return ptx::load_cached(halves & kSend ? &world.state->sample_head : words + kOpRecord);
+}
+
+// The sending half has ended. One thread of the last block; `receivers`: blocks that will call note_end.
+__device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, i32 num_tokens, u64 seq, u64 start, u64* words,
+                                          i32 receivers) {
+  const u64 number = ptx::load_volatile(&world.state->sample_head);
+  words[kOpSeq] = seq;
+  words[kOpRecord] = number;
+  u64* record = record_at(world, number);
+  const u64 values[] = {op, mode, seq, static_cast<u64>(num_tokens), start, ptx::now_ns() - start};
+#pragma unroll
+  for (u32 i = 0; i < kReceived; ++i) record[i] = values[i];
+  u64* next = record_at(world, number + 1);
+  next[kReceived] = next[kEnd] = next[kParts] = 0;
+  world.state->sample_head = number + 1;
+  ptx::add_relaxed_gpu(record + kParts, kWholeRecord - receivers);
+}
+
+// A warp of this block has waited so long for a peer.
+__device__ __forceinline__ void note_wait(u64* waits, i32 peer, u64 waited) { atomicMax(&waits[peer], waited); }
 
 // The receiving half begins; `start` is returned to time the waits.
-__device__ __forceinline__ u64 note_receive(Team team, u64* words) {
+__device__ __forceinline__ u64 note_receive(const World& world, Team team, u32 halves, u64 number) {
   const u64 start = ptx::now_ns();
-  if (team.block == 0 && threadIdx.x == 0) words[kOpReceive] = start;
+  if (halves == kReceive && team.block == 0 && threadIdx.x == 0) record_at(world, number)[kReceived] = start;
   return start;
 }
 
-// The operation has ended for this block. `words` are args.op (filled by an earlier launch where `halves` says so), `waits`
-// this block's, in shared memory. All threads.
-__device__ __forceinline__ void write_sample(const World& world, Team team, u32 op, u32 mode, i32 num_tokens, u32 halves,
-                                             const u64* words, const u64* waits) {
+// The operation has ended for this block; `waits`, in shared memory, are this block's. All threads.
+__device__ __forceinline__ void note_end(const World& world, Team team, u64 number, const u64* waits) {
   __syncthreads();
   if (warp_idx() != 0) return;
-  const i32 lane = lane_idx();
-  const bool last = lane == 0 && arrive(world, team, TICKET_RECEIVE);
-  if (!__shfl_sync(~0u, last, 0)) return;
-  const u64 end = ptx::now_ns();
-  const u64 head = ptx::load_volatile(&world.state->sample_head);
-  const u64 word = lane < static_cast<i32>(kNumOpWords) ? ptx::load_volatile(words + lane) : 0;
-  const u64 seq = __shfl_sync(~0u, word, kOpSeq), start = __shfl_sync(~0u, word, kOpStart);
-  const u64 sent = __shfl_sync(~0u, word, kOpSent), received = __shfl_sync(~0u, word, kOpReceive);
-  u64* record = world.samples + head % SAMPLE_CAPACITY * (SAMPLE_WORDS + world.size);
-  u64 sum = 0;
-  for (i32 peer = lane; peer < world.size; peer += 32) {
-    const u64 wait = world.active[peer] ? waits[peer] : 0;
-    record[SAMPLE_WORDS + peer] = wait;
-    sum += wait;
-  }
-  u64 value = 0;
-  if (lane == 0) value = op;
-  if (lane == 1) value = mode;
-  if (lane == 2) value = seq;
-  if (lane == 3) value = num_tokens;
-  if (lane == 4) value = start;
-  if (lane == 5) value = sent;
-  if (lane == 6) value = halves == kWholeOperation ? end - start : sent + end - received;
-  sum += value;
-#pragma unroll
-  for (i32 step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (lane == 7) value = sum + head + 1;
-  if (lane < static_cast<i32>(SAMPLE_WORDS)) record[lane] = value;
-  if (lane == 0) world.state->sample_head = head + 1;
+  u64* record = record_at(world, number);
+#pragma unroll 1
+  for (i32 peer = lane_idx(); team.block == 0 && peer < world.size; peer += 32)
+    record[SAMPLE_WORDS + peer] = is_active(peer) ? waits[peer] : 0;
+  __syncwarp();
+  if (lane_idx() != 0) return;
+  ptx::max_relaxed_gpu(record + kEnd, ptx::now_ns());
+  ptx::add_relaxed_gpu(record + kParts, 1);
 }

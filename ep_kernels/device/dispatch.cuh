@@ -66,12 +66,6 @@ __device__ __forceinline__ u8* scales_at(const DispatchArgs& args, i32 at, i32 s
          position_of(args.world, source, position) * args.world.scale_bytes;
 }
 
-__device__ __forceinline__ u8* staged_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
-  const RegionMap& map = args.world.map;
-  return array_at(args, at, map.staged, map.staged_stride) +
-         position_of(args.world, source, position) * args.world.row_bytes;
-}
-
 __device__ __forceinline__ u8* row_at(const DispatchArgs& args, i32 at, i32 row) {
   const RegionMap& map = args.world.map;
   return array_at(args, at, map.rows, map.rows_stride) + static_cast<i64>(row) * args.world.row_bytes;
@@ -112,14 +106,14 @@ __device__ __forceinline__ void send_counts(const DispatchArgs& args, const i32*
   const i32 n = num_counters(world);
   for (i32 i = threadIdx.x; i < world.size * n; i += blockDim.x) {
     const i32 peer = (world.rank + i / n) % world.size;
-    if (world.active[peer]) counts_at(args, peer, world.rank)[i % n] = counters[i % n];
+    if (is_active(peer)) counts_at(args, peer, world.rank)[i % n] = counters[i % n];
   }
 }
 
 // ---- send ----
 
 // Records of a token and the caller's own scales, to each of its ranks. One warp; `row` is the token's first entry.
-__device__ __forceinline__ void send_meta(const DispatchArgs& args, const RouteTile& tile, i32 row, i64 token, bool direct) {
+__device__ __forceinline__ void send_meta(const DispatchArgs& args, const RouteTile& tile, i32 row, i64 token) {
   const World& world = args.world;
   const i32 lane = lane_idx(), topk = world.topk;
   const f32 weight = lane < topk ? args.topk_weights[token * topk + lane] : 0.0f;
@@ -129,7 +123,7 @@ __device__ __forceinline__ void send_meta(const DispatchArgs& args, const RouteT
     const i32 position = tile.position[row + k];
     if (lane < topk) {
       const bool here = tile.rank[row + lane] == rank;
-      const i32 place = direct ? tile.place[row + lane] : tile.expert_index[row + lane];
+      const i32 place = tile.place[row + lane];
       Meta* records = meta_at(args, rank, world.rank, position);
       records[lane] = {here ? tile.slot[row + lane] : -1, place, here ? weight : 0.0f, static_cast<i32>(token)};
     }
@@ -190,7 +184,7 @@ __device__ __forceinline__ void send_piece_scales(const DispatchArgs& args, cons
 // destination rank. landing(entry) -> where the entry's row lies at its destination, null = no payload (dropped).
 template <class Landing>
 __device__ __forceinline__ void send_tile(const DispatchArgs& args, Pipe& pipe, const RouteTile& tile, i32 first, i64 begin,
-                                          i64 end, bool direct, Landing landing) {
+                                          i64 end, Landing landing) {
   const World& world = args.world;
   const i32 pieces = pieces_per_row(args), piece_bytes = args.work.piece_bytes;
   auto entry_of = [&](i64 unit) { return static_cast<i32>(unit / pieces - first) * world.topk; };
@@ -203,7 +197,7 @@ __device__ __forceinline__ void send_tile(const DispatchArgs& args, Pipe& pipe, 
       u8* to = landing(row + lane_idx());
       if (to != nullptr) ptx::bulk_store(to + static_cast<i64>(piece) * piece_bytes, stage, num_bytes);
     }
-    if (piece == 0) send_meta(args, tile, row, unit / pieces, direct);
+    if (piece == 0) send_meta(args, tile, row, unit / pieces);
   };
   auto size_of = [&](i32 piece) { return min(piece_bytes, world.row_bytes - piece * piece_bytes); };
   if constexpr (sizeof(X) == 1) {
@@ -234,15 +228,14 @@ __device__ __forceinline__ void send_tile(const DispatchArgs& args, Pipe& pipe, 
 // Every block signals its share as soon as its own rows are away; the last one moves the counters on, off the fast path.
 __device__ __forceinline__ void finish_send(const DispatchArgs& args, Team team, u64 seq, u64 start, bool sent) {
   const World& world = args.world;
+  const u64 num_ops = seq - ptx::load_volatile(&world.state->dispatch_shared);
   ptx::bulk_wait_all();
   __syncthreads();
-  if (sent) add_share(world, team, FLAG_PAYLOAD);
-  if (threadIdx.x != blockDim.x - 1) return;
-  if (team.block == 0) note_start(args.op, seq, start);
-  if (!arrive(world, team, TICKET_DISPATCH_SEND)) return;
-  note_sent(args.op);
+  if (sent) add_share(world, team, FLAG_PAYLOAD, num_ops);
+  if (threadIdx.x != blockDim.x - 1 || !arrive(world, team, TICKET_DISPATCH_SEND)) return;
+  note_sent(world, OP_DISPATCH, 1, args.num_tokens, seq, start, args.op, team.num_blocks);
   State* state = world.state;
-  state->dispatch_seq = seq;
+  state->dispatch_seq = state->dispatch_shared = seq;
   state->dispatch_slot_seq[args.slot] = seq;
   *args.num_invalid_ids = static_cast<i32>(state->invalid_ids);
   state->invalid_ids = 0;

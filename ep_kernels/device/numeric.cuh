@@ -34,27 +34,37 @@ constexpr i32 kFp32 = 0, kPowerOfTwo = 1, kPacked = 2;
 
 __device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLargest; }
 
-// A warp quantises one block: 4 columns per lane in, their 4 bytes out, the scale to all lanes. Absent columns are 0.
-__device__ __forceinline__ u32 block(const f32 (&value)[kLaneColumns], bool power_of_two, f32* scale_out) {
+// Bits of the largest magnitude among the finite values; magnitudes are ordered as their bits.
+template <i32 N>
+__device__ __forceinline__ u32 finite_amax(const f32 (&value)[N]) {
   u32 amax = 0;
 #pragma unroll
-  for (i32 i = 0; i < kLaneColumns; ++i)
+  for (i32 i = 0; i < N; ++i)
     if (finite(value[i])) amax = max(amax, __float_as_uint(fabsf(value[i])));
-  amax = __reduce_max_sync(~0u, amax);
-  f32 scale = amax == 0 ? 1.0f : fmaxf(__fdiv_rn(__uint_as_float(amax), kMax), kMinScale);
-  if (power_of_two) {
-    const u32 bits = __float_as_uint(scale);
-    scale = __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23);
-  }
-  const f32 inverse = __fdiv_rn(1.0f, scale);
+  return amax;
+}
+
+__device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {
+  const f32 scale = amax == 0 ? 1.0f : fmaxf(__fdiv_rn(__uint_as_float(amax), kMax), kMinScale);
+  const u32 bits = __float_as_uint(scale);
+  return power_of_two ? __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23) : scale;
+}
+
+// Four values as fp8, the first in the low byte.
+__device__ __forceinline__ u32 encode4(const f32* value, f32 inverse) {
   u32 packed = 0;
 #pragma unroll
-  for (i32 i = 0; i < kLaneColumns; ++i) {
+  for (i32 i = 0; i < 4; ++i) {
     const u32 q = ptx::e4m3x2_from_f32(0.0f, __fmul_rn(value[i], inverse)) & 0xFF;
     packed |= (finite(value[i]) ? q : kNan) << (8 * i);
   }
-  *scale_out = scale;
   return packed;
+}
+
+// A warp quantises one block: 4 columns per lane in, their 4 bytes out, the scale to all lanes. Absent columns are 0.
+__device__ __forceinline__ u32 block(const f32 (&value)[kLaneColumns], bool power_of_two, f32* scale_out) {
+  *scale_out = scale_of(__reduce_max_sync(~0u, finite_amax(value)), power_of_two);
+  return encode4(value, __fdiv_rn(1.0f, *scale_out));
 }
 
 __device__ __forceinline__ void widen4(u32 packed, f32 (&value)[kLaneColumns]) {

@@ -30,6 +30,25 @@ __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// 16 bytes, relaxed at system scope: part of a line that carries its own tag.
+__device__ __forceinline__ void store_pair(u8* address, u64 low, u64 high) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(low), "l"(high) : "memory");
+}
+
+template <class T>
+__device__ __forceinline__ T load_pair(const u8* address) {
+  T value;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(address) : "memory");
+  return value;
+}
+
+// May be as old as the kernel: the first answer of an SM serves all its warps, where thousands asking for one line would queue.
+__device__ __forceinline__ u64 load_cached(const u64* address) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(address));
+  return value;
+}
+
 // For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }
@@ -51,6 +70,18 @@ __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
   return old;
 }
+
+// Nothing is returned, so nothing is waited for.
+__device__ __forceinline__ void add_relaxed_gpu(u64* address, u64 value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void max_relaxed_gpu(u64* address, u64 value) {
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Brings the line near, and its translation; promises nothing about its value.
+__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 __device__ __forceinline__ u64 compare_and_swap_gpu(u64* address, u64 expected, u64 value) {
   u64 old;
@@ -80,6 +111,19 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 __device__ __forceinline__ void barrier_init(u64* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One thread of a block tells its others, without a block barrier.
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_is_complete(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred done;\n mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return done != 0;
 }
 
 // Makes initialised mbarriers visible to the copy engine.

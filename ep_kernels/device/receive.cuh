@@ -22,44 +22,53 @@ __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
 
 __device__ __forceinline__ i32 aligned(i32 count, i32 alignment) { return (count + alignment - 1) / alignment * alignment; }
 
-// From everybody's counts (cached: from the handle): row_start, total, offset and start for the rows that reach this rank.
-// False where a peer brought another routing; then nothing is laid out. All threads; ends with a block barrier.
-// start[source * local_stride + e] (or start[source]) is the final row of the source's first row; cached, per-expert layouts
-// have none, nor total and offset: places are in the handle.
-__device__ __forceinline__ bool receive_layout(const DispatchArgs& args, Scratch& scratch) {
+// From everybody's counts (cached: from the handle): row_start, and per local expert start, total and (GROUPED) offset of the
+// rows that reach this rank. False where a peer brought another routing; then nothing is laid out. All threads; ends with a
+// block barrier. start[source * local_stride + e] counts within the expert's group; cached, per-expert layouts have none of it:
+// places are in the handle.
+// count(source, e): rows for local expert e; e = -1: for any.
+template <class Count>
+__device__ __forceinline__ bool lay_out(const DispatchArgs& args, Scratch& scratch, bool by_expert, bool differs, Count count) {
   const World& world = args.world;
-  const i32 stride = world.local_stride;
-  const bool by_expert = kPerExpert && !args.cached;
-  auto count = [&](i32 source, i32 key) { return world.active[source] ? counts_at(args, world.rank, source)[key] : 0; };
-  __syncthreads();
-  const bool differs = origin_differs(world, origins_at(args), scratch.origin);
   if (warp_idx() == 0)
-    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) {
-      return args.cached ? args.source_rows[s] : count(s, num_keys(world) + world.rank);
-    });
+    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return count(s, -1); });
   for (i32 e = threadIdx.x; by_expert && e < world.num_local; e += blockDim.x) {
     i32 sum = 0;
     for (i32 source = 0; source < world.size; ++source) {
-      scratch.start[source * stride + e] = sum;
-      sum += count(source, world.rank * stride + e);
+      scratch.start[source * world.local_stride + e] = sum;
+      sum += count(source, e);
     }
     scratch.total[e] = sum;
   }
   if (__syncthreads_or(differs) != 0) return false;
-  if (by_expert && warp_idx() == 0)
+  if (LAYOUT != GROUPED || !by_expert) return true;
+  if (warp_idx() == 0)
     scratch.offset[world.num_local] =
         prefix_sum(world.num_local, scratch.offset, [&](i32 e) { return aligned(scratch.total[e], world.alignment); });
-  for (i32 s = threadIdx.x; !kPerExpert && s < world.size; s += blockDim.x) {
-    scratch.total[s] = scratch.row_start[s + 1] - scratch.row_start[s];
-    scratch.start[s] = LAYOUT == FLAT ? scratch.row_start[s] : s * world.max_tokens;
-  }
-  __syncthreads();
-  for (i32 i = threadIdx.x; by_expert && i < world.size * world.num_local; i += blockDim.x) {
-    const i32 source = i / world.num_local, e = i % world.num_local;
-    scratch.start[source * stride + e] += LAYOUT == GROUPED ? scratch.offset[e] : e * world.capacity;
-  }
   __syncthreads();
   return true;
+}
+
+// First final row of a source's rows (rank-wise layouts), and of its rows for a local expert (the others).
+__device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch& scratch, i32 source) {
+  return LAYOUT == FLAT ? scratch.row_start[source] : source * args.world.max_tokens;
+}
+
+__device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch& scratch, i32 source, i32 local_expert) {
+  const i32 group = LAYOUT == GROUPED ? scratch.offset[local_expert] : local_expert * args.world.capacity;
+  return group + scratch.start[source * args.world.local_stride + local_expert];
+}
+
+// HT: counts as they lie in the region, or in the handle.
+__device__ __forceinline__ bool receive_layout(const DispatchArgs& args, Scratch& scratch) {
+  const World& world = args.world;
+  __syncthreads();
+  const bool differs = origin_differs(world, origins_at(args), scratch.origin);
+  return lay_out(args, scratch, kPerExpert && !args.cached, differs, [&](i32 source, i32 e) -> i32 {
+    if (args.cached) return args.source_rows[source];
+    if (!is_active(source)) return 0;
+    return counts_at(args, world.rank, source)[e < 0 ? num_keys(world) + world.rank : world.rank * world.local_stride + e];
+  });
 }
 
 // A final row, or kDropped past the capacity. `capacity` is slots per expert (EXPERT_MAJOR) or rows.
@@ -68,23 +77,16 @@ __device__ __forceinline__ i32 admit(i32 row, i32 local_expert, i32 capacity) {
   return row < (LAYOUT == EXPERT_MAJOR ? (local_expert + 1) * capacity : capacity) ? row : kDropped;
 }
 
-// The final row that serves (source, position, k), kDropped, or -1 = none; `meta` is its record.
-__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const Scratch& scratch, const Meta& meta, i32 source,
-                                        i32 position, i32 k, bool direct) {
+// HT: the final row that serves (source, position, k), kDropped, or -1 = none; `meta` is its record.
+__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const Meta& meta, i32 source, i32 position, i32 k) {
   if (meta.local_expert < 0) return -1;
-  if (args.cached) return args.places[position_of(args.world, source, position) * args.world.topk + k];
-  if (direct) return meta.place;
-  if (!kPerExpert) return admit(scratch.start[source] + position, 0, args.world.capacity);
-  const i32 row = scratch.start[source * args.world.local_stride + meta.local_expert] + meta.place;
-  return admit(row, meta.local_expert, args.world.capacity);
+  return args.cached ? args.places[position_of(args.world, source, position) * args.world.topk + k] : meta.place;
 }
 
 // place_of for this lane's k; lanes past K give -1.
-__device__ __forceinline__ i32 lane_place(const DispatchArgs& args, const Scratch& scratch, i32 source, i32 position,
-                                          bool direct) {
+__device__ __forceinline__ i32 lane_place(const DispatchArgs& args, i32 source, i32 position) {
   if (lane_idx() >= args.world.topk) return -1;
-  const Meta meta = meta_at(args, args.world.rank, source, position)[lane_idx()];
-  return place_of(args, scratch, meta, source, position, lane_idx(), direct);
+  return place_of(args, meta_at(args, args.world.rank, source, position)[lane_idx()], source, position, lane_idx());
 }
 
 __device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
@@ -127,7 +129,7 @@ __device__ __forceinline__ i32 rows_delivered(const DispatchArgs& args, const Sc
 
 // What combine and the caller need of every received position: places, weights, tokens, ids. A thread per (position, k), so
 // that a source's records are read and written in one sweep.
-__device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team, const Scratch& scratch, bool direct) {
+__device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team, const Scratch& scratch) {
   const World& world = args.world;
   const i32 topk = world.topk;
   for (i64 i = team.block * blockDim.x + threadIdx.x; i < static_cast<i64>(scratch.row_start[world.size]) * topk;
@@ -139,11 +141,11 @@ __device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team,
     const i64 at = position_of(world, source, position) * topk + k;
     args.weights[at] = meta.weight;
     if (!args.cached) {
-      args.places[at] = place_of(args, scratch, meta, source, position, k, direct);
+      args.places[at] = place_of(args, meta, source, position, k);
       if (k == 0) args.tokens[at / topk] = meta.token;
     }
     if (kPerExpert) continue;
-    const i32 row = admit(scratch.start[source] + position, 0, world.capacity);
+    const i32 row = admit(first_row(args, scratch, source) + position, 0, world.capacity);
     if (row < 0) continue;
     args.out_ids[static_cast<i64>(row) * topk + k] = meta.local_expert;
     args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
@@ -151,12 +153,12 @@ __device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team,
 }
 
 // Scales of every received row to their final places. A warp per position.
-__device__ __forceinline__ void place_all_scales(const DispatchArgs& args, Team team, const Scratch& scratch, bool direct) {
+__device__ __forceinline__ void place_all_scales(const DispatchArgs& args, Team team, const Scratch& scratch) {
   const World& world = args.world;
   for (i64 r = team.block * num_warps() + warp_idx(); r < scratch.row_start[world.size];
        r += static_cast<i64>(team.num_blocks) * num_warps()) {
     const i32 source = source_of(scratch, r), position = static_cast<i32>(r - scratch.row_start[source]);
-    const i32 place = lane_place(args, scratch, source, position, direct);
+    const i32 place = lane_place(args, source, position);
     const u32 placed = __ballot_sync(~0u, place >= 0);
     for (u32 left = kPerExpert ? placed : placed & (0u - placed); left != 0; left &= left - 1)
       place_scales(args, source, position, __shfl_sync(~0u, place, __ffs(left) - 1), rows_delivered(args, scratch));
@@ -179,7 +181,7 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
   if (threadIdx.x == 0) kept_sum = total_sum = 0;
   __syncthreads();
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) {
-    const i32 total = scratch.total[g];
+    const i32 total = kPerExpert ? scratch.total[g] : scratch.row_start[g + 1] - scratch.row_start[g];
     const i32 first = LAYOUT == GROUPED ? scratch.offset[g] : LAYOUT == FLAT ? scratch.row_start[g] : 0;
     const i32 kept = LAYOUT == RANK_MAJOR ? total : max(0, min(total, world.capacity - first));
     args.counts[g] = args.kept[g] = kept;
@@ -209,7 +211,7 @@ __device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
 
 // After a failed wait, or where ranks brought different routings, nothing may look delivered; a handle that was used again
 // stays as it is. One block.
-__device__ __forceinline__ void write_no_counts(const DispatchArgs& args) {
+__device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
   const Kept at = kept_at(args.world);
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x) args.offsets[g] = 0;

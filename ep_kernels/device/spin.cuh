@@ -13,6 +13,9 @@ __device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i3
   return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
 }
 
+constexpr u32 kWholeBits = 20;
+constexpr u64 kWhole = 1ull << kWholeBits;  // what an operation adds to a counter of shares, all blocks together
+
 namespace spin {
 
 constexpr u32 kLookAround = 64;       // polls between two looks at clock, abort word and whether the peer has left us out
@@ -33,8 +36,47 @@ __device__ __noinline__ bool give_up(const World& world, u64 why, u32 op, u32 ph
   return false;
 }
 
-// True once *flag >= expected, with everything that the peer wrote before visible to this thread.
-__device__ __forceinline__ bool wait_for(const World& world, const u64* flag, u64 expected, u32 op, u32 phase, u32 peer) {
+struct Reason {
+  u64 why, seen;  // STOP_RUNNING = go on
+};
+
+// Why a wait for `peer` that began at `start` must end now.
+__device__ __noinline__ Reason reason_to_stop(const World& world, u32 polls, u64 start, u32 peer) {
+  const u64 aborted = ptx::load_acquire_gpu(&world.state->aborted);
+  if (aborted != STOP_RUNNING) return {aborted, 0};
+  const u64 left_in = ptx::load_relaxed_sys(flag_at(world, world.rank, FLAG_LEFT_OUT, peer));
+  if (left_in != 0) return {STOP_LEFT_OUT, left_in};
+  if (ptx::now_ns() - start > world.timeout_ns) return {STOP_TIMED_OUT, 0};
+  if (polls % kLookAtHost != 0) return {STOP_RUNNING, 0};
+  if (ptx::load_relaxed_sys(&world.host->abort) != 0) return {STOP_ABORTED, 0};
+  return {ptx::load_relaxed_sys(&world.gone[peer]) != 0 ? STOP_GONE : STOP_RUNNING, 0};
+}
+
+// One warp: until poll() is true in all lanes, each of which names the peer it waits for (poll may change it). False when the rank
+// was stopped; a peer's last words count.
+template <class Poll>
+__device__ __forceinline__ bool warp_wait(const World& world, u64 expected, u32 op, u32 phase, const i32& peer, Poll poll) {
+  u64 start = 0;
+  Reason reason = {STOP_RUNNING, 0};
+#pragma unroll 1
+  for (u32 polls = 1;; ++polls) {
+    const bool here = poll();
+    if (__all_sync(~0u, here)) return true;
+    const u32 stopped = __ballot_sync(~0u, reason.why != STOP_RUNNING);
+    if (stopped != 0) {
+      if ((threadIdx.x & 31) == __ffs(stopped) - 1)
+        give_up(world, reason.why, op, phase, peer, expected, reason.seen, ptx::now_ns() - start);
+      return false;
+    }
+    if (polls == 1) start = ptx::now_ns();
+    if (polls % kLookAround == 0 && !here) reason = reason_to_stop(world, polls, start, peer);
+  }
+}
+
+// True once *flag >= expected, with everything that the peer wrote before visible to this thread. What is waited for in
+// PHASE_PAYLOAD are shares; a post-mortem speaks of whole operations.
+__device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 expected, u32 op, u32 phase, u32 peer) {
+  const u32 shift = phase == PHASE_PAYLOAD ? kWholeBits : 0;
   u64 seen = ptx::load_acquire_sys(flag);
   if (seen >= expected) return true;
   const u64 start = ptx::now_ns();
@@ -45,14 +87,15 @@ __device__ __forceinline__ bool wait_for(const World& world, const u64* flag, u6
     if (ptx::load_acquire_gpu(&world.state->aborted) != STOP_RUNNING) return false;
     const u64 waited = ptx::now_ns() - start;
     const u64 left_in = ptx::load_relaxed_sys(flag_at(world, world.rank, FLAG_LEFT_OUT, peer));
-    if (left_in != 0) return give_up(world, STOP_LEFT_OUT, op, phase, peer, expected, left_in, waited);
-    if (waited > world.timeout_ns) return give_up(world, STOP_TIMED_OUT, op, phase, peer, expected, seen, waited);
+    const u64 whole = expected >> shift;
+    if (left_in != 0) return give_up(world, STOP_LEFT_OUT, op, phase, peer, whole, left_in, waited);
+    if (waited > world.timeout_ns) return give_up(world, STOP_TIMED_OUT, op, phase, peer, whole, seen >> shift, waited);
     if (polls % kLookAtHost != 0) continue;
     if (ptx::load_relaxed_sys(&world.host->abort) != 0)
-      return give_up(world, STOP_ABORTED, op, phase, peer, expected, seen, waited);
+      return give_up(world, STOP_ABORTED, op, phase, peer, whole, seen >> shift, waited);
     if (ptx::load_relaxed_sys(&world.gone[peer]) != 0) {
       seen = ptx::load_acquire_sys(flag);  // its last words count
-      return seen >= expected || give_up(world, STOP_GONE, op, phase, peer, expected, seen, waited);
+      return seen >= expected || give_up(world, STOP_GONE, op, phase, peer, whole, seen >> shift, waited);
     }
   }
 }

@@ -5,12 +5,20 @@
 #pragma once
 
 constexpr u32 kBarrierBytes = 512;  // shared memory of a block starts with the mbarriers, then a wait per peer
-constexpr u64 kWhole = 1ull << 20;  // what an operation adds to a counter of shares, all blocks together
 
 struct Team {
   i32 block;       // this block within the rank
   i32 num_blocks;  // blocks of the rank
 };
+
+__shared__ u8 active_ranks[MAX_RANKS];
+
+// All threads, once, before a block barrier that comes before any question. Changes only while no kernel runs.
+__device__ __forceinline__ void load_active(const World& world) {
+  for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) active_ranks[i] = world.active[i];
+}
+
+__device__ __forceinline__ bool is_active(i32 rank) { return active_ranks[rank] != 0; }
 
 // [R] nanoseconds that this block waited for each peer.
 __device__ __forceinline__ u64* waits_at(u8* shared) { return reinterpret_cast<u64*>(shared + kBarrierBytes); }
@@ -23,6 +31,34 @@ __device__ __forceinline__ u8* after_waits(const World& world, u8* shared) {
 __device__ __forceinline__ i32 lane_idx() { return threadIdx.x & 31; }
 __device__ __forceinline__ i32 warp_idx() { return threadIdx.x >> 5; }
 __device__ __forceinline__ i32 num_warps() { return blockDim.x >> 5; }
+
+// A warp's place among items (position, source, index), which the warps of a team take in turn, index fastest; it moves on
+// without division.
+struct Turn {
+  i32 position, source, index;
+};
+
+__device__ __forceinline__ Turn turn_of(i32 number, i32 items, i32 sources) {
+  const i32 rest = number / items;
+  return {rest / sources, rest % sources, number % items};
+}
+
+__device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 sources) {
+  turn.index += step.index;
+  turn.source += step.source;
+  turn.position += step.position;
+  if (turn.index >= items) {
+    turn.index -= items;
+    ++turn.source;
+  }
+  if (turn.source >= sources) {
+    turn.source -= sources;
+    ++turn.position;
+  }
+}
+
+__device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
+__device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
 
 // One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
 // whose thread then sees all writes of all blocks. The ticket is used again by a later launch.
@@ -56,19 +92,51 @@ __device__ __forceinline__ bool meet(const World& world, Team team, u32 op) {
 __device__ __forceinline__ void tell_peers(const World& world, u32 kind, u64 value) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
-    if (world.active[peer]) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
+    if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
   }
 }
 
+// One warp tells every active peer that this rank has started operation `seq`. What it vouches for, reads of earlier kernels,
+// is complete by stream order, so nothing needs to be ordered here.
+__device__ __forceinline__ void warp_tell_started(const World& world, u32 kind, u64 seq) {
+#pragma unroll 1
+  for (i32 peer = lane_idx(); peer < world.size; peer += 32)
+    if (is_active(peer)) ptx::store_relaxed_sys(flag_at(world, peer, kind, world.rank), seq);
+}
+
+// What a warp must know before anything is written to a slot: who used it last, and what the peer of this lane has started.
+// Loaded early and looked at late; a flag only grows, so an old one is safe. What it vouches for are reads that ended with the
+// peer's earlier kernels, and the stores that depend on it are not issued before its value is here.
+struct Credit {
+  u64 last, seen;
+};
+
+__device__ __forceinline__ Credit warp_ask_credit(const World& world, u32 kind, const u64* slot_seq) {
+  Credit credit = {ptx::load_cached(slot_seq), 0};
+  if (lane_idx() < world.size) credit.seen = ptx::load_cached(flag_at(world, world.rank, kind, lane_idx()));
+  return credit;
+}
+
+// One warp: whether every active peer has started operation `value`, which proves its last use of the slot over.
+__device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, Credit credit, u64 value, u32 op) {
+  bool ok = true;
+#pragma unroll 1
+  for (i32 peer = lane_idx(); peer < world.size; peer += 32)
+    if (is_active(peer) && (peer >= 32 || credit.seen < value))
+      ok &= spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, PHASE_CREDIT, peer);
+  return __all_sync(~0u, ok);
+}
+
 // Every block tells every active peer that its share of operation `seq` is done; the last share brings the peer's counter
-// to seq * kWhole, whatever the number of blocks. Call by all threads, after a block barrier that follows all stores:
+// to seq * kWhole, whatever the number of blocks. `num_ops`: operations since the last that added shares, this one included,
+// as all blocks read it before the last of them arrives. Call by all threads, after a block barrier that follows all stores:
 // bar.sync -> red.release.sys covers what any thread of the block wrote.
-__device__ __forceinline__ void add_share(const World& world, Team team, u32 kind) {
-  const u64 share = kWhole / team.num_blocks;
-  const u64 mine = team.block == 0 ? kWhole - share * (team.num_blocks - 1) : share;
+__device__ __forceinline__ void add_share(const World& world, Team team, u32 kind, u64 num_ops) {
+  const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
+  const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
-    if (world.active[peer]) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
+    if (is_active(peer)) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
   }
 }
 
@@ -76,7 +144,7 @@ __device__ __forceinline__ void add_share(const World& world, Team team, u32 kin
 __device__ __forceinline__ bool warp_await_peers(const World& world, u32 kind, u64 value, u32 op, u32 phase) {
   bool ok = true;
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-    if (world.active[peer]) ok &= spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, phase, peer);
+    if (is_active(peer)) ok &= spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, phase, peer);
   return ok;
 }
 
@@ -86,7 +154,7 @@ __device__ __forceinline__ bool await_peers(const World& world, u32 kind, u64 va
                                             u64* waited_ns) {
   bool failed = false;
   for (i32 peer = threadIdx.x; peer < world.size; peer += blockDim.x) {
-    if (!world.active[peer]) continue;
+    if (!is_active(peer)) continue;
     failed |= !spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, phase, peer);
     if (waited_ns != nullptr) waited_ns[peer] = peer == world.rank ? 0 : ptx::now_ns() - start;
   }
@@ -108,7 +176,7 @@ __device__ __forceinline__ bool handles_origins() { return warp_idx() == num_war
 // Tells all active peers which routing this rank brings. One block, once the slot is free; a later release carries it.
 __device__ __forceinline__ void send_origin(const World& world, u64 offset, u64 origin) {
   for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
-    if (world.active[peer]) *origin_at(world, peer, offset, world.rank) = origin;
+    if (is_active(peer)) *origin_at(world, peer, offset, world.rank) = origin;
 }
 
 // Whether a peer that this thread looks at brought another routing. All threads of a block that has acquired from all peers;
@@ -116,19 +184,20 @@ __device__ __forceinline__ void send_origin(const World& world, u64 offset, u64 
 __device__ __forceinline__ bool origin_differs(const World& world, u64 offset, u64 origin) {
   bool differs = false;
   for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
-    differs |= world.active[peer] && ptx::load_volatile(origin_at(world, world.rank, offset, peer)) != origin;
+    differs |= is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, offset, peer)) != origin;
   return differs;
 }
 
-// Tells the host, unless it has still to read of another: it raises HandleError, and the group goes on. One block.
-__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 offset, u64 origin) {
-  if (threadIdx.x != 0) return;
+// Tells the host, unless it has still to read of another: it raises HandleError, and the group goes on. One thread;
+// origin_at(peer) is what a peer brought.
+template <class Origin>
+__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 origin, Origin origin_from) {
   Difference* report = &world.host->difference;
   if (ptx::load_relaxed_sys(&report->status) != 0) return;
   i32 peer = 0;
   u64 theirs = origin;
   while (peer < world.size && theirs == origin) {
-    if (world.active[peer]) theirs = ptx::load_volatile(origin_at(world, world.rank, offset, peer));
+    if (is_active(peer)) theirs = origin_from(peer);
     if (theirs == origin) ++peer;
   }
   report->op = op;
@@ -136,4 +205,10 @@ __device__ __forceinline__ void report_difference(const World& world, u32 op, u6
   report->mine = origin;
   report->theirs = theirs;
   ptx::store_release_sys(&report->status, 1);
+}
+
+// The same for origins that lie in the region at `offset`. One block.
+__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 offset, u64 origin) {
+  if (threadIdx.x != 0) return;
+  report_difference(world, op, origin, [&](i32 peer) { return ptx::load_volatile(origin_at(world, world.rank, offset, peer)); });
 }

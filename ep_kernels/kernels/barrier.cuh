@@ -11,6 +11,7 @@ __device__ __forceinline__ void tell_left_out(const World& world, u64 epoch) {
 
 __device__ __forceinline__ void barrier_rank(const BarrierArgs& args) {
   const World& world = args.world;
+  load_active(world);
   ptx::wait_for_previous_launch();
   if (ptx::load_volatile(&world.state->aborted) != STOP_RUNNING) return;
   if (args.left_out_epoch != 0) return tell_left_out(world, args.left_out_epoch);

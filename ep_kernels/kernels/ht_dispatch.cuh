@@ -15,8 +15,10 @@
 // Worked example: ranks 0 and 1 send 2 and 3 rows to rank 0 (FLAT). Both learn [2, 3], so rank 1 writes its rows to rank 0's
 // rows 2, 3, 4 while rank 0 writes 0, 1; nobody asks anybody for a slot.
 //
-// Memory order: as in ll_dispatch.cuh, for COUNTS and for PAYLOAD. A peer's COUNTS of this op also proves that it has started
-// the op, so its output slot is free (credit); before the counts themselves are written, the slot's credit is awaited.
+// Memory order: all stores of a block -> block barrier -> one release at system scope per peer (COUNTS, PAYLOAD); the receiver
+// acquires the flag, then reads; the copy engine's accesses stand behind a proxy fence on either side. A peer's COUNTS of this op
+// also proves that it has started the op, so its output slot is free (credit); before the counts themselves are written, the
+// slot's credit is awaited.
 #pragma once
 
 // This block's tokens: a contiguous range.
@@ -46,7 +48,7 @@ __device__ __forceinline__ void tell_counts(const DispatchArgs& args, const i32*
   const u64 credit = credit_needed(world, args.slot, seq);
   for (i32 i = warp_idx(); i < world.size; i += num_warps()) {
     const i32 peer = (world.rank + i) % world.size;
-    if (!world.active[peer]) continue;
+    if (!is_active(peer)) continue;
     const u64* started = flag_at(world, world.rank, FLAG_STARTED, peer);
     bool free = true;
     if (lane_idx() == 0) free = spin::wait_for(world, started, credit, OP_DISPATCH, PHASE_CREDIT, peer);
@@ -86,7 +88,7 @@ __device__ __forceinline__ bool send_layout(const DispatchArgs& args, Scratch& s
     i32 before = 0, sum = 0;
     for (i32 source = 0; source < world.size; ++source) {
       if (source == world.rank) before = sum;
-      if (world.active[source]) sum += counts_at(args, world.rank, source)[key];
+      if (is_active(source)) sum += counts_at(args, world.rank, source)[key];
     }
     scratch.total[key] = sum;
     scratch.start[key] = before;
@@ -122,7 +124,6 @@ __device__ __forceinline__ void place_tile(const DispatchArgs& args, Scratch& sc
 // Where the payload of a lead entry lands: the first place that was not dropped among the token's experts on that rank.
 __device__ __forceinline__ u8* landing_of(const DispatchArgs& args, const RouteTile& tile, i32 entry) {
   const i32 topk = args.world.topk, rank = tile.rank[entry];
-  if (LAYOUT == RANK_MAJOR) return staged_at(args, rank, args.world.rank, tile.position[entry]);
   for (i32 e = entry; e < entry - entry % topk + topk; ++e)
     if (tile.rank[e] == rank && tile.place[e] >= 0) return row_at(args, rank, tile.place[e]);
   return nullptr;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void ht_send_rows(const DispatchArgs& args, Team team
       place_tile(args, scratch, count);
     }
     record_tile(args, tile, tile.place, 0, token, count);
-    send_tile(args, pipe, tile, token, static_cast<i64>(token) * pieces, static_cast<i64>(token + count) * pieces, true,
+    send_tile(args, pipe, tile, token, static_cast<i64>(token) * pieces, static_cast<i64>(token + count) * pieces,
               [&](i32 entry) { return landing_of(args, tile, entry); });
   }
 }
@@ -156,7 +157,7 @@ __device__ __forceinline__ void ht_replicate(const DispatchArgs& args, Team team
   auto place_at = [&](i64 unit) {
     const i64 row = unit / pieces;
     const i32 from = source_of(scratch, row), position = static_cast<i32>(row - scratch.row_start[from]);
-    return lane_place(args, scratch, from, position, true);
+    return lane_place(args, from, position);
   };
   auto source = [&](i64 unit) -> Piece {
     const i32 place = place_at(unit), piece = static_cast<i32>(unit % pieces);
@@ -196,20 +197,20 @@ __device__ __forceinline__ bool ht_send_again(const DispatchArgs& args, Team tea
   return true;
 }
 
-__device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u8* shared, u64 seq) {
+__device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u8* shared, u64 number, u64 seq) {
   const World& world = args.world;
-  const u64 start = note_receive(team, args.op);
+  const u64 start = note_receive(world, team, args.work.halves, number);
   const bool arrived =
       await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
   if (arrived && receive_layout(args, scratch)) {
     if (team.block == 0) args.cached ? write_kept_counts(args) : write_counts(args, scratch);
     if (kPerExpert) ht_replicate(args, team, pipe, scratch);
-    record_rows(args, team, scratch, true);
-    if (args.out_scales != nullptr) place_all_scales(args, team, scratch, true);
+    record_rows(args, team, scratch);
+    if (args.out_scales != nullptr) place_all_scales(args, team, scratch);
   } else {
     deliver_nothing(args, team, scratch, arrived);
   }
-  write_sample(world, team, OP_DISPATCH, 1, args.num_tokens, args.work.halves, args.op, waits_at(shared));
+  note_end(world, team, number, waits_at(shared));
 }
 
 __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team team) {
@@ -217,10 +218,13 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   const World& world = args.world;
   Pipe pipe = open_pipe(args.work, shared);
   Scratch scratch = carve(world, shared);
+  load_active(world);
+  __syncthreads();
   const u64 stop = ptx::load_volatile(&world.state->aborted);
   const bool sends = args.work.halves & kSend;
   const u64 seq = sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
   if (stop != STOP_RUNNING) return deliver_nothing(args, team, scratch, false);
+  const u64 number = record_number(world, args.work.halves, args.op);
   scratch.origin = origin_of(args, seq);
   if (sends) {
     const u64 start = ptx::now_ns();
@@ -228,7 +232,7 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
     const bool sent = args.cached ? ht_send_again(args, team, pipe, scratch, seq) : ht_send(args, team, pipe, scratch, seq);
     finish_send(args, team, seq, start, sent);
   }
-  if (args.work.halves & kReceive) ht_receive(args, team, pipe, scratch, shared, seq);
+  if (args.work.halves & kReceive) ht_receive(args, team, pipe, scratch, shared, number, seq);
 }
 
 #ifndef LOOPBACK

@@ -1,135 +1,425 @@
-// Low-latency dispatch: each token's row goes once to every rank that holds one of its experts, into a fixed slot, without
-// exchanging counts first; the receiver expands rows to their final layout from its own memory.
+// Low-latency dispatch: each token's row goes once to every rank that holds one of its experts, as lines that carry the
+// operation's seq (device/lines.cuh). The receiver polls the lines themselves and puts each vector where it finally belongs,
+// so rows are expanded per expert while the rest is still under way.
 //
-//   source rank                          destination rank
-//   route tokens (redundantly per block)
-//   x[t] --quantise?--> one row per rank --> staged[source][position], meta[source][position], scales
-//   counts, origin -------------------------> counts[source], origins[source]
-//   every block: PAYLOAD[source] += share  =>  wait for all shares of all sources
-//                                            counts -> offsets; staged -> rows (RANK_MAJOR: nothing to move)
+//   source rank: send blocks                            destination rank: receive blocks
+//   last block: origin, rows, rows per expert -------->  heads, count_lines[source] -> where all rows go
+//   per token, rank: experts, indices, weights ------->  meta_lines[source][position]
+//   per token, rank: x[t] --quantise?--> units ------->  lines[source][position] -> rows (one per expert, or per rank)
 //
-// With a previous handle nothing is routed or counted: the source has every row's position in it (Home), the receiver every
-// row's place; rows, records (weights may be new) and the origin of the routing travel.
+// Routing is in device/walk.cuh. With a previous handle the keys come from it (Home); the rest follows from them again.
 //
 // Worked example: R = 2, K = 2, rank 1 sends token 0 to experts (rank 0, slot 1) and (rank 0, slot 0): one row lands in
-// rank 0's staged[1][0] with records {1, index}, {0, index}; rank 0 copies it to both experts' groups.
+// rank 0's lines[1][0] with the records {1, index}, {0, index}; rank 0 writes each of its vectors to both experts' groups.
 //
-// Memory order. Rows and records: bulk and ordinary stores -> bulk_wait_all -> block barrier ->
-// red.release.sys PAYLOAD, read by ld.acquire.sys -> block barrier -> fence.proxy.async -> loads and copies.
-// Reuse of a slot: see credit_needed; the peer's STARTED flag is in stream order after its last read of the slot.
+// Memory order: none between lines; what a line says is complete in itself. Reuse of a slot: the peer's STARTED flag is in
+// stream order after its last read of the slot (warp_await_credit). The link is first in, first out: what others wait for
+// (counts, then records) leaves before rows fill it.
 #pragma once
 
-// Units of this block: a contiguous range, so that positions follow from the tokens before it.
-__device__ __forceinline__ bool ll_send(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u64 seq) {
+// ---- send ----
+
+// The token's records to each of its ranks, and what this rank keeps of it.
+__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Walk& walk, i32 token,
+                                             u64 seq) {
   const World& world = args.world;
-  const i32 pieces = pieces_per_row(args), per_tile = tile_tokens(world);
-  const i64 units = static_cast<i64>(args.num_tokens) * pieces;
-  const i64 begin = units * team.block / team.num_blocks, end = units * (team.block + 1) / team.num_blocks;
-  const i32 first = begin < end ? static_cast<i32>(begin / pieces) : args.num_tokens;
-  const i32 past = begin < end ? static_cast<i32>((end - 1) / pieces) + 1 : args.num_tokens;
-  RouteTile& tile = *scratch.tile;
-  bool credit = true;  // awaited by one warp while the others route
-  if (warp_idx() == num_warps() - 1)
-    credit = warp_await_peers(world, FLAG_STARTED, credit_needed(world, args.slot, seq), OP_DISPATCH, PHASE_CREDIT);
-  for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
-  if (begin < end && !args.cached) {
-    for (i32 token = 0; token < first; token += per_tile) {
-      const i32 count = min(per_tile, first - token);
-      load_tile(args, tile, token, count);
-      count_tile(world, tile, count, scratch.counters);
-    }
+  const i32 topk = world.topk, k = lane_idx();
+  const i64 at = static_cast<i64>(token) * topk + k;
+  const f32 weight = k < topk ? args.topk_weights[at] : 0.0f;
+  Home home = {kNowhere, -1, -1, -1};
+  i32 key = kNowhere;
+  if (args.cached) {
+    if (k < topk) home = args.home[at];
+    key = key_of(home);
+  } else {
+    const i32 id = k < topk ? args.topk_ids[at] : kNowhere;
+    key = key_of(world, scratch, id, token);
+    if (kPerExpert) home.place = rows_before(args, scratch, token, id);
   }
-  if (__syncthreads_or(!credit) != 0) return false;
-  const bool announces = team.block == team.num_blocks - 1;
-  if (announces && args.cached) announce_again(args, scratch.origin, seq);
-  for (i32 token = first; token < past; token += per_tile) {
-    const i32 count = min(per_tile, past - token);
-    if (args.cached) {
-      load_tile_again(args, tile, token, count);
-    } else {
-      load_tile(args, tile, token, count);
-      order_tile(world, tile, count, scratch.counters);
+  for_ranks(world, walk, token, [&](i32 rank, i32 position) {
+    const bool here = key >= 0 && key >> 16 == rank;
+    if (here) home.position = position;
+    const Vector record =
+        vector_of(here ? key & 0xFFFF : ~0u, here ? home.place : ~0u, here ? __float_as_uint(weight) : 0, token);
+    u8* to = meta_lines_at(args, rank, world.rank, position);
+#pragma unroll 1
+    for (i32 line = 0; line < world.meta_lines; line += 4) {
+      const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
+      Vector value = shuffle(record, from & 31);
+      if (from >= topk) value = vector_of(~0u, ~0u, 0, token);
+      store_lines(to + line * kLineBytes, min(4, world.meta_lines - line), value, seq);
     }
-    record_tile(args, tile, tile.expert_index, static_cast<i64>(token) * pieces < begin ? 1 : 0, token, count);
-    const i64 from = max(begin, static_cast<i64>(token) * pieces);
-    const i64 to = min(end, static_cast<i64>(token + count) * pieces);
-    send_tile(args, pipe, tile, token, from, to, false, [&](i32 entry) {
-      return staged_at(args, tile.rank[entry], world.rank, tile.position[entry]);
+  });
+  if (k < topk && !args.cached)
+    args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, home.position, key & 0xFFFF, home.place};
+  const bool valid = __all_sync(~0u, key != kGone);
+  if (k == 0) args.valid[token] = valid;
+}
+
+// All rows: each warp its share of the records, from the other end, where warps have fewer units; then its share of the units.
+__device__ __forceinline__ void send_rows(const DispatchArgs& args, Team team, const LlScratch& scratch, Turn turn, Turn step,
+                                          Unit unit, Walk walk, u64 seq) {
+  const World& world = args.world;
+  const i32 units = world.row_units, warps = num_items_at_once(team);
+#pragma unroll 1
+  for (i32 token = warps - 1 - first_item(team); token < args.num_tokens; token += warps) {
+    walk_to(args, scratch, token >> 5, walk);
+    send_records(args, scratch, walk, token, seq);
+  }
+  if (walk.chunk > 0) walk = start_walk(args, scratch);
+#pragma unroll 1
+  while (turn.position < args.num_tokens) {
+    const Turn now = turn;
+    const Unit row = unit;
+    move_on(turn, step, units, 1);
+    if (turn.position < args.num_tokens) unit = make_unit(args, turn.position, turn.index);
+    walk_to(args, scratch, now.position >> 5, walk);
+    for_ranks(world, walk, now.position, [&](i32 rank, i32 position) {
+      store_unit(lines_at(args, rank, world.rank, position) + now.index * kUnitBytes, row, seq);
     });
   }
-  __syncthreads();
-  if (announces && !args.cached) send_counts(args, scratch.counters, scratch.origin);
+}
+
+// Rows per rank, and ids out of range; rows per expert are in scratch.before.
+struct Told {
+  i32 rows[MAX_RANKS], invalid;
+};
+
+// One block counts everything into shared memory that is zero. All threads; a block barrier follows.
+__device__ __forceinline__ void count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
+  const World& world = args.world;
+#pragma unroll 1
+  for (i32 chunk = warp_idx(); chunk * 32 < args.num_tokens; chunk += num_warps()) {
+    const i32 token = chunk * 32 + lane_idx();
+    const Routed routed = route(args, scratch, token);
+    if (routed.invalid != 0) atomicAdd(&told.invalid, routed.invalid);
+#pragma unroll 1
+    for (i32 rank = 0; rank < world.size; ++rank) {
+      const i32 count = __popc(ballot_of(routed.ranks, rank));
+      if (rank % 32 == lane_idx()) atomicAdd(&told.rows[rank], count);
+    }
+  }
+#pragma unroll 1
+  for (i32 e = threadIdx.x; kPerExpert && e < args.num_tokens * world.topk; e += THREADS) {
+    const i32 key = args.cached ? key_of(args.home[e]) : key_of(world, scratch, args.topk_ids[e], e / world.topk);
+    if (key >= 0) atomicAdd(&scratch.before[(key >> 16) * world.local_stride + (key & 0xFFFF)], 1);
+  }
+}
+
+// The block that tells everybody how many rows come, before rows fill the links.
+__device__ __forceinline__ void tell_counts(const DispatchArgs& args, const LlScratch& scratch, const Told& told, u64 origin,
+                                            u64 seq) {
+  const World& world = args.world;
+  if (warp_idx() == 0) {
+    if (lane_idx() == 0) *args.num_invalid_ids = told.invalid;
+    for (i32 peer = lane_idx(); peer < world.size; peer += 32)
+      if (is_active(peer))
+        ptx::store_pair(head_at(args, peer, world.rank), static_cast<u32>(told.rows[peer]) | (seq - origin) << 32, seq);
+  }
+#pragma unroll 1
+  for (i32 peer = warp_idx(); kPerExpert && peer < world.size; peer += num_warps()) {
+    if (!is_active(peer)) continue;
+    const i32* counts = scratch.before + peer * world.local_stride;
+    auto word = [&](i32 i) -> u32 { return i < world.local_stride ? counts[i] : 0; };
+#pragma unroll 1
+    for (i32 line = 0; line < world.count_lines; line += 4) {
+      const i32 at = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
+      store_lines(count_lines_at(args, peer, world.rank) + line * kLineBytes, min(4, world.count_lines - line),
+                  vector_of(word(at), word(at + 1), word(at + 2), word(at + 3)), seq);
+    }
+  }
+}
+
+// ---- receive ----
+
+constexpr i32 kHere = 0, kFailed = 1, kDiffers = 2;  // counts of all sources: are here, a wait failed, another routing
+
+__device__ __forceinline__ u64 origin_told(const Vector& head) { return head.high - (head.low >> 32); }
+
+// Row counts of all sources to scratch.arrived. One warp.
+__device__ __forceinline__ i32 await_heads(const DispatchArgs& args, const LlScratch& scratch, u64 origin, u64 seq, u64 start,
+                                           u64* waits) {
+  const World& world = args.world;
+  bool differs = false;
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 source = base + lane_idx();
+    const bool asked = source < world.size && is_active(source);
+    Vector head = {0, seq};
+    u64 waited = 0;
+    const u8* at = head_at(args, world.rank, asked ? source : world.rank);
+    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
+          if (asked) head = ptx::load_pair<Vector>(at);
+          if (head.high != seq) waited = ptx::now_ns() - start;
+          return head.high == seq;
+        }))
+      return kFailed;
+    if (asked && source != world.rank) note_wait(waits, source, waited);
+    differs |= asked && origin_told(head) != origin;
+    if (source < world.size) scratch.arrived[source * arrived_stride(world)] = asked ? static_cast<i32>(head.low) : 0;
+  }
+  return __any_sync(~0u, differs) ? kDiffers : kHere;
+}
+
+// Rows per local expert of one source. One warp; false after a failed wait.
+__device__ __forceinline__ bool await_count_lines(const DispatchArgs& args, const LlScratch& scratch, i32 source, u64 seq) {
+  const World& world = args.world;
+  i32* to = scratch.arrived + source * arrived_stride(world) + 1;
+  if (!is_active(source)) {
+    for (i32 i = lane_idx(); i < world.local_stride; i += 32) to[i] = 0;
+    return true;
+  }
+#pragma unroll 1
+  for (i32 line = 0; line < world.count_lines; line += 4) {
+    Vector mine = {};
+    const u8* at = count_lines_at(args, world.rank, source) + line * kLineBytes;
+    const i32 lines = min(4, world.count_lines - line);
+    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] { return peek_lines(at, lines, seq, &mine); }))
+      return false;
+    const i32 first = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i)
+      if (!is_tag_lane() && lane_idx() < 8 * lines && first + i < world.local_stride) to[first + i] = word_of(mine, i);
+  }
   return true;
 }
 
-// Rows from staged to their final rows, one load for all the experts that a row serves.
-__device__ __forceinline__ void ll_expand(const DispatchArgs& args, Team team, Pipe& pipe, const Scratch& scratch) {
-  const World& world = args.world;
-  const i32 pieces = pieces_per_row(args), piece_bytes = args.work.piece_bytes;
-  const i64 units = static_cast<i64>(scratch.row_start[world.size]) * pieces;
-  auto source = [&](i64 unit) -> Piece {
-    const i64 row = unit / pieces;
-    const i32 piece = static_cast<i32>(unit % pieces), from = source_of(scratch, row);
-    const u8* staged = staged_at(args, world.rank, from, static_cast<i32>(row - scratch.row_start[from]));
-    return {staged + static_cast<i64>(piece) * piece_bytes,
-            static_cast<u32>(min(piece_bytes, world.row_bytes - piece * piece_bytes))};
-  };
-  auto deliver = [&](i64 unit, u8* stage, u32 num_bytes) {
-    const i64 row = unit / pieces;
-    const i32 from = source_of(scratch, row), position = static_cast<i32>(row - scratch.row_start[from]);
-    const i32 place = lane_place(args, scratch, from, position, false);
-    const u32 placed = __ballot_sync(~0u, place >= 0);
-    const bool mine = kPerExpert ? place >= 0 : placed != 0 && lane_idx() == __ffs(placed) - 1;
-    if (mine) ptx::bulk_store(row_at(args, world.rank, place) + unit % pieces * piece_bytes, stage, num_bytes);
-  };
-  copy_rows(pipe, team.block + static_cast<i64>(team.num_blocks) * warp_idx(), units,
-            static_cast<i64>(team.num_blocks) * num_warps(), source, deliver);
-  ptx::bulk_wait_all();
-}
-
-__device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, Pipe& pipe, Scratch& scratch, u8* shared, u64 seq) {
-  const World& world = args.world;
-  const u64 start = note_receive(team, args.op);
-  const bool arrived =
-      await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
-  if (arrived && receive_layout(args, scratch)) {
-    if (team.block == 0) args.cached ? write_kept_counts(args) : write_counts(args, scratch);
-    if (LAYOUT != RANK_MAJOR) ll_expand(args, team, pipe, scratch);
-    record_rows(args, team, scratch, false);
-    if (args.out_scales != nullptr) place_all_scales(args, team, scratch, false);
-  } else {
-    deliver_nothing(args, team, scratch, arrived);
+// All threads; ends with a block barrier. `verdict` is kHere before.
+__device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* verdict, u64* heads_here,
+                                            Arrival& first, u64 origin, u64 seq, u64 start, u64* waits) {
+  i32 found = kHere;
+  const bool helps = warp_idx() == num_warps() - 1 || (kPerExpert && warp_idx() < args.world.size);
+  if (warp_idx() == num_warps() - 1) found = await_heads(args, scratch, origin, seq, start, waits);
+  for (i32 source = warp_idx(); kPerExpert && source < args.world.size; source += num_warps())
+    if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
+  if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
+  if (warp_idx() == num_warps() - 1 && lane_idx() == 0) ptx::barrier_arrive(heads_here);
+  if (first.turn.position < args.world.max_tokens) {
+    look(args, first, seq);
+    while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
   }
-  write_sample(world, team, OP_DISPATCH, 0, args.num_tokens, args.work.halves, args.op, waits_at(shared));
+  __syncthreads();
+  return *verdict;
 }
 
+// Final row of a position, rank-wise layouts; kDropped past the capacity.
+__device__ __forceinline__ i32 row_of(const DispatchArgs& args, const LlScratch& scratch, i32 source, i32 position) {
+  return admit(first_row(args, scratch, source) + position, 0, args.world.capacity);
+}
+
+// Final row that serves this lane's k; -1 = none.
+__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta, i32 source,
+                                        i32 position) {
+  if (meta.local_expert < 0) return -1;
+  if (!kPerExpert) return row_of(args, scratch, source, position);
+  return admit(first_row(args, scratch, source, meta.local_expert) + meta.place, meta.local_expert, args.world.capacity);
+}
+
+// What combine and the caller need of a received position. One warp; lane k has record k.
+__device__ __forceinline__ void record_row(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta, i32 source,
+                                           i32 position) {
+  const World& world = args.world;
+  const i32 topk = world.topk, k = lane_idx();
+  const i64 at = position_of(world, source, position);
+  if (k >= topk) return;
+  args.places[at * topk + k] = place_of(args, scratch, meta, source, position);
+  args.weights[at * topk + k] = meta.weight;
+  if (k == 0) args.tokens[at] = meta.token;
+  if (kPerExpert) return;
+  const i32 row = row_of(args, scratch, source, position);
+  if (row < 0) return;
+  args.out_ids[static_cast<i64>(row) * topk + k] = meta.local_expert;
+  args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
+}
+
+// An arrival whose lines are here, to its final rows.
+__device__ __forceinline__ void deliver(const DispatchArgs& args, const LlScratch& scratch, const Arrival& arrival,
+                                        i32 num_rows, u64 seq) {
+  const World& world = args.world;
+  const i32 source = source_at(world, arrival.turn), position = arrival.turn.position;
+  if (is_records(world, arrival)) return record_row(args, scratch, record_of(args, arrival, seq), source, position);
+  if (!kPerExpert) {
+    const i32 row = row_of(args, scratch, source, position);
+    if (row >= 0) write_unit(args, arrival.unit, arrival.turn.index, row, num_rows);
+    return;
+  }
+  const i32 place = place_of(args, scratch, record_of(args, arrival, seq), source, position);
+#pragma unroll 1
+  for (u32 placed = __ballot_sync(~0u, place >= 0); placed != 0; placed &= placed - 1)
+    write_unit(args, arrival.unit, arrival.turn.index, __shfl_sync(~0u, place, __ffs(placed) - 1), num_rows);
+}
+
+// Whether the source sends this item.
+__device__ __forceinline__ bool is_sent(const World& world, const LlScratch& scratch, Turn turn) {
+  return turn.position < scratch.arrived[source_at(world, turn) * arrived_stride(world)];
+}
+
+__device__ __forceinline__ void swap(Arrival& a, Arrival& b) {
+  const Arrival kept = a;
+  a = b;
+  b = kept;
+}
+
+// Goes on to the next item that arrives, in the order in which they are likely to: by position, then by source. False: none is left.
+__device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlScratch& scratch, Turn& turn, Turn step,
+                                             i32 most, Arrival& next, u64 seq) {
+  const World& world = args.world;
+#pragma unroll 1
+  while (turn.position < most) {
+    next.turn = turn;
+    move_on(turn, step, world.row_units + 1, world.size);
+    if (!is_sent(world, scratch, next.turn)) continue;
+    look(args, next, seq);
+    return true;
+  }
+  return false;
+}
+
+// Everything that arrives, to its place. A warp looks at its next item while it puts the present one where it belongs.
+// `next` is the first, which may not exist: it was looked at before the counts were here.
+__device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlScratch& scratch, Arrival next, Turn step,
+                                             u64 seq, u64 start, u64* waits) {
+  const World& world = args.world;
+  Turn turn = next.turn;
+  move_on(turn, step, world.row_units + 1, world.size);
+  const i32 num_rows = LAYOUT == RANK_MAJOR ? 0 : rows_delivered(args, scratch);
+  i32 most = 0;
+  for (i32 source = lane_idx(); source < world.size; source += 32)
+    most = max(most, scratch.arrived[source * arrived_stride(world)]);
+  most = __reduce_max_sync(~0u, most);
+  bool more = is_sent(world, scratch, next.turn) || next_arrival(args, scratch, turn, step, most, next, seq);
+#pragma unroll 1
+  while (more) {
+    Arrival now = next;
+    more = next_arrival(args, scratch, turn, step, most, next, seq);
+    if (!more) next.there = false;
+    if (!__all_sync(~0u, now.there)) {  // two are looked at together: rows overtake one another on their way
+      const i32 source = source_at(world, now.turn);
+      i32 looks = 0;  // the one before may be from long ago
+      if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] {
+            if (more && __all_sync(~0u, next.there)) return true;
+            ++looks;
+            look(args, now, seq);
+            if (more) look(args, next, seq);
+            return now.there;
+          }))
+        return false;
+      if (!__all_sync(~0u, now.there))
+        swap(now, next);
+      else if (looks > 1 && lane_idx() == 0 && source != world.rank)
+        note_wait(waits, source, ptx::now_ns() - start);
+    }
+    deliver(args, scratch, now, num_rows, seq);
+  }
+  return true;
+}
+
+// Nothing may look delivered after a failed wait, whoever finds out first: the counts' writer looks for a failure after it
+// has written, and whoever fails zeroes them after it has said so.
+__device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared, i32* verdict,
+                                           u64* heads_here, Turn turn, Turn step, u64 number, u64 origin, u64 seq) {
+  const World& world = args.world;
+  const u64 start = note_receive(world, team, args.work.halves, number);
+  const bool writes = team.block == team.num_blocks - 1;  // has least to receive
+  u64* waits = waits_at(shared);
+  Arrival first;
+  first.turn = turn;
+  const i32 counts = await_counts(args, scratch, verdict, heads_here, first, origin, seq, start, waits);
+  bool ok = counts != kFailed;
+  if (counts == kHere) {
+    if (LAYOUT != RANK_MAJOR || writes)
+      lay_out(args, scratch, kPerExpert, false,
+              [&](i32 source, i32 e) { return scratch.arrived[source * arrived_stride(world) + 1 + e]; });
+    if (writes) write_counts(args, scratch);
+    ok = receive_rows(args, scratch, first, step, seq, start, waits);
+  } else if (counts == kDiffers && writes) {
+    write_no_counts(args);
+    if (threadIdx.x == 0)
+      report_difference(world, OP_DISPATCH, origin,
+                        [&](i32 peer) { return origin_told(ptx::load_pair<Vector>(head_at(args, world.rank, peer))); });
+  }
+  const bool failed = __syncthreads_or(!ok) != 0;
+  if (failed || (writes && ptx::load_volatile(&world.state->aborted) != STOP_RUNNING)) {
+    ptx::fence_sys();
+    write_no_counts(args);
+  }
+  note_end(world, team, number, waits);
+}
+
+// Every warp has read the counters when the last block comes here: the next operation's are set at once. One thread.
+__device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
+  if (!arrive(args.world, {0, num_blocks}, TICKET_DISPATCH_SEND)) return;
+  args.world.state->dispatch_seq = seq;
+  args.world.state->dispatch_slot_seq[args.slot] = seq;
+  note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
+}
+
+// Who does what. The first `num_senders` blocks send, the last of them tells; the others receive. A rank of one block does all.
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
+  __shared__ i32 verdict;     // what await_counts found
+  __shared__ u64 heads_here;  // mbarrier
+  __shared__ Told told;
   const World& world = args.world;
-  Pipe pipe = open_pipe(args.work, shared);
-  Scratch scratch = carve(world, shared);
-  ptx::wait_for_previous_launch();
-  const u64 stop = ptx::load_volatile(&world.state->aborted);
-  const bool sends = args.work.halves & kSend;
-  const u64 seq = sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
-  if (stop != STOP_RUNNING) return deliver_nothing(args, team, scratch, false);
-  scratch.origin = origin_of(args, seq);
-  if (sends) {
-    const u64 start = ptx::now_ns();
-    if (team.block == 0) tell_peers(world, FLAG_STARTED, seq);
-    const bool sent = ll_send(args, team, pipe, scratch, seq);
-    finish_send(args, team, seq, start, sent);
+  LlScratch scratch = carve_ll(world, shared);
+  const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
+  const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
+  const bool apart = senders < team.num_blocks, here = team.block < senders, tells = here && team.block == senders - 1;
+  const Team rows = {team.block, max(1, senders - 1)};
+  const Team arrivals = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
+  const bool carries = here && rows.block < rows.num_blocks;
+  const i32 items = world.row_units;
+  load_active(world);
+  fill_table(world, scratch);
+  for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
+  for (i32 i = threadIdx.x; i < MAX_RANKS; i += THREADS) told.rows[i] = 0;
+  if (threadIdx.x == 0) {
+    verdict = told.invalid = 0;
+    ptx::barrier_init(&heads_here);
   }
+  for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
+  Turn turn = turn_of(first_item(rows), items, 1);
+  const Turn step = turn_of(num_items_at_once(rows), items, 1);
+  const Turn arrival = turn_of(first_item(arrivals), items + 1, world.size);
+  const Turn arrival_step = turn_of(num_items_at_once(arrivals), items + 1, world.size);
+  __syncthreads();
+  ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
-  if (args.work.halves & kReceive) ll_receive(args, team, pipe, scratch, shared, seq);
+  const u64 stop = ptx::load_cached(&world.state->aborted);
+  const u64 seq = ptx::load_cached(sends ? &world.state->dispatch_seq : args.op + kOpSeq) + sends;
+  const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0;
+  const u64 origin = origin_of(args, seq), number = record_number(world, args.work.halves, args.op);
+  if (here) {
+    const Credit credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
+    Unit unit = {};
+    if (carries && turn.position < args.num_tokens) unit = make_unit(args, turn.position, turn.index);
+    Walk walk = {-1, 0, 0, 0};
+    if (carries && min(turn.position, num_items_at_once(rows) - 1 - first_item(rows)) < args.num_tokens)
+      walk = start_walk(args, scratch);
+    if (tells) count_all(args, scratch, told);
+    bool ok = stop == STOP_RUNNING;
+    if (ok) {
+      if (tells && warp_idx() == num_warps() - 1) warp_tell_started(world, FLAG_STARTED, seq);
+      const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+      ok = warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
+    }
+    if (tells && __syncthreads_or(!ok) == 0) tell_counts(args, scratch, told, origin, seq);
+    if (carries && ok) send_rows(args, rows, scratch, turn, step, unit, walk, seq);
+  }
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0)
+    return receives && team.block == team.num_blocks - 1 ? write_no_counts(args) : void();
+  if (sends && threadIdx.x == THREADS - 1)
+    advance(args, team.num_blocks, receives ? arrivals.num_blocks : team.num_blocks, seq, start);
+  if (receives && (!apart || !here))
+    ll_receive(args, arrivals, scratch, shared, &verdict, &heads_here, arrival, arrival_step, number, origin, seq);
 }
 
 #ifndef LOOPBACK
-extern "C" __global__ void __launch_bounds__(THREADS, 1) ll_dispatch(const __grid_constant__ DispatchArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_dispatch(const __grid_constant__ DispatchArgs args) {
   ll_dispatch_team(args, {static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)});
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
-extern "C" __global__ void __launch_bounds__(THREADS, 1) ll_dispatch(const DispatchArgs* ranks, i32 blocks_per_rank) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_dispatch(const DispatchArgs* ranks, i32 blocks_per_rank) {
   const i32 block = blockIdx.x;
   ll_dispatch_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
 }

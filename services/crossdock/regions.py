@@ -18,18 +18,25 @@ from ep_kernels.transports.nvlink.inspection import PAYLOADS, PaperGroup, arrays
 T = TypeVar("T")
 
 HOLDS = {
-    "flags": "what each peer announced",
-    "counts": "rows that each source sends",
-    "origins": "which dispatch each source's routing is of",
-    "meta": "expert, place, weight, index of each row",
-    "scales": "fp8 scales of the rows, by source",
-    "staged": "rows by source: LL, and output of RANK_MAJOR",
+    "flags": "how far each peer has come",
+    "counts": "HT: rows that each source sends, per expert",
+    "origins": "HT: which dispatch each source's routing is of",
+    "meta": "HT: expert, place, weight, token of each row",
+    "scales": "HT: fp8 scales of the rows, by source",
     "rows": "rows in their final place: output",
-    "home": "partial results on their way home",
-    "home_scales": "their fp8 scales",
-    "home_weights": "gradients of weights on their way home",
-    "home_origins": "which dispatch each owner's routing is of",
+    "home": "HT: partial results on their way home",
+    "home_scales": "HT: their fp8 scales",
+    "home_weights": "HT: gradients of weights on their way home",
+    "home_origins": "HT: which dispatch each owner's routing is of",
+    "lines": "LL: rows and their scales as they travel, by source",
+    "meta_lines": "LL: expert, place, weight, token of each row",
+    "count_lines": "LL, per-expert layouts: rows that each source sends, per expert",
+    "heads": "LL: rows that each source sends, and of which dispatch",
+    "home_lines": "LL: partial results on their way home",
+    "weight_lines": "LL: gradients of weights on their way home",
+    "home_heads": "LL: which dispatch each owner's routing is of",
 }
+"""What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
 _MIB = 1 << 20
 
 
@@ -92,7 +99,7 @@ def as_table(config: MoEConfig) -> Group:
     for array in found:
         table.add_row(
             array.name, f"{array.offset:,}", str(array.num_slots), f"{array.slot_bytes:,}", f"{array.num_bytes:,}",
-            f"{array.num_bytes / total:.1%}", HOLDS.get(array.name, ""), style="" if array.num_bytes else "dim",
+            f"{array.num_bytes / total:.1%}", HOLDS[array.name], style="" if array.num_bytes else "dim",
         )  # fmt: skip
     table.add_section()
     table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of GPU memory on each rank")

@@ -1,4 +1,5 @@
-"""What ranks do in test_lives.py: communicators come and go, with work under way and with graphs that outlive them."""
+"""What ranks do in test_lives.py and test_memory.py: communicators come and go, with work under way and with graphs
+that outlive them."""
 
 from __future__ import annotations
 
@@ -70,18 +71,18 @@ def closed_under_a_graph(rank: int, size: int, store: Store, transport: str, cas
         torch.cuda.synchronize()
         comm.check()
         comm.barrier()
-    del out, handle
+    with pytest.raises(ClosedError):
+        comm.check()
+    del out, handle, comm
+    free_bytes()  # what the communicator gave back is nobody's any more
     meet(store, rank, size, "closed")
-    if rank == 0:
-        gc.collect()  # what the communicator gave back is used again, by others
+    if rank == 0:  # or is used again, by others
         filler = [torch.zeros(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
     begin = time.monotonic()
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
     took = time.monotonic() - begin
-    with pytest.raises(ClosedError):
-        comm.check()
     if rank == 0:
         assert not any(bool(block.any()) for block in filler), "a replay wrote to memory that is not its own"
     with place.communicator(replace(case, seed=case.seed + 1), "second", **overrides) as other:

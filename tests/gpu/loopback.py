@@ -24,11 +24,12 @@ from tests.gpu.loopback_group import LoopGroup
 
 
 class Bytes:
-    """A region in ordinary device memory, poisoned past its flags."""
+    """A region in ordinary device memory, poisoned but for what must be blank."""
 
-    def __init__(self, num_bytes: int, flag_bytes: int) -> None:
+    def __init__(self, num_bytes: int, blank: Sequence[tuple[int, int]]) -> None:
         self.data = torch.full((max(num_bytes, 1),), 0xA5, dtype=torch.uint8, device="cuda")
-        self.data[:flag_bytes] = 0
+        for begin, end in blank:
+            self.data[begin:end] = 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -54,7 +55,7 @@ class Loopback:
         self.num_blocks = blocks_per_rank or max(1, sms // size)
         self.configs = [make(LoopGroup(rank, size)) for rank in range(size)]
         self.engines = [Engine(c, device, self.num_blocks) for c in self.configs]
-        self.memory = [Bytes(e.region_bytes, e.flag_bytes) for e in self.engines]
+        self.memory = [Bytes(e.region_bytes, e.blank_bytes) for e in self.engines]
         addresses = [m.data.data_ptr() for m in self.memory]
         for engine, memory in zip(self.engines, self.memory, strict=True):
             engine.attach(memory, addresses)
@@ -68,7 +69,7 @@ class Loopback:
         function = self._function(first)
         records = [c.halves(halves) if hasattr(c.args, "work") else c.args for c in calls]
         packed = torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8).cuda()
-        blocks = 1 if first.variant.kernel == "barrier" else min(first.launch.num_blocks, self.num_blocks)
+        blocks = max(call.launch.num_blocks for call in calls)
         function.launch(
             blocks * len(calls) - missing_blocks, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream,
             ctypes.c_uint64(packed.data_ptr()), ctypes.c_int32(blocks), cooperative=True,
@@ -164,9 +165,11 @@ class Loopback:
         return results
 
     def preset(self, value: int) -> None:
-        """Let every rank go on counting from `value`, flags included."""
+        """Let every rank go on counting from `value`, flags included; also back, so no line may keep its tag."""
         for engine, memory in zip(self.engines, self.memory, strict=True):
             engine.tables.restart(value, value, value)
             engine.restart_slots()
+            for begin, end in engine.blank_bytes:
+                memory.data[begin:end] = 0
             memory.data[: engine.flag_bytes].view(torch.int64).fill_(value)
             engine.restart_flags(value, value)

@@ -135,9 +135,9 @@ def preset(comm: MoECommunicator, value: int) -> None:
     """Let all ranks go on counting from `value`, as the loop-back harness does."""
     comm.barrier()
     torch.cuda.synchronize()
-    comm.exchange([0] * 8)  # nobody's kernels touch anybody's flags any more
+    comm.exchange([0] * 8)  # nobody's kernels touch anybody's region any more
     engine = engine_of(comm)
-    flags = SimpleNamespace(data=engine._memory.view(0, (engine.flag_bytes,), torch.uint8))
-    Loopback.preset(SimpleNamespace(engines=[engine], memory=[flags]), value)  # type: ignore[arg-type]
+    region = SimpleNamespace(data=engine._memory.view(0, (engine.region_bytes,), torch.uint8))
+    Loopback.preset(SimpleNamespace(engines=[engine], memory=[region]), value)  # type: ignore[arg-type]
     torch.cuda.synchronize()
     comm.exchange([0] * 8)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ep_kernels import reference
+from ep_kernels.transports.nvlink.plan import FEW_TOKENS
 from ep_kernels.types import DispatchHandle, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated
 from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
@@ -163,19 +164,34 @@ def test_many_ranks(size: int, mode: Mode, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_serving_shape_at_any_number_of_blocks(mode: Mode, layout: Layout, quantize: bool) -> None:
+    """LL: a lone block in small steps, two for each that was asked for in others; as many as fit the GPU together."""
     case = RoutingCase(256, 8, 7168, (128, 128, 128, 77), "uniform", draw_seed(), max_tokens=128)
+    small = replace(case, tokens=(FEW_TOKENS, 0, 1, FEW_TOKENS))
     for blocks in (1, 7, 33):
-        run([case], mode, {"mode": mode, "layout": layout, "quantize": quantize}, blocks=blocks)
+        run([case, small], mode, {"mode": mode, "layout": layout, "quantize": quantize}, blocks=blocks)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
+def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
+    """LL steps on both sides of the boundary at which blocks double, and ranks on different sides of it in one step."""
+    most = 2 * FEW_TOKENS + 40  # chunks of 32 tokens: three
+    counts = ((FEW_TOKENS, FEW_TOKENS + 1, most), (1, 0, 2), (most, most, FEW_TOKENS), (FEW_TOKENS + 1, 33, 32))
+    steps = [RoutingCase(9, 4, 272, tokens, "uniform", draw_seed(), max_tokens=most) for tokens in counts]
+    for blocks in (1, 2, None):
+        run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, halves=halves, blocks=blocks)
 
 
 @pytest.mark.parametrize("start", [(1 << 31) - 4, (1 << 32) - 4])
-@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize("mode", list(Mode))
 def test_sequence_numbers_past_32_bits(mode: Mode, start: int) -> None:
+    """AUTO: runs of LL steps, which add no shares, between HT steps, whose shares make up for them."""
     case = RoutingCase(5, 2, 64, (4, 3), "uniform", 0, max_tokens=4)
     loop = Loopback(lambda group: case.config(group, mode=mode, layout=Layout.GROUPED), 2)
     loop.preset(start)
-    for _ in range(9):
-        check(loop, replace(case, seed=draw_seed()), mode)
+    for number in range(9):
+        turn = mode if mode is not Mode.AUTO else (Mode.HT, Mode.LL, Mode.LL)[number % 3]
+        check(loop, replace(case, seed=draw_seed()), turn)
 
 
 HANDLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,5 +1,5 @@
 """What only real peers show: graphs, drifting ranks, streams, long runs, wrapped numbers, serving sizes. The contract
-suite runs beside this; peers that are lost are in test_losses.py, communicators that come and go in test_lives.py."""
+suite runs beside this; lost peers are in test_losses.py, graphs that outlive communicators in test_lives.py."""
 
 from __future__ import annotations
 

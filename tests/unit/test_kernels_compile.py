@@ -31,6 +31,9 @@ def test_shipped_kernels_are_sound() -> None:
     faults = [f"{r.job.variant.name} for {r.job.arch}: {'; '.join(r.faults)}" for r in reports if r.faults]
     assert not faults, "\n".join(faults)
     assert all(r.num_blocks >= 1 for r in reports)
+    lines = [r for r in reports if r.job.variant.kernel.startswith("ll_")]
+    assert lines
+    assert all(r.num_blocks >= 2 for r in lines), "larger steps run two blocks on a multiprocessor"
 
 
 FAULTY = """
@@ -48,6 +51,21 @@ def test_a_bad_kernel_is_told() -> None:
     assert "stack frame of 1600 bytes" in faults
     if inspection.disassembler() is not None:
         assert {"reads local memory", "no MEMBAR.ALL.SYS"} <= set(faults)
+
+
+RELEASING = """
+extern "C" __global__ void ll_dispatch(unsigned long long* flag) {
+  asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(flag) : "memory");
+}
+"""
+
+
+@pytest.mark.skipif(inspection.disassembler() is None, reason="needs nvdisasm (it comes with triton)")
+def test_low_latency_kernels_wait_for_no_release() -> None:
+    """What made the first ones slow is told, and so is the absence of lines."""
+    variant = jit.dispatch_variant("ll", 2)
+    faults = inspection.report_of(Job(variant, HOPPER), jit.compile_source(RELEASING, "ll_dispatch", HOPPER)).faults
+    assert {"has REDG.E.ADD.64.STRONG.SYS", "no STG.E.128.STRONG.SYS", "no LDG.E.128.STRONG.SYS"} <= set(faults)
 
 
 def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +142,7 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
     for config in configs():
         engine._config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
-        wanted |= {engine._combine_variant(), *(engine._dispatch_variant(mode) for mode in modes)}
+        wanted |= {make(mode) for make in (engine._combine_variant, engine._dispatch_variant) for mode in modes}
     assert wanted | {jit.Variant("barrier")} == set(jit.all_variants())
 
 
@@ -134,7 +152,7 @@ def test_what_is_shipped_can_be_launched() -> None:
         if variant.kernel != "barrier":
             engine = Engine.__new__(Engine)
             engine._config = config = inspection.serving_config(variant)
-            assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant())
+            assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))
 
 
 def test_errors_carry_the_log() -> None:

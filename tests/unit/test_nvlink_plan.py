@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,15 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.engine import Engine
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
+
+OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads")
+OF_HT = ("counts", "origins", "meta", "scales", "home", "home_scales", "home_weights", "home_origins")
+OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
+MAKERS = (plan.dispatch_launch, plan.combine_launch)
+BOUNDARY = (plan.FEW_TOKENS, plan.FEW_TOKENS + 1)
 
 
 def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
@@ -27,14 +36,74 @@ def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
 def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
     sizes = plan.sizes_of(config(mode=mode, layout=layout, quantize=True, combine_dtype=torch.float8_e4m3fn))
     regions, shape = abi.region_map(sizes.shape), sizes.shape
-    slots = {name: shape.combine_slots if name.startswith("home") else shape.dispatch_slots for name in abi.ARRAYS}
     end = len(abi.FLAGS) * shape.size * 8
     for name in abi.ARRAYS:
         first = getattr(regions, name)
         assert first >= end, name
         assert first % abi.ALIGN == 0
-        end = first + slots[name] * getattr(regions, f"{name}_stride")
-    assert regions.num_bytes >= end
+        absent = (name in OF_LL and mode is Mode.HT) or (name in OF_HT and mode is Mode.LL)
+        slots = shape.combine_slots if name in OF_COMBINE else shape.dispatch_slots
+        end = first + (0 if absent else slots * getattr(regions, f"{name}_stride"))
+    assert 0 <= regions.num_bytes - end < abi.ALIGN
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("layout", list(Layout))
+def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
+    """Flags, and everything that carries tags, which lies together at the end; no byte that callers see."""
+    assert abi.ARRAYS[-len(OF_LL) :] == OF_LL
+    sizes = plan.sizes_of(config(mode=mode, layout=layout))
+    regions, engine = abi.region_map(sizes.shape), Engine.__new__(Engine)
+    engine.tables = SimpleNamespace(world=SimpleNamespace(map=regions))  # type: ignore[assignment]
+    (flags, flags_end), (lines, lines_end) = engine.blank_bytes
+    assert (flags, lines_end) == (regions.flags, regions.num_bytes)
+    assert flags_end >= len(abi.FLAGS) * sizes.shape.size * 8
+    for name in OF_LL:
+        slots = sizes.shape.combine_slots if name in OF_COMBINE else sizes.shape.dispatch_slots
+        size = 0 if mode is Mode.HT else slots * getattr(regions, f"{name}_stride")
+        assert lines <= getattr(regions, name) <= getattr(regions, name) + size <= lines_end, name
+    for name in OF_HT:
+        assert flags_end <= getattr(regions, name) <= lines, name
+    rows_end = regions.rows + sizes.shape.dispatch_slots * regions.rows_stride
+    assert flags_end <= regions.rows < rows_end <= lines
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, abi.MAX_RANKS])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_heads_are_pairs(layout: Layout, size: int) -> None:
+    """16 bytes per rank, stored as one: so aligned. Counts beside them only where rows are grouped per expert."""
+    shape = plan.sizes_of(config(size=size, layout=layout)).shape
+    regions = abi.region_map(shape)
+    for first, stride in ((regions.heads, regions.heads_stride), (regions.home_heads, regions.home_heads_stride)):
+        assert first % 16 == stride % 16 == 0
+        assert 16 * size <= stride < 16 * size + abi.ALIGN
+    experts = -(-256 // size) if layout.per_expert else 0
+    assert abi.LINE_INTS * (shape.count_lines - 1) < experts <= abi.LINE_INTS * shape.count_lines or experts == 0
+    assert (shape.count_lines == 0) == (not layout.per_expert)
+    assert (regions.count_lines_stride == 0) == (not layout.per_expert)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 7, 8, 32])
+@pytest.mark.parametrize(
+    ("changes", "row", "home"),
+    [
+        ({"hidden_size": 480, "dtype": torch.bfloat16}, 1, 1),
+        ({"hidden_size": 7168, "dtype": torch.bfloat16}, 15, 15),
+        ({"hidden_size": 488, "dtype": torch.bfloat16}, 2, 2),
+        ({"hidden_size": 7168, "quantize": True}, 8, 15),
+        ({"hidden_size": 896, "quantize": True, "combine_dtype": torch.float8_e4m3fn}, 1, 1),
+        ({"hidden_size": 912, "quantize": True, "combine_dtype": torch.float8_e4m3fn}, 2, 2),
+        ({"hidden_size": 944, "dtype": torch.uint8, "scale_columns": 16, "scale_dtype": torch.uint8}, 1, 2),
+        ({"hidden_size": 944, "dtype": torch.uint8, "scale_columns": 17, "scale_dtype": torch.uint8}, 2, 2),
+    ],
+)
+def test_lines_hold_what_travels(changes: dict[str, Any], row: int, home: int, topk: int) -> None:
+    """Whole rows, with the scales that travel beside or inside them; a record per k."""
+    shape = plan.sizes_of(config(topk=topk, **changes)).shape
+    assert (shape.row_units, shape.home_units) == (row, home)
+    assert abi.LINE_METAS * (shape.meta_lines - 1) < topk <= abi.LINE_METAS * shape.meta_lines
+    assert abi.LINE_INTS * (shape.weight_lines - 1) < topk <= abi.LINE_INTS * shape.weight_lines
+    assert shape.meta_lines * abi.LINE_METAS * abi.META_BYTES <= shape.meta_lines * abi.LINE_BYTES
 
 
 def test_map_is_equal_on_all_ranks() -> None:
@@ -59,30 +128,97 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
     c = config(max_tokens_per_rank=tokens, hidden_size=hidden, quantize=quantize)
     sizes = plan.sizes_of(c)
     for mode in (Mode.LL, Mode.HT):
-        for launch in (plan.dispatch_launch(c, sizes, mode, 132), plan.combine_launch(c, sizes, mode, 132)):
-            assert 1 <= launch.num_blocks <= 132
+        for launch in (make(c, sizes, mode, 132, tokens) for make in MAKERS):
             assert launch.shared_bytes <= plan.SHARED_BYTES
+            assert launch.work(3).halves == 3
+            assert 1 <= launch.num_sms <= 132
+            if mode is Mode.LL:
+                assert 1 <= launch.num_senders < launch.num_blocks
+                assert launch.work(1).num_senders == launch.num_senders
+                continue
+            assert launch.num_sms == launch.num_blocks
             assert launch.piece_bytes % plan.PIECE_UNIT == 0
             assert launch.piece_bytes <= plan.MAX_PIECE
             stages = plan.WARPS * jit.NUM_STAGES * (launch.piece_bytes + plan.STAGE_EXTRA)
             assert launch.stage_offset + stages == launch.shared_bytes
-            assert launch.work(3).halves == 3
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 132, 148])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_blocks_follow_the_number_of_tokens(layout: Layout, num_sms: int) -> None:
+    """One on a multiprocessor in small LL steps, two past the boundary, never on more of them than were asked for; both
+    kinds of blocks wherever there are two. Nothing but the grid differs: one kernel serves both. HT does not care."""
+    c = config(layout=layout, num_sms=num_sms)
+    sizes = plan.sizes_of(c)
+    for make in MAKERS:
+        few, many = (make(c, sizes, Mode.LL, num_sms, tokens) for tokens in BOUNDARY)
+        assert [make(c, sizes, Mode.LL, num_sms, tokens) for tokens in (0, 1, 128)] == [few, few, many]
+        assert (few.num_blocks, few.per_sm, few.num_sms) == (num_sms, 1, num_sms)
+        assert (many.num_blocks, many.per_sm, many.num_sms) == (2 * num_sms, 2, num_sms)
+        for launch in (few, many):
+            assert 1 <= launch.num_senders <= max(1, launch.num_blocks - 1)
+            assert not launch.cooperative
+        assert few.shared_bytes == many.shared_bytes
+        fast = [make(c, sizes, Mode.HT, num_sms, tokens) for tokens in (1, 4096)]
+        assert fast[0] == fast[1]
+        assert fast[0].num_sms == num_sms
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_two_blocks_only_where_both_fit(layout: Layout) -> None:
+    """Tables of many experts leave room for one dispatch block; combine needs none of them."""
+    seen = set()
+    for experts in (256, 1 << 12, 5 << 10, 1 << 13, 9 << 10, 1 << 14, 24 << 10, 48 << 10):
+        c = config(layout=layout, num_experts=experts)
+        sizes = plan.sizes_of(c)
+        assert plan.combine_launch(c, sizes, Mode.LL, 132, 128).per_sm == 2
+        try:
+            launch = plan.dispatch_launch(c, sizes, Mode.LL, 132, 128)
+        except ConfigError:
+            seen.add(0)
+            continue
+        assert launch.per_sm * launch.shared_bytes <= plan.SHARED_BYTES
+        assert (launch.per_sm == 1) == (2 * launch.shared_bytes > plan.SHARED_BYTES)
+        assert launch.num_blocks == 132 * launch.per_sm
+        seen.add(launch.per_sm)
+    assert {1, 2} <= seen
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_lone_block_sends_and_receives(layout: Layout) -> None:
+    c = config(layout=layout)
+    for make in MAKERS:
+        launch = make(c, plan.sizes_of(c), Mode.LL, 1, plan.FEW_TOKENS)
+        assert (launch.num_blocks, launch.num_senders) == (1, 1)
+
+
+@pytest.mark.parametrize(("size", "experts"), [(1, 8), (4, 15), (8, 256), (9, 100), (abi.MAX_RANKS, 300)])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int) -> None:
+    """The arrays of `carve_ll` (device/walk.cuh), one by one, behind barriers and waits."""
+    c = config(size=size, num_experts=experts, layout=layout)
+    stride = c.resolved_expert_map.stride if layout.per_expert else 0
+    keys = size * stride
+    table, row_start, before, start, total, offset = experts, size + 1, keys, keys, stride, stride + 1
+    words = table + row_start + before + start + total + offset + size * (1 + stride)
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132, 128)
+    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 4 * words
 
 
 def test_crossover_is_known_for_every_layout() -> None:
     assert plan.LL_MAX_TOKENS.keys() == set(Layout)
 
 
-def test_more_ranks_than_a_mask_are_refused() -> None:
+def test_more_ranks_than_a_launch_carries_are_refused() -> None:
     plan.sizes_of(config(size=plan.MAX_RANKS))
-    with pytest.raises(ConfigError, match="group: expected at most 252 ranks"):
+    with pytest.raises(ConfigError, match="group: expected at most 64 ranks"):
         plan.sizes_of(config(size=plan.MAX_RANKS + 1))
 
 
 def test_too_many_experts_are_refused() -> None:
     c = config(num_experts=1 << 16)
     with pytest.raises(ConfigError, match="num_experts"):
-        plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
+        plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132, 1)
 
 
 def test_header_is_what_ctypes_says() -> None:
@@ -91,6 +227,25 @@ def test_header_is_what_ctypes_says() -> None:
         assert f"static_assert(sizeof({record.__name__}) == {ctypes.sizeof(record)}" in text
         for field, _ in record._fields_:
             assert f" {field}" in text
+    assert f"MAX_RANKS = {abi.MAX_RANKS};" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("spin", "kWholeBits", abi.WHOLE.bit_length() - 1),
+        ("lines", "kLineBytes", abi.LINE_BYTES),
+        ("lines", "kUnitBytes", abi.UNIT_BYTES),
+        ("lines", "kUnitData", abi.UNIT_DATA),
+        ("lines", "kUnitColumns", abi.UNIT_COLUMNS),
+        ("lines", "kLineInts", abi.LINE_INTS),
+        ("lines", "kLineMetas", abi.LINE_METAS),
+        ("clock", "kNumOpWords", abi.OP_WORDS),
+    ],
+)
+def test_numbers_that_both_sides_name_agree(file: str, name: str, value: int) -> None:
+    text = (jit.ROOT / "device" / f"{file}.cuh").read_text()
+    assert re.findall(rf"\b{name} = (\d+)[,;]", text) == [str(value)]
 
 
 def test_fingerprint_follows_sources() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from cuda.bindings import driver as cuda
@@ -17,10 +21,14 @@ log = logging.getLogger(__name__)
 def call(name: str, *args: Any) -> Any:
     """`cuda.<name>(*args)`; its values (one, a tuple, or None). Raises TransportError with the driver's own words."""
     status, *values = getattr(cuda, name)(*args)
+    _check(name, status)
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def _check(name: str, status: Any) -> None:
     if status != cuda.CUresult.CUDA_SUCCESS:
         _, text = cuda.cuGetErrorString(status)
         raise TransportError(f"{name}: {status.name}: {text.decode() if text else 'unknown error'}")
-    return values[0] if len(values) == 1 else tuple(values) or None
 
 
 def architecture(device: int) -> str:
@@ -73,3 +81,48 @@ def _load(compiler: jit.Compiler, variant: jit.Variant, arch: str, shared_bytes:
             raise
         log.warning("nvlink: the packaged kernel %s is compiled here instead: %s", variant.name, error)
         return Function(compiler.get(variant, arch, shipped=False), variant.kernel, shared_bytes)
+
+
+class Reader:
+    """Copies device memory to the host beside whatever the device does: on a stream of its own, from any thread, also
+    while a thread of this process captures a graph. Made where the device's context is current."""
+
+    def __init__(self) -> None:
+        self._context = call("cuCtxGetCurrent")
+        self._stream = call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        weakref.finalize(self, _destroy, self._context, self._stream).atexit = False
+
+    def read(self, to: int, address: int, num_bytes: int, patience_s: float) -> bool:
+        """Whether the bytes at `address` have come to pinned memory at `to` in time. If not they come later, but
+        before those of the next call. One thread at a time. Raises TransportError."""
+        with _apart(self._context):
+            call("cuMemcpyDtoHAsync", to, address, num_bytes, self._stream)
+            deadline = time.monotonic() + patience_s
+            while True:
+                (status,) = cuda.cuStreamQuery(self._stream)
+                if status != cuda.CUresult.CUDA_ERROR_NOT_READY:
+                    _check("cuStreamQuery", status)
+                    return True
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-5)
+
+
+@contextlib.contextmanager
+def _apart(context: Any) -> Iterator[None]:
+    """In that context, and free to do what would break a capture if it were part of one."""
+    call("cuCtxPushCurrent", context)
+    try:
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = call("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            call("cuThreadExchangeStreamCaptureMode", mode)
+    finally:
+        call("cuCtxPopCurrent")
+
+
+def _destroy(context: Any, stream: Any) -> None:
+    with contextlib.suppress(TransportError), _apart(context):
+        call("cuStreamDestroy", stream)

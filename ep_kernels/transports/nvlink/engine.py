@@ -16,7 +16,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.tables import Tables
-from ep_kernels.types import DispatchHandle, DispatchOutput, Mode
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 _ROW = 16
@@ -97,13 +97,21 @@ class Engine:
         self.tables = Tables(config, self.sizes, device, num_sms)
         self._outputs = Outputs(config, self.sizes, device)
         self._state_map = plan.state_map(config, self.sizes)
-        modes = (Mode.LL, Mode.HT)
+        modes, steps = (Mode.LL, Mode.HT), plan.STEPS
         self._dispatch = {
-            mode: (self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms))
+            mode: (
+                self._dispatch_variant(mode),
+                [plan.dispatch_launch(config, self.sizes, mode, num_sms, tokens) for tokens in steps],
+            )
             for mode in modes
         }
-        variant = self._combine_variant()
-        self._combine = {mode: (variant, plan.combine_launch(config, self.sizes, mode, num_sms)) for mode in modes}
+        self._combine = {
+            mode: (
+                self._combine_variant(mode),
+                [plan.combine_launch(config, self.sizes, mode, num_sms, tokens) for tokens in steps],
+            )
+            for mode in modes
+        }
         self._memory: Memory | None = None
         self._num_dispatches = self._num_combines = 0
 
@@ -118,6 +126,12 @@ class Engine:
     def flag_bytes(self) -> int:
         """Bytes at the region's start that must be zero before peers write."""
         return int(self.tables.world.map.counts)
+
+    @property
+    def blank_bytes(self) -> tuple[tuple[int, int], ...]:
+        """[begin, end) of what must be zero before peers write: flags, and lines, whose tags must be nobody's."""
+        byte_map = self.tables.world.map
+        return ((0, self.flag_bytes), (int(byte_map.lines), int(byte_map.num_bytes)))
 
     def attach(self, memory: Memory, addresses: list[int]) -> None:
         """This rank's region, and the address of every rank's."""
@@ -145,25 +159,23 @@ class Engine:
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
 
     def variants(self) -> dict[jit.Variant, plan.Launch]:
-        """Every kernel that this configuration can launch."""
+        """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         c = self._config
         modes = (Mode.LL, Mode.HT) if c.mode is Mode.AUTO else (c.mode,)
-        return {
-            **dict(self._dispatch[mode] for mode in modes),
-            **dict(self._combine[mode] for mode in modes),
-            jit.Variant("barrier"): plan.Launch(1, 0, 0, 0),
-        }
+        chosen = [table[mode] for table in (self._dispatch, self._combine) for mode in modes]
+        found = {variant: launches[0] for variant, launches in chosen}
+        return found | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
         return jit.dispatch_variant(mode.value, plan.LAYOUTS[c.resolved_layout], quantized)
 
-    def _combine_variant(self) -> jit.Variant:
+    def _combine_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         kind = 2 if c.exact_combine else 0 if c.resolved_layout.per_expert else 1
         return jit.combine_variant(
-            kind, plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
+            mode.value, kind, plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
         )
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
@@ -189,7 +201,8 @@ class Engine:
             x_scales=_pointer(args.scales), topk_ids=args.topk_ids.data_ptr(),
             topk_weights=args.topk_weights.data_ptr(), **self._addresses(state), **addresses, **scale_args,
         )  # fmt: skip
-        call = Call(*self._dispatch[args.mode], record, [x, args, scales, state, outputs])
+        variant, launches = self._dispatch[args.mode]
+        call = Call(variant, launches[num_tokens > plan.FEW_TOKENS], record, [x, args, scales, state, outputs])
         return Dispatch(call, outputs, scales, state, slot, self._num_dispatches, num_tokens, args.mode)
 
     def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
@@ -252,9 +265,11 @@ class Engine:
         record = abi.CombineArgs(
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
             mode=int(handle.mode is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
-            topk_weights=state.topk_weights.data_ptr(), **self._addresses(state),
+            topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
+            **self._addresses(state),
         )  # fmt: skip
-        call = Call(*self._combine[handle.mode], record, [y, op, args, state])
+        variant, launches = self._combine[handle.mode]
+        call = Call(variant, launches[handle.num_tokens > plan.FEW_TOKENS], record, [y, op, args, state])
 
         def receive(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             z = out if out is not None and out.data_ptr() % _ROW == 0 else self._empty(

@@ -167,25 +167,36 @@ MOST_REGISTERS = 224
 """65536 registers of an SM / 256 threads of its one block, less a margin."""
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
+_STORE_LINE, _PEEK_LINE = "STG.E.128.STRONG.SYS", "LDG.E.128.STRONG.SYS"
 _LOCAL_MEMORY = "LDL"
 
 
 def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
-    """What nvdisasm must show: bulk copies from and to shared memory and the mbarrier that loads complete on; the
-    release of a share at a peer, which is one reduction, ordered after all stores."""
+    """What nvdisasm must show. LL: 16 bytes of a line, stored and loaded by one instruction each, in front of every
+    cache. HT: bulk copies from and to shared memory and the mbarrier that loads complete on; the release of a share at
+    a peer, which is one reduction, ordered after all stores."""
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
+    if variant.kernel.startswith("ll_"):
+        return (_STORE_LINE, _PEEK_LINE)
     constants = dict(variant.constants)
     whole_rows = constants.get("X") == "u8" or (constants.get("KIND") == "1" and constants["C"] == constants["Y"])
     return (_STORE, _SHARE, _FENCE, *((_LOAD, _WAIT) if whole_rows else ()))
+
+
+def unwanted_instructions(variant: jit.Variant) -> tuple[str, ...]:
+    """What it must not show. LL: the release of a share, which waits for the links to drain, and the copy engine, whose
+    writes are not lines. (Fences are in every kernel, for post-mortems.)"""
+    return (_SHARE, _STORE, _LOAD) if variant.kernel.startswith("ll_") else ()
 
 
 def serving_config(variant: jit.Variant) -> MoEConfig:
     """A configuration of serving size that launches a dispatch or combine variant: H 7168, K 8, E 256, R 8."""
     constants = dict(variant.constants)
     types = {name: dtype for dtype, name in plan.CPP_TYPES.items()}
-    mode = Mode.HT if variant.kernel == "ht_dispatch" else Mode.LL
-    if variant.kernel == "combine":
+    name, _, operation = variant.kernel.partition("_")
+    mode = Mode(name)
+    if operation == "combine":
         exact = constants["KIND"] == "2"
         layout = Layout.RANK_MAJOR if constants["KIND"] == "1" else Layout.EXPERT_MAJOR
         dtype, moved, quantize = types[constants["Y"]], types[constants["C"]], False
@@ -205,8 +216,8 @@ def dynamic_bytes(variant: jit.Variant) -> int:
     if variant.kernel == "barrier":
         return 0
     config = serving_config(variant)
-    launch = plan.combine_launch if variant.kernel == "combine" else plan.dispatch_launch
-    return launch(config, plan.sizes_of(config), config.mode, 132).shared_bytes
+    launch = plan.combine_launch if variant.kernel.endswith("combine") else plan.dispatch_launch
+    return launch(config, plan.sizes_of(config), config.mode, 132, config.max_tokens_per_rank).shared_bytes
 
 
 def compile_job(job: Job) -> jit.Binary:
@@ -242,6 +253,7 @@ def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) ->
         if _LOCAL_MEMORY in listing:
             yield "reads local memory"
         yield from (f"no {name}" for name in expected_instructions(job.variant) if name not in listing)
+        yield from (f"has {name}" for name in unwanted_instructions(job.variant) if name in listing)
 
 
 def inspect(jobs: Iterable[Job]) -> list[Report]:

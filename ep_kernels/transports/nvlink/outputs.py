@@ -37,7 +37,6 @@ class Outputs:
         self.compact = len(self.rows) == 1
         self._map = abi.region_map(sizes.shape)
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
-        self._in_place = self.layout is Layout.RANK_MAJOR and not self._packed
         names = ("num_rows", "num_dropped", "num_invalid_ids", "counts")
         grouped = self.layout is Layout.GROUPED
         self._names = (*names, "offsets") if grouped else names
@@ -78,9 +77,9 @@ class Outputs:
         return fields | {"topk_ids": ids[:num_rows], "topk_weights": weights[:num_rows]}
 
     def scales(self, trimmed: bool) -> tuple[torch.Tensor | None, dict[str, int]]:
-        """(where the kernel writes scales, its arguments); rank-major rows of bytes are read in place."""
+        """(where the kernel writes scales, its arguments)."""
         columns, rows = self._sizes.scale_columns, self.rows
-        if columns == 0 or self._in_place:
+        if columns == 0:
             return None, {}
         if not self._packed:
             scales = torch.empty((*rows, columns), dtype=self._sizes.scale_dtype, device=self._device)
@@ -99,13 +98,11 @@ class Outputs:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(tokens, scales) of that many rows (compact layouts) or of all; tokens are a view of the slot."""
         c, columns = self._config, self._sizes.scale_columns
-        name = "staged" if self.layout is Layout.RANK_MAJOR else "rows"
-        tokens = self._slot(name, slot, c.hidden_size, c.payload_dtype)
+        tokens = self._slot("rows", slot, c.hidden_size, c.payload_dtype)
         tokens = tokens[:num_rows] if self.compact else tokens.view(tokens.shape)
         if columns == 0:
             return tokens, None
-        if scales is None:
-            return tokens, self._slot("scales", slot, columns, self._sizes.scale_dtype)
+        assert scales is not None
         if not self._packed:
             return tokens, scales[:num_rows] if self.compact else scales
         if self.compact:

@@ -42,8 +42,16 @@ LL_MAX_TOKENS = {
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
 Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (199 against 244 us) and still at 2048,
 the largest step measured (675 against 787). Kept at 512 until HT is tuned and the other layouts are measured."""
-MAX_RANKS = 252
-"""As many bits as hosts have for a mask of ranks when they agree on an epoch (`mailbox`)."""
+MAX_RANKS = abi.MAX_RANKS
+"""Ranks of one NVLink domain; their addresses travel with each launch."""
+FEW_TOKENS = 16
+"""LL steps of so few tokens per rank at most run one block on a multiprocessor, others two."""
+FEW, MANY = 0, 1
+STEPS = (FEW_TOKENS, FEW_TOKENS + 1)
+"""A number of tokens of each kind."""
+SENDERS = {False: ((0.3, 0.2), (0.5, 0.4)), True: ((0.4, 0.3), (0.6, 0.6))}
+"""By whether rows are per expert: shares of an LL launch's blocks that send, of few tokens and of many, in a dispatch
+and in a combine. Measured on 4 H200: docs/kernels/ll.md."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -84,38 +92,45 @@ def sizes_of(c: MoEConfig) -> Sizes:
     capacities = tuple(receive_rows(c, n) for n in locals_)
     capacity = capacities[c.group.rank]
     columns, dtype = _scales(c)
-    groups = num_local if layout.per_expert else ranks
-    row_bytes = c.hidden_size * c.payload_dtype.itemsize
-    rows_of = {
-        Layout.EXPERT_MAJOR: max(n * k for n, k in zip(locals_, capacities, strict=True)),
-        Layout.RANK_MAJOR: 0,
-    }
+    grouped = max(n * k for n, k in zip(locals_, capacities, strict=True))
+    rows_of = {Layout.EXPERT_MAJOR: grouped, Layout.RANK_MAJOR: ranks * c.max_tokens_per_rank}
     output_rows = {
         Layout.EXPERT_MAJOR: (num_local, capacity),
         Layout.RANK_MAJOR: (ranks, c.max_tokens_per_rank),
     }
-    moved = c.resolved_combine_dtype
-    shape = abi.Shape(
+    shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
+    most = grouped if layout is Layout.EXPERT_MAJOR else 0
+    _check_limits(c, max(shape.home_rows, most, *capacities))
+    return Sizes(
+        shape.num_keys, num_local, num_local if layout.per_expert else ranks, columns, dtype, shape.scale_bytes,
+        shape.row_bytes, capacity, capacities, output_rows.get(layout, (capacity,)), shape,
+    )  # fmt: skip
+
+
+def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
+    experts, ranks, moved = c.resolved_expert_map, c.group.size, c.resolved_combine_dtype
+    row_bytes = c.hidden_size * c.payload_dtype.itemsize
+    return abi.Shape(
         size=ranks,
         max_tokens=c.max_tokens_per_rank,
         topk=c.topk,
         num_keys=ranks * experts.stride,
         row_bytes=row_bytes,
-        scale_bytes=columns * dtype.itemsize,
-        capacity_rows=rows_of.get(layout, max(capacities)),
-        staged=c.mode is not Mode.HT or layout is Layout.RANK_MAJOR,
+        scale_bytes=scale_bytes,
+        capacity_rows=capacity_rows,
+        ll=c.mode is not Mode.HT,
+        ht=c.mode is not Mode.LL,
+        row_units=_dispatch_units(c, row_bytes, scale_bytes),
+        meta_lines=-(-c.topk // abi.LINE_METAS),
+        count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
+        home_units=_combine_units(c),
+        weight_lines=-(-c.topk // abi.LINE_INTS),
         home_rows=c.max_tokens_per_rank * (c.topk if c.exact_combine else ranks),
         home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
         home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
-    most = max(n * k for n, k in zip(locals_, capacities, strict=True)) if layout is Layout.EXPERT_MAJOR else 0
-    _check_limits(c, max(shape.home_rows, most, *capacities))
-    return Sizes(
-        shape.num_keys, num_local, groups, columns, dtype, shape.scale_bytes, row_bytes, capacity, capacities,
-        output_rows.get(layout, (capacity,)), shape,
-    )  # fmt: skip
 
 
 def _check_limits(c: MoEConfig, most_rows: int) -> None:
@@ -123,6 +138,20 @@ def _check_limits(c: MoEConfig, most_rows: int) -> None:
         raise ConfigError("group", f"at most {MAX_RANKS} ranks with transport nvlink", c.group.size)
     if most_rows >= 1 << 31:
         raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
+
+
+def _dispatch_units(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:
+    """Units of a row as LL moves it: its bytes and the caller's scales, or fp8 columns whose scales travel inside."""
+    if c.quantize:
+        return -(-c.hidden_size // abi.UNIT_COLUMNS)
+    return -(-(row_bytes + scale_bytes) // abi.UNIT_DATA)
+
+
+def _combine_units(c: MoEConfig) -> int:
+    moved = c.resolved_combine_dtype
+    if moved is torch.float8_e4m3fn:
+        return -(-c.hidden_size // abi.UNIT_COLUMNS)
+    return -(-c.hidden_size * moved.itemsize // abi.UNIT_DATA)
 
 
 def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
@@ -180,10 +209,17 @@ class Launch:
     piece_bytes: int
     cooperative: bool = False
     overlapped: bool = True
+    num_senders: int = 0
+    per_sm: int = 1
+
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors that it fills."""
+        return -(-self.num_blocks // self.per_sm)
 
     def work(self, halves: int) -> Any:
         """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
-        return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves)
+        return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves, self.num_senders)
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
@@ -199,22 +235,40 @@ def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, 
     return Launch(num_blocks, total, offset, piece, cooperative)
 
 
+def _ll_launch(num_sms: int, control_bytes: int, shares: tuple[float, float], num_tokens: int) -> Launch:
+    """Some of the blocks send while the others receive; a lone block does both."""
+    if control_bytes > SHARED_BYTES:
+        raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
+    size = MANY if num_tokens > FEW_TOKENS and 2 * control_bytes <= SHARED_BYTES else FEW
+    num_blocks = num_sms * (1 + size)
+    senders = max(1, int(num_blocks * shares[size])) if num_blocks > 1 else 1
+    return Launch(num_blocks, control_bytes, 0, 0, num_senders=senders, per_sm=1 + size)
+
+
 def _head_bytes(c: MoEConfig) -> int:
     """mbarriers, and a wait per peer."""
     size: int = c.group.size
     return 512 + (size + 1) // 2 * 16
 
 
-def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
-    """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one)."""
+def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
+    """How a dispatch of T = `num_tokens` runs on a GPU with `num_sms` multiprocessors (or that share of one)."""
     counters = sizes.num_keys + c.group.size
+    if mode is Mode.LL:
+        words = c.num_experts + 2 * c.group.size + 2
+        if c.resolved_layout.per_expert:
+            stride = c.resolved_expert_map.stride
+            words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
+        return _ll_launch(num_sms, _head_bytes(c) + 4 * words, SENDERS[c.resolved_layout.per_expert][0], num_tokens)
     control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
-    blocks = num_sms if mode is Mode.LL or c.num_sms else min(num_sms, HT_BLOCKS)
+    blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
 
 
-def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
+def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
     """How a combine runs."""
-    blocks = num_sms if mode is Mode.LL or c.num_sms else min(num_sms, HT_BLOCKS)
+    if mode is Mode.LL:
+        return _ll_launch(num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
+    blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
     return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)

@@ -1,6 +1,5 @@
-"""What a rank keeps beside its region: device tables and counters, and the page of host memory that kernels write
-to.
-"""
+"""What a rank keeps beside its region: device tables, counters and latency records, and the page of host memory that
+kernels write to."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
 from ep_kernels.routing import may_overflow
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink import plan, samples
 from ep_kernels.types import LatencySample, Overflow
 
 _GONE_RANK = -2
@@ -26,19 +25,16 @@ _WORD = {name: getattr(abi.State, name).offset // 8 for name, _ in abi.State._fi
 
 
 class HostPage:
-    """Pinned memory that kernels write: the post-mortem record and the ring of latency records; and what they read from
-    the host: the abort word and who is dead."""
+    """Pinned memory that kernels write: what failed and what was found; and what they read from the host: the abort
+    word and who is dead."""
 
     def __init__(self, size: int) -> None:
-        self._taken = 0
         self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True)
         self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        self._ring = torch.zeros(abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size, dtype=torch.int64, pin_memory=True)
         self._page = abi.HostPage.from_address(self._words.data_ptr())
-        self._clock_offset_ns = 0
+        self.clock_offset_ns = 0
         self._num_dropped = 0
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
-        self.ring_address = self._ring.data_ptr()
         self.reason = ""
 
     def abort(self, reason: str) -> None:
@@ -74,10 +70,9 @@ class HostPage:
         op, phase = abi.OPS[record.op], abi.PHASES[record.phase]
         if stop == "LEFT_OUT":
             return TransportError(f"{op}: rank {record.peer} has gone on in epoch {record.seen} without this rank")
-        unit = abi.WHOLE if phase == "payload" else 1
         return PeerTimeout(
-            peer=record.peer, op=op, phase=phase, expected=record.expected // unit,
-            seen=record.seen // unit, waited_s=record.waited_ns / 1e9, gone=stop == "GONE",
+            peer=record.peer, op=op, phase=phase, expected=record.expected, seen=record.seen,
+            waited_s=record.waited_ns / 1e9, gone=stop == "GONE",
         )  # fmt: skip
 
     def finding(self) -> HandleError | CapacityError | None:
@@ -98,30 +93,7 @@ class HostPage:
 
     def relate_clocks(self) -> None:
         """Call when a barrier has just ended: its last act was to read the GPU's clock."""
-        self._clock_offset_ns = time.monotonic_ns() - self._page.clock_ns
-
-    def samples(self) -> list[LatencySample]:
-        """Records since the last call, oldest first."""
-        found = []
-        while (record := self._record(self._taken)) is not None:
-            self._taken += 1
-            op, mode, seq, tokens, start, send, total, _, *waits = record
-            name = "ht" if mode else "ll"
-            found.append(
-                LatencySample(abi.OPS[op], name, seq, tokens, start + self._clock_offset_ns, send, tuple(waits), total)
-            )
-        return found
-
-    def _record(self, index: int) -> list[int] | None:
-        """Record number `index` if it is whole. If the ring went round meanwhile, `samples` goes on from the oldest
-        left.
-        """
-        words: list[int] = self._ring[index % abi.SAMPLE_CAPACITY].tolist()
-        number = words[abi.SAMPLE_WORDS - 1] - sum(words[: abi.SAMPLE_WORDS - 1]) - sum(words[abi.SAMPLE_WORDS :]) - 1
-        if number > index and number % abi.SAMPLE_CAPACITY == index % abi.SAMPLE_CAPACITY:
-            self._taken = number - abi.SAMPLE_CAPACITY + 1
-            return self._record(self._taken)
-        return words if number == index else None
+        self.clock_offset_ns = time.monotonic_ns() - self._page.clock_ns
 
 
 class Tables:
@@ -131,19 +103,21 @@ class Tables:
         config: of the communicator.
         sizes: `plan.sizes_of(config)`.
         device: CUDA device.
-        num_blocks: most blocks of a launch.
+        num_blocks: most blocks of a launch whose blocks count for one another (HT dispatch).
     """
 
     def __init__(self, config: MoEConfig, sizes: plan.Sizes, device: torch.device, num_blocks: int) -> None:
         self._config, self._device = config, device
         self.host = HostPage(config.group.size)
         self.state = torch.zeros(_STATE_WORDS, dtype=torch.int64, device=device)
+        words = samples.CHUNK * (abi.SAMPLE_WORDS + config.group.size)
+        head = self.state[_WORD["sample_head"] :][:1]
+        self._ring = samples.SampleRing(config.group.size, head, samples.DeviceCopy(words))
         self._active = torch.ones(config.group.size, dtype=torch.uint8, device=device)
         self._capacities = torch.tensor(sizes.capacities, dtype=torch.int32, device=device)
         counters = sizes.num_keys + config.group.size
         self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(config.hidden_size * 4, dtype=torch.uint8, device=device)
-        self._peers = torch.zeros(config.group.size, dtype=torch.int64, device=device)
         num_copies = sum(map(len, config.resolved_expert_map.replicas))
         self._experts = torch.zeros(config.num_experts, 4, dtype=torch.int32, device=device)
         self._copies = torch.zeros(2, num_copies + 1, dtype=torch.int32, device=device)
@@ -158,16 +132,18 @@ class Tables:
             capacity=sizes.capacity, alignment=c.expert_alignment, num_in_flight=c.max_in_flight,
             report_dropped=int(c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)),
             row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, home_row_bytes=shape.home_row_bytes,
-            timeout_ns=int(c.timeout_s * 1e9), peers=self._peers.data_ptr(), active=self._active.data_ptr(),
+            row_units=shape.row_units, home_units=shape.home_units, meta_lines=shape.meta_lines,
+            count_lines=shape.count_lines,
+            timeout_ns=int(c.timeout_s * 1e9), active=self._active.data_ptr(),
             capacities=self._capacities.data_ptr(), state=self.state.data_ptr(), host=self.host.address,
             gone=self.host.gone_address, block_counts=self._block_counts.data_ptr(), zeros=self._zeros.data_ptr(),
             experts=self._experts.data_ptr(), copies_rank=self._copies[0].data_ptr(),
-            copies_slot=self._copies[1].data_ptr(), samples=self.host.ring_address, map=abi.region_map(shape),
+            copies_slot=self._copies[1].data_ptr(), samples=self._ring.records.data_ptr(), map=abi.region_map(shape),
         )  # fmt: skip
 
     def set_peers(self, addresses: Sequence[int]) -> None:
         """Base address of every rank's region, as this process maps it."""
-        self._peers.copy_(torch.tensor(addresses, dtype=torch.int64))
+        self.world.peers[: len(addresses)] = list(addresses)
 
     def set_active(self, mask: Sequence[bool]) -> None:
         """Route around ranks whose mask is False, and wait for them no more. In place: graphs captured before go on."""
@@ -187,6 +163,10 @@ class Tables:
         dispatch, combine, barrier = (words[_WORD[name]] for name in names)
         return dispatch, combine, barrier
 
+    def samples(self) -> list[LatencySample]:
+        """Latency records since the last call, oldest first. Any thread; waits for no kernel."""
+        return self._ring.take(self.host.clock_offset_ns)
+
     def stop(self) -> None:
         """Kernels of this rank that are launched from now on, by graphs for instance, return at once."""
         self.state[_WORD["aborted"]] = abi.STOPS.index("ABORTED")
@@ -195,7 +175,9 @@ class Tables:
         """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
         words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
         words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
-        for name, value in (("dispatch_seq", dispatch), ("combine_seq", combine), ("barrier_seq", barrier)):
-            words[_WORD[name]] = value
+        for name, value in (("dispatch", dispatch), ("combine", combine)):
+            words[_WORD[f"{name}_seq"]] = words[_WORD[f"{name}_shared"]] = value  # see Engine.restart_flags
+        words[_WORD["barrier_seq"]] = barrier
         self.state.copy_(words)
+        self._ring.skip()
         self.host.clear()

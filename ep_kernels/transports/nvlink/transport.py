@@ -95,7 +95,8 @@ class NvlinkTransport:
         kind, _ = memory.choose_kind(self._device.index)
         self._region = memory.Region(kind, self._engine.region_bytes, self._device.index)
         self._open.append(self._region)
-        self._region.mapping.view(0, (self._engine.flag_bytes,), torch.uint8).zero_()
+        for begin, end in self._engine.blank_bytes:
+            self._region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
         self._mailbox = mailbox.Mailbox(self._config.group.rank, self._engine.tables.host.is_gone)
         self._open.append(self._mailbox)
@@ -181,7 +182,7 @@ class NvlinkTransport:
 
     def close(self) -> None:
         """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this memory.
-        A graph may be replayed after this: its kernels look at one word and return, and the caller's own
+        A graph may be replayed after this: its kernels read tables, look at one word and return, and the caller's own
         may read the views that they were captured with."""
         if self._closed:
             return
@@ -193,7 +194,7 @@ class NvlinkTransport:
                 if self._captured:
                     self._engine.tables.stop()
                     torch.cuda.synchronize(self._device)
-                    _kept_for_graphs.append((self._engine.tables.state, self._region.mapping))
+                    _kept_for_graphs.append((self._engine.tables, self._region.mapping))
         if hasattr(self, "_end_watch"):
             os.close(self._end_watch)
             self._watcher.join()
@@ -340,7 +341,7 @@ class NvlinkTransport:
 
     def samples(self) -> list[LatencySample]:
         """See `base.Transport`."""
-        return self._engine.tables.host.samples()
+        return self._engine.tables.samples()
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""

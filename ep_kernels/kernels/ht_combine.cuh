@@ -1,4 +1,4 @@
-// Combine, for both modes: each rank sums the rows that serve one (source, position) in fp32, in ascending k, rounds once and
+// High-throughput combine: each rank sums the rows that serve one (source, position) in fp32, in ascending k, rounds once and
 // pushes the partial straight home; home sums the partials of a token in ascending rank.
 //
 //   owner rank                                       home rank
@@ -14,7 +14,7 @@
 // Worked example: token 5 of rank 2 went to rank 0 (k = 0 and 3) as its position 1, and to rank 1 (k = 1). Rank 0 writes
 // bf16(w0 * y0 + w3 * y3) to rank 2's home[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in its own `home` table.
 //
-// A partial whose rows were all dropped travels as +0. Memory order: as in ll_dispatch.cuh, with COMBINE. Reuse of a slot: a
+// A partial whose rows were all dropped travels as +0. Memory order: as in ht_dispatch.cuh, with COMBINE. Reuse of a slot: a
 // rank that has started num_in_flight combines more has, in stream order, read the slot.
 #pragma once
 
@@ -213,21 +213,20 @@ __device__ __forceinline__ void combine_send(const CombineArgs& args, Team team,
   const World& world = args.world;
   const u64 start = ptx::now_ns();
   if (team.block == 0) tell_peers(world, FLAG_COMBINE_STARTED, seq);
-  for (i32 s = threadIdx.x; s < world.size; s += blockDim.x) rows[s] = world.active[s] ? args.source_rows[s] : 0;
+  for (i32 s = threadIdx.x; s < world.size; s += blockDim.x) rows[s] = is_active(s) ? args.source_rows[s] : 0;
   bool credit = true;
   if (warp_idx() == num_warps() - 1)
     credit = warp_await_peers(world, FLAG_COMBINE_STARTED, credit_needed(args, seq), OP_COMBINE, PHASE_CREDIT);
   const bool sent = __syncthreads_or(!credit) == 0;
   if (sent && team.block == 0) send_origin(world, origins_at(args), origin);
   if (sent) push_rows(args, team, pipe, rows);
+  const u64 num_ops = seq - ptx::load_volatile(&world.state->combine_shared);
   ptx::bulk_wait_all();
   __syncthreads();
-  if (sent) add_share(world, team, FLAG_COMBINE);
-  if (threadIdx.x != blockDim.x - 1) return;
-  if (team.block == 0) note_start(args.op, seq, start);
-  if (!arrive(world, team, TICKET_COMBINE_SEND)) return;
-  note_sent(args.op);
-  world.state->combine_seq = seq;
+  if (sent) add_share(world, team, FLAG_COMBINE, num_ops);
+  if (threadIdx.x != blockDim.x - 1 || !arrive(world, team, TICKET_COMBINE_SEND)) return;
+  note_sent(world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, team.num_blocks);
+  world.state->combine_seq = world.state->combine_shared = seq;
   world.state->combine_slot_seq[args.slot] = seq;
 }
 
@@ -369,9 +368,9 @@ __device__ __forceinline__ void poison(const CombineArgs& args, Team team) {
   });
 }
 
-__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, u64 seq, u64 origin) {
+__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, u64 number, u64 seq, u64 origin) {
   const World& world = args.world;
-  const u64 start = note_receive(team, args.op);
+  const u64 start = note_receive(world, team, args.work.halves, number);
   if (await_peers(world, FLAG_COMBINE, seq * kWhole, OP_COMBINE, PHASE_PAYLOAD, start, waits_at(shared))) {
     const bool differs = origin_differs(world, origins_at(args), origin);  // asked for here, needed only at the end:
     reduce_home(args, team, shared);                                       // rows of another routing are only numbers
@@ -382,13 +381,15 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
   } else {
     poison(args, team);
   }
-  write_sample(world, team, OP_COMBINE, args.mode, args.num_tokens, args.work.halves, args.op, waits_at(shared));
+  note_end(world, team, number, waits_at(shared));
 }
 
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   Pipe pipe = open_pipe(args.work, shared);
   i32* rows = reinterpret_cast<i32*>(after_waits(args.world, shared));
+  load_active(args.world);
+  __syncthreads();
   ptx::wait_for_previous_launch();
   const u64 stop = ptx::load_volatile(&args.world.state->aborted);
   const bool sends = args.work.halves & kSend;
@@ -397,19 +398,19 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     if (args.work.halves & kReceive) poison(args, team);
     return;
   }
-  const u64 origin = ptx::load_volatile(args.origin);
+  const u64 origin = ptx::load_volatile(args.origin), number = record_number(args.world, args.work.halves, args.op);
   if (sends) combine_send(args, team, pipe, rows, seq, origin);
   ptx::allow_next_launch();
   __syncthreads();
-  if (args.work.halves & kReceive) combine_receive(args, team, shared, seq, origin);
+  if (args.work.halves & kReceive) combine_receive(args, team, shared, number, seq, origin);
 }
 
 #ifndef LOOPBACK
-extern "C" __global__ void __launch_bounds__(THREADS, 1) combine(const __grid_constant__ CombineArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ht_combine(const __grid_constant__ CombineArgs args) {
   combine_team(args, {static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)});
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
-extern "C" __global__ void __launch_bounds__(THREADS, 1) combine(const CombineArgs* ranks, i32 blocks_per_rank) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ht_combine(const CombineArgs* ranks, i32 blocks_per_rank) {
   const i32 block = blockIdx.x;
   combine_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
 }

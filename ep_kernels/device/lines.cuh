@@ -1,0 +1,136 @@
+// How low-latency rows travel: lines of 128 bytes that carry their own sequence number, so that nothing announces them. A
+// receiver polls the line itself; no flag, no fence and no count stands between a store and its use.
+//
+//   line    128 bytes, written by 8 lanes as one 16-byte store each; its last 8 bytes are the tag: the operation's seq
+//   unit    8 lines = 1024 bytes, written by a warp with two stores per lane: lanes 7, 15, 23, 31 carry the tags
+//
+//   lane            0 .. 6              7              8 .. 14 ...
+//   line 0..3   vector 0 .. 6    [low of 56 | tag]   vector 7 .. 13 ...     [low of 57 | tag] ...
+//   line 4..7   vector 28 .. 34  [high of 56 | tag]  vector 35 .. 41 ...    [high of 57 | tag] ...
+//
+// So a unit carries 60 vectors of 16 bytes (960 bytes), each at an aligned place of the row, in both memories. A unit of fp8
+// made here carries 56 vectors (896 columns) and in vectors 56 and 57 the scales of its 7 blocks.
+//
+// Memory contract: the 128 bytes of a line that one warp instruction stores reach the memory of a peer as a whole, and one
+// warp instruction loads them as a whole. PTX promises this for 16 bytes only; NVLink and L2 move lines, and NCCL's LL128
+// protocol stands on the same ground. A tag is never used twice for a place: seq grows for the life of the region.
+#pragma once
+
+constexpr i32 kLineBytes = 128, kUnitBytes = 1024, kUnitData = 960, kUnitColumns = 896;
+constexpr i32 kHalf = 512;            // bytes of a unit that one instruction moves
+constexpr i32 kSecond = 448;          // distance of a lane's second vector from its first
+constexpr i32 kLineInts = 28;         // 32-bit words of a line of numbers
+constexpr i32 kLineMetas = 7;         // 16-byte records of a line
+
+struct alignas(16) Vector {
+  u64 low, high;
+};
+
+// What a lane holds of a unit. Tag lanes: only `first`.
+struct Unit {
+  Vector first, second;
+};
+
+// Up to 16 of `count` bytes, at any address.
+__device__ __noinline__ Vector load_bytes(const u8* from, i32 count) {
+  Vector value = {0, 0};
+#pragma unroll 1
+  for (i32 i = min(count, 16) - 1; i >= 0; --i) {
+    value.high = value.high << 8 | value.low >> 56;
+    value.low = value.low << 8 | from[i];
+  }
+  return value;
+}
+
+__device__ __noinline__ void store_bytes(u8* to, Vector value, i32 count) {
+#pragma unroll 1
+  for (i32 i = 0; i < min(count, 16); ++i) {
+    to[i] = static_cast<u8>(value.low);
+    value.low = value.low >> 8 | value.high << 56;
+    value.high >>= 8;
+  }
+}
+
+__device__ __forceinline__ bool is_tag_lane() { return (lane_idx() & 7) == 7; }
+
+// Byte offset of this lane's first vector in the data of a unit.
+__device__ __forceinline__ i32 first_offset() {
+  return is_tag_lane() ? 2 * kSecond + 16 * (lane_idx() >> 3) : 16 * (lane_idx() - (lane_idx() >> 3));
+}
+
+__device__ __forceinline__ void store_unit(u8* at, const Unit& unit, u64 tag) {
+  const bool tagged = is_tag_lane();
+  u8* mine = at + lane_idx() * 16;
+  ptx::store_pair(mine, unit.first.low, tagged ? tag : unit.first.high);
+  ptx::store_pair(mine + kHalf, tagged ? unit.first.high : unit.second.low, tagged ? tag : unit.second.high);
+}
+
+// False in a lane whose lines have another tag. Loads are started, not waited for: several may be asked for before the vote.
+__device__ __forceinline__ bool peek_unit(const u8* at, u64 tag, Unit* unit) {
+  const u8* mine = at + lane_idx() * 16;
+  const Vector a = ptx::load_pair<Vector>(mine), b = ptx::load_pair<Vector>(mine + kHalf);
+  const bool tagged = is_tag_lane();
+  unit->first = {a.low, tagged ? b.low : a.high};
+  unit->second = b;
+  return !tagged || (a.high == tag && b.high == tag);
+}
+
+// Up to four lines of any content: lane i moves vector i; data of tag lanes is lost.
+__device__ __forceinline__ void store_lines(u8* at, i32 num_lines, Vector mine, u64 tag) {
+  if (lane_idx() < 8 * num_lines) ptx::store_pair(at + lane_idx() * 16, mine.low, is_tag_lane() ? tag : mine.high);
+}
+
+__device__ __forceinline__ bool peek_lines(const u8* at, i32 num_lines, u64 tag, Vector* mine) {
+  const bool present = lane_idx() < 8 * num_lines;
+  if (present) *mine = ptx::load_pair<Vector>(at + lane_idx() * 16);
+  return !present || !is_tag_lane() || mine->high == tag;
+}
+
+__device__ __forceinline__ i32 lines_for(i32 count, i32 per_line) { return (count + per_line - 1) / per_line; }
+
+__device__ __forceinline__ Vector vector_of(u32 a, u32 b, u32 c, u32 d) {
+  return {a | static_cast<u64>(b) << 32, c | static_cast<u64>(d) << 32};
+}
+
+__device__ __forceinline__ u32 word_of(const Vector& v, i32 i) {
+  const u64 half = i < 2 ? v.low : v.high;
+  return static_cast<u32>(i & 1 ? half >> 32 : half);
+}
+
+__device__ __forceinline__ Vector shuffle(const Vector& v, i32 lane) {
+  return {__shfl_sync(~0u, v.low, lane), __shfl_sync(~0u, v.high, lane)};
+}
+
+// 16 columns of each vector as fp8, with the scales of their blocks, as a unit. Absent columns are 0; tag lanes give none.
+__device__ __forceinline__ Unit quantize_unit(const f32 (&first)[16], const f32 (&second)[16], bool power_of_two) {
+  const i32 index = is_tag_lane() ? -1000 : lane_idx() - (lane_idx() >> 3);
+  const i32 block_first = index / 8, block_second = (28 + index) / 8;
+  const u32 amax_first = quant::finite_amax(first), amax_second = quant::finite_amax(second);
+  f32 scale_first = 1.0f, scale_second = 1.0f;
+  u32 scales[4] = {};
+#pragma unroll
+  for (i32 b = 0; b < 7; ++b) {
+    u32 amax = 0;
+    if (index >= 0 && block_first == b) amax = amax_first;
+    if (index >= 0 && block_second == b) amax = max(amax, amax_second);
+    const f32 scale = quant::scale_of(__reduce_max_sync(~0u, amax), power_of_two);
+    if (block_first == b) scale_first = scale;
+    if (block_second == b) scale_second = scale;
+    if (lane_idx() >> 3 == b / 4) scales[b % 4] = __float_as_uint(scale);
+  }
+  u32 a[4], c[4];
+  const f32 inverse_first = __fdiv_rn(1.0f, scale_first), inverse_second = __fdiv_rn(1.0f, scale_second);
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) {
+    a[i] = quant::encode4(first + 4 * i, inverse_first);
+    c[i] = quant::encode4(second + 4 * i, inverse_second);
+  }
+  if (is_tag_lane()) return {vector_of(scales[0], scales[1], scales[2], scales[3]), {0, 0}};
+  return {vector_of(a[0], a[1], a[2], a[3]), vector_of(c[0], c[1], c[2], c[3])};
+}
+
+// Scale of block b of a fp8 unit, to every lane by its own b.
+__device__ __forceinline__ f32 scale_of_block(const Unit& unit, i32 b) {
+  const Vector scales = shuffle(unit.first, (b / 4) * 8 + 7);
+  return __uint_as_float(word_of(scales, b % 4));
+}

@@ -1,0 +1,172 @@
+// The partials of low-latency combine: where they lie as lines, how a unit is made of expert rows and added up at home.
+#pragma once
+
+constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;
+constexpr i32 kSame = 0, kFailed = 1,
+              kDiffers = 2;  // verdict of a block: all ranks combine this routing, a wait failed, they do not
+constexpr bool kFp8 = sizeof(C) == 1;
+constexpr i32 kVector = 16 / static_cast<i32>(sizeof(C));  // columns of a 16-byte vector as it travels
+constexpr i32 kUnitWidth = kFp8 ? kUnitColumns : kUnitData / static_cast<i32>(sizeof(C));  // columns of a unit
+constexpr i32 kTogether = !kFp8 ? 4 : KIND == EXACT ? 1 : 2;  // partials that a warp polls at a time
+
+__device__ __forceinline__ i64 position_of(const World& world, i32 owner, i32 position) {
+  return static_cast<i64>(owner) * world.max_tokens + position;
+}
+
+__device__ __forceinline__ u8* home_lines_at(const CombineArgs& args, i32 rank, i32 row) {
+  const RegionMap& map = args.world.map;
+  return region_at<u8>(args.world, rank, map.home_lines + args.slot * map.home_lines_stride) +
+         static_cast<i64>(row) * args.world.home_units * kUnitBytes;
+}
+
+__device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i64 position) {
+  const RegionMap& map = args.world.map;
+  return region_at<u8>(args.world, rank, map.weight_lines + args.slot * map.weight_lines_stride) +
+         position * lines_for(args.world.topk, kLineInts) * kLineBytes;
+}
+
+// {seq of the dispatch whose routing `from` combines, seq}.
+__device__ __forceinline__ u8* head_at(const CombineArgs& args, i32 at, i32 from) {
+  const RegionMap& map = args.world.map;
+  return region_at<u8>(args.world, at, map.home_heads + args.slot * map.home_heads_stride) + from * 16;
+}
+
+// First column of this lane's first vector in a unit; its second comes kSecond bytes later as they travel.
+__device__ __forceinline__ i32 first_column() { return first_offset() / static_cast<i32>(sizeof(C)); }
+constexpr i32 kSecondColumn = kSecond / static_cast<i32>(sizeof(C));
+
+// N columns of Y from `column` on, as they lie in memory; zero past the row.
+template <i32 N>
+__device__ __forceinline__ void load_columns(const Y* row, i32 column, i32 hidden, Y (&value)[N]) {
+  constexpr i32 kStep = N < kColumns<Y> ? N : kColumns<Y>;
+#pragma unroll
+  for (i32 i = 0; i < N; i += kStep) {
+    Vec<Y, kStep> loaded = {};
+    if (column + i < hidden) loaded = *reinterpret_cast<const Vec<Y, kStep>*>(row + column + i);
+#pragma unroll
+    for (i32 j = 0; j < kStep; ++j) value[i + j] = loaded.at[j];
+  }
+}
+
+// A unit of one partial (or, exact, of one routed row), as a warp sees it.
+struct Task {
+  i32 source, position, index;
+  i32 only;     // exact: the k whose row travels
+  i32 place;    // this lane's k: row of y
+  f32 weight;   // this lane's k
+  u32 taken;    // ballot of lanes whose row the partial takes
+  i32 landing;  // row of home_lines at the source
+};
+
+template <i32 N>
+__device__ __forceinline__ Vector pack(const f32 (&value)[N]) {
+  Vec<C, N> rounded;
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) rounded.at[i] = narrow<C>(value[i]);
+  return *reinterpret_cast<Vector*>(&rounded);
+}
+
+template <i32 N>
+__device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&second)[N]) {
+  if constexpr (N == 16)
+    return quantize_unit(first, second, false);
+  else
+    return {pack(first), pack(second)};
+}
+
+// Adds one row's columns to the sums: the first row sets them, so that -0 stays -0.
+template <i32 N>
+__device__ __forceinline__ void add_row(const Y (&y)[N], f32 weight, bool first, f32 (&sum)[N]) {
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) {
+    const f32 value = KIND == PER_EXPERT ? __fmul_rn(widen(y[i]), weight) : widen(y[i]);
+    sum[i] = first ? value : __fadd_rn(sum[i], value);
+  }
+}
+
+// Rows that travel as they are: 16 bytes from `column` on, 0 past the row.
+__device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidden) {
+  return column < hidden ? *reinterpret_cast<const Vector*>(row + column) : Vector{0, 0};
+}
+
+// This lane's part of a partial: rows in ascending k, kAhead of them loaded together; 0 if all were dropped.
+__device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task) {
+  constexpr i32 kAhead = kFp8 ? 1 : KIND == PER_EXPERT ? 2 : 1;
+  const i32 hidden = args.world.hidden, column = task.index * kUnitWidth + first_column();
+  const bool lone = is_tag_lane();
+  if constexpr (kSameType && KIND != PER_EXPERT) {
+    if (task.taken == 0) return {};
+    const Y* row =
+        reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, __ffs(task.taken) - 1)) * hidden;
+    Unit unit = {load_vector(row, column, hidden), {0, 0}};
+    if (!lone) unit.second = load_vector(row, column + kSecondColumn, hidden);
+    return unit;
+  }
+  f32 first[kVector] = {}, second[kVector] = {};
+  bool begun = false;
+  for (u32 left = task.taken; left != 0;) {
+    Y y[kAhead][2][kVector] = {};
+    f32 weight[kAhead];
+    i32 count = 0;
+#pragma unroll
+    for (i32 j = 0; j < kAhead; ++j) {
+      if (left == 0) break;
+      const i32 k = __ffs(left) - 1;
+      left &= left - 1;
+      const Y* row = reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, k)) * hidden;
+      weight[j] = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, k) : 1.0f;
+      if (!(kFp8 && lone)) load_columns(row, column, hidden, y[j][0]);
+      if (!lone) load_columns(row, column + kSecondColumn, hidden, y[j][1]);
+      ++count;
+    }
+#pragma unroll
+    for (i32 j = 0; j < kAhead; ++j) {
+      if (j >= count) break;
+      add_row(y[j][0], weight[j], !begun, first);
+      add_row(y[j][1], weight[j], !begun, second);
+      begun = true;
+    }
+  }
+  return unit_of(first, second);
+}
+
+template <i32 N>
+__device__ __forceinline__ void unpack(const Vector& value, f32 scale, f32 (&out)[N]) {
+  if constexpr (kFp8) {
+#pragma unroll
+    for (i32 i = 0; i < N; i += 4) {
+      f32 four[4];
+      quant::widen4(word_of(value, i / 4), four);
+#pragma unroll
+      for (i32 j = 0; j < 4; ++j) out[i + j] = __fmul_rn(four[j], scale);
+    }
+  } else {
+    const Vec<C, N> loaded = *reinterpret_cast<const Vec<C, N>*>(&value);
+#pragma unroll
+    for (i32 i = 0; i < N; ++i) out[i] = widen(loaded.at[i]);
+  }
+}
+
+template <i32 N>
+__device__ __forceinline__ void add_term(const Vector& value, f32 scale, f32 weight, bool first, f32 (&sum)[N]) {
+  f32 term[N];
+  unpack(value, scale, term);
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) {
+    const f32 weighted = KIND == EXACT ? __fmul_rn(term[i], weight) : term[i];
+    sum[i] = first ? weighted : __fadd_rn(sum[i], weighted);
+  }
+}
+
+template <i32 N>
+__device__ __forceinline__ void write_columns(const CombineArgs& args, i64 token, i32 column, const f32 (&value)[N]) {
+  constexpr i32 kStep = N < kColumns<Y> ? N : kColumns<Y>;
+#pragma unroll
+  for (i32 i = 0; i < N; i += kStep) {
+    Vec<Y, kStep> z;
+#pragma unroll
+    for (i32 j = 0; j < kStep; ++j) z.at[j] = narrow<Y>(value[i + j]);
+    if (column + i < args.world.hidden)
+      *reinterpret_cast<Vec<Y, kStep>*>(reinterpret_cast<Y*>(args.z) + token * args.world.hidden + column + i) = z;
+  }
+}

@@ -1,0 +1,376 @@
+// Low-latency combine: each rank sums the rows that serve one (source, position) in fp32, in ascending k, rounds once and
+// sends the partial home as lines that carry the operation's seq (device/lines.cuh); home polls the lines of a token's
+// partials and sums them in ascending rank as they arrive.
+//
+//   owner rank: send blocks                                     home rank: receive blocks
+//   y[places[source][position][k]] * weight  ...
+//     fp32, ascending k -> combine dtype -> units ---------->   home_lines[owner][position]
+//                                                               z[t] = sum over ranks ascending, fp32 -> output dtype
+//
+// KIND 0: rows per expert, combine weights them. 1: rows per rank, moved as they are. 2: exact: every routed row travels to
+// home_lines[token][k] and is weighted at home, in ascending k.
+// Y is the output dtype, C the combine dtype (e4m3: block-128 scales travel inside the unit).
+//
+// Worked example: token 5 of rank 2 went to rank 0 (k = 0 and 3) as its position 1, and to rank 1 (k = 1). Rank 0 writes
+// bf16(w0 * y0 + w3 * y3) to rank 2's home_lines[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in its `home` table.
+//
+// A partial whose rows were all dropped travels as +0. Memory order: none between lines. Reuse of a slot: a rank that has
+// started num_in_flight combines more has, in stream order, read the slot.
+#pragma once
+
+// ---- send: this rank as owner ----
+
+// What this warp sends; lane r: rows that source r, and source 32 + r, sent.
+struct Owed {
+  i32 low, high, most;
+};
+
+__device__ __forceinline__ Owed owed_rows(const CombineArgs& args) {
+  const World& world = args.world;
+  const i32 lane = lane_idx();
+  Owed owed = {0, 0, 0};
+  if (lane < world.size && is_active(lane)) owed.low = args.source_rows[lane];
+  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = args.source_rows[lane + 32];
+  owed.most = __reduce_max_sync(~0u, max(owed.low, owed.high));
+  return owed;
+}
+
+__device__ __forceinline__ bool is_whole_row(const CombineArgs& args) {
+  return KIND == PER_RANK && args.positional && args.row_weights == nullptr;
+}
+
+// The next task from `turn` on, its places loaded but not yet looked at. False: none is left.
+__device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& owed, Turn& turn, Turn step, Task& task) {
+  const World& world = args.world;
+  const i32 units = world.home_units, items = KIND == EXACT ? units * world.topk : units, k = lane_idx(), topk = world.topk;
+#pragma unroll 1
+  while (turn.position < owed.most) {
+    const i32 source = turn.source + world.rank + 1;
+    task.source = source < world.size ? source : source - world.size;
+    task.position = turn.position;
+    task.only = KIND == EXACT ? turn.index / units : 0;
+    task.index = turn.index - task.only * units;
+    move_on(turn, step, items, world.size);
+    if (task.position >= __shfl_sync(~0u, task.source < 32 ? owed.low : owed.high, task.source & 31)) continue;
+    const i64 at = position_of(world, task.source, task.position);
+    task.landing = static_cast<i32>(position_of(world, world.rank, task.position));
+    task.place = static_cast<i32>(at);
+    if (is_whole_row(args)) return true;
+    task.place = k < topk ? args.places[at * topk + k] : -1;
+    task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
+    if (KIND == EXACT) task.landing = args.tokens[at] * topk + task.only;
+    return true;
+  }
+  return false;
+}
+
+// Whether there is something to send, once the places are here.
+__device__ __forceinline__ bool take_rows(const CombineArgs& args, Task& task) {
+  if (is_whole_row(args)) {
+    task.taken = 1;
+    return true;
+  }
+  task.taken = __ballot_sync(~0u, task.place >= 0);
+  if (KIND == PER_RANK) task.taken &= 0u - task.taken;
+  if (KIND != EXACT) return true;
+  task.taken &= 1u << task.only;
+  return __shfl_sync(~0u, task.place, task.only) != -1;
+}
+
+// Numbers carried home beside a position, from whoever sends its first row's first unit.
+__device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const Task& task, u64 seq) {
+  const World& world = args.world;
+  const i32 topk = world.topk;
+  const u32 here = __ballot_sync(~0u, lane_idx() < topk && task.place != -1);
+  if (KIND == EXACT && task.only != __ffs(here) - 1) return;
+  const i32 first = __shfl_sync(~0u, task.place, (__ffs(here) - 1) & 31);
+  const i64 row = KIND == PER_RANK ? static_cast<i64>(first) * topk + lane_idx() : task.place;
+  const f32 mine = lane_idx() < topk && task.place >= 0 ? args.row_weights[row] : 0.0f;
+  const i32 num_lines = lines_for(topk, kLineInts), base = (lane_idx() >> 3) * kLineInts + (lane_idx() & 7) * 4;
+  u32 word[4];
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) word[i] = __float_as_uint(__shfl_sync(~0u, mine, (base + i) & 31));
+  u8* at = weight_lines_at(args, task.source, position_of(world, world.rank, task.position));
+  store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
+}
+
+// Units of all partials, by position, then by source, side by side with the other blocks'. `task` is the first, if there is one.
+__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Turn turn, Turn step, Task task,
+                                              bool more, u64 seq) {
+  const World& world = args.world;
+#pragma unroll 1
+  while (more) {
+    Task now = task;
+    more = next_task(args, owed, turn, step, task);  // its loads run beside this one's
+    if (!take_rows(args, now)) continue;
+    store_unit(home_lines_at(args, now.source, now.landing) + now.index * kUnitBytes, make_partial(args, now), seq);
+    if (now.index == 0 && args.row_weights != nullptr) send_weight_lines(args, now, seq);
+  }
+}
+
+// Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
+// (one that has gone on without this rank never is). Partials land in this rank's own part of it.
+__device__ __forceinline__ u64 credit_needed(const World& world, Credit credit, u64 seq) {
+  if (KIND == EXACT) return seq;
+  return credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+}
+
+// The routing that this rank combines, to each home: before its rows fill the links. One warp.
+__device__ __forceinline__ void tell_origin(const CombineArgs& args, u64 origin, u64 seq) {
+  for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
+    if (is_active(peer)) ptx::store_pair(head_at(args, peer, args.world.rank), origin, seq);
+}
+
+// ---- receive: this rank as home ----
+
+// The partials that make up a token, as a warp takes them in the order of their sum: by rank, or (exact) by k.
+struct Terms {
+  u64 left;  // ranks, or ks, still to come
+  i32 rank, position;
+  f32 weight;  // of this lane's k
+};
+
+__device__ __forceinline__ Home load_home(const CombineArgs& args, i32 token) {
+  const i32 k = lane_idx(), topk = args.world.topk;
+  return k < topk && token < args.num_tokens ? args.home[static_cast<i64>(token) * topk + k] : Home{-1, -1, -1, -1};
+}
+
+__device__ __forceinline__ Terms list_terms(const CombineArgs& args, const Home& home, i32 token) {
+  Terms terms = {0, home.rank, home.position, 1.0f};
+  const bool here = home.rank >= 0;
+  if (KIND == EXACT) {
+    terms.left = __ballot_sync(~0u, here);
+    if (here && args.apply_weights) terms.weight = args.topk_weights[static_cast<i64>(token) * args.world.topk + lane_idx()];
+    return terms;
+  }
+  terms.left = __reduce_or_sync(~0u, here && home.rank < 32 ? 1u << home.rank : 0);
+  if (args.world.size > 32)
+    terms.left |= static_cast<u64>(__reduce_or_sync(~0u, here && home.rank >= 32 ? 1u << (home.rank - 32) : 0)) << 32;
+  return terms;
+}
+
+// Takes the next term: who sends it, the row of home_lines at which it lands, its weight.
+__device__ __forceinline__ void take_term(const CombineArgs& args, Terms& terms, i32 token, i32* owner, i32* row, f32* weight) {
+  const i32 next = __ffsll(terms.left) - 1;
+  terms.left &= terms.left - 1;
+  if (KIND == EXACT) {
+    *owner = __shfl_sync(~0u, terms.rank, next);
+    *row = token * args.world.topk + next;
+    *weight = __shfl_sync(~0u, terms.weight, next);
+    return;
+  }
+  const i32 k = __ffs(__ballot_sync(~0u, terms.rank == next)) - 1;
+  *owner = next;
+  *row = next * args.world.max_tokens + __shfl_sync(~0u, terms.position, k);
+}
+
+// Unit `index` of z[token]; false where the wait was ended.
+__device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms, i32 token, i32 index,
+                                            const volatile i32* verdict, u64* waits, u64 start, u64 seq) {
+  const World& world = args.world;
+  f32 first[kVector] = {}, second[kVector] = {};
+  bool begun = false;
+#pragma unroll 1
+  while (terms.left != 0) {
+    Unit units[kTogether];
+    i32 row[kTogether], owner[kTogether], late = -1;
+    f32 weight[kTogether];
+    i32 count = 0;
+#pragma unroll
+    for (i32 j = 0; j < kTogether; ++j) {
+      if (terms.left == 0) continue;
+      take_term(args, terms, token, &owner[j], &row[j], &weight[j]);
+      ++count;
+    }
+    i32 missing = world.rank;
+    auto look = [&] {
+      bool there = true;
+#pragma unroll
+      for (i32 j = 0; j < kTogether; ++j) {
+        if (j >= count || peek_unit(home_lines_at(args, world.rank, row[j]) + index * kUnitBytes, seq, &units[j])) continue;
+        there = false;
+        missing = owner[j];
+      }
+      return there;
+    };
+    const bool there = look();
+    if (!__all_sync(~0u, there)) {
+      if (!there) late = missing;
+      if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, missing, [&] { return *verdict != kSame || look(); }) ||
+          *verdict != kSame)
+        return false;
+      if (late >= 0 && late != world.rank) note_wait(waits, late, ptx::now_ns() - start);
+    }
+#pragma unroll
+    for (i32 j = 0; j < kTogether; ++j) {
+      if (j >= count) continue;
+      f32 scale_first = 1.0f, scale_second = 1.0f;
+      if constexpr (kFp8) {
+        const i32 at = lane_idx() - (lane_idx() >> 3);
+        scale_first = scale_of_block(units[j], at / 8);
+        scale_second = scale_of_block(units[j], (28 + at) / 8);
+      }
+      add_term(units[j].first, scale_first, weight[j], !begun, first);
+      add_term(units[j].second, scale_second, weight[j], !begun, second);
+      begun = true;
+    }
+  }
+  const i32 column = index * kUnitWidth + first_column();
+  if (!(kFp8 && is_tag_lane())) write_columns(args, token, column, first);
+  if (!is_tag_lane()) write_columns(args, token, column + kSecondColumn, second);
+  return true;
+}
+
+// z_weights[token]: for each k what the rank that served it carried home.
+__device__ __forceinline__ bool receive_weights(const CombineArgs& args, const Home& home, i64 token,
+                                                const volatile i32* verdict, u64 seq) {
+  const World& world = args.world;
+  const i32 k = lane_idx(), topk = world.topk, num_lines = lines_for(topk, kLineInts);
+  const i32 rank = home.rank, position = home.position;
+  f32 mine = 0.0f;
+  for (u32 left = __ballot_sync(~0u, rank >= 0); left != 0;) {
+    const i32 lead = __ffs(left) - 1, from = __shfl_sync(~0u, rank, lead);
+    const u8* at = weight_lines_at(args, world.rank, position_of(world, from, __shfl_sync(~0u, position, lead)));
+    Vector loaded = {};
+    if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
+                         [&] { return *verdict != kSame || peek_lines(at, num_lines, seq, &loaded); }))
+      return false;
+    const Vector got = shuffle(loaded, k / kLineInts * 8 + k % kLineInts / 4);
+    if (rank == from) mine = __uint_as_float(word_of(got, k % 4));
+    left &= ~__ballot_sync(~0u, rank == from);
+  }
+  if (k < topk) args.z_weights[token * topk + k] = mine;
+  return true;
+}
+
+// Whether all owners combine this routing. One warp, beside those that take the rows: these are told through `verdict`.
+__device__ __forceinline__ void await_origins(const CombineArgs& args, volatile i32* verdict, u64 origin, u64 seq) {
+  const World& world = args.world;
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 owner = base + lane_idx();
+    const bool asked = owner < world.size && is_active(owner);
+    Vector head = {origin, seq};
+    const u8* at = head_at(args, world.rank, asked ? owner : world.rank);
+    const bool ok = spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, owner, [&] {
+      if (asked) head = ptx::load_pair<Vector>(at);
+      return head.high == seq;
+    });
+    const bool same = __all_sync(~0u, head.low == origin);
+    if (lane_idx() == 0 && !(ok && same)) *verdict = ok ? kDiffers : kFailed;
+    if (!ok) return;
+  }
+}
+
+// Unit `index` of z[token] as NaN, in every output dtype.
+__device__ __forceinline__ void poison_unit(const CombineArgs& args, i64 token, i32 index) {
+  const f32 nan = __uint_as_float(~0u);
+  f32 values[kVector];
+#pragma unroll
+  for (i32 i = 0; i < kVector; ++i) values[i] = nan;
+  const i32 column = index * kUnitWidth + first_column();
+  if (!(kFp8 && is_tag_lane())) write_columns(args, token, column, values);
+  if (!is_tag_lane()) write_columns(args, token, column + kSecondColumn, values);
+  if (args.z_weights != nullptr && index == 0 && lane_idx() < args.world.topk)
+    args.z_weights[token * args.world.topk + lane_idx()] = nan;
+}
+
+// z of this team's units, or NaN.
+template <class Make>
+__device__ __forceinline__ void for_units(const CombineArgs& args, Turn turn, Turn step, Make make) {
+  Home next = load_home(args, turn.position);
+#pragma unroll 1
+  while (turn.position < args.num_tokens) {
+    const Turn now = turn;
+    const Home home = next;
+    move_on(turn, step, args.world.home_units, 1);
+    next = load_home(args, turn.position);
+    make(home, now.position, now.index);
+  }
+}
+
+__device__ __forceinline__ void poison_units(const CombineArgs& args, Turn turn, Turn step) {
+  for_units(args, turn, step, [&](const Home&, i32 token, i32 index) { poison_unit(args, token, index); });
+}
+
+__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, i32* verdict, Turn turn,
+                                                Turn step, u64 number, u64 origin, u64 seq) {
+  const World& world = args.world;
+  const u64 start = note_receive(world, team, args.work.halves, number);
+  u64* waits = waits_at(shared);
+  if (warp_idx() == num_warps() - 1) await_origins(args, verdict, origin, seq);
+  for_units(args, turn, step, [&](const Home& home, i32 token, i32 index) {
+    bool ok = reduce_unit(args, list_terms(args, home, token), token, index, verdict, waits, start, seq);
+    if (ok && args.z_weights != nullptr && index == 0) ok = receive_weights(args, home, token, verdict, seq);
+    if (!ok && lane_idx() == 0) atomicCAS(verdict, kSame, kFailed);
+  });
+  __syncthreads();
+  if (*verdict != kSame) poison_units(args, turn, step);
+  if (*verdict == kDiffers && team.block == 0 && threadIdx.x == 0)
+    report_difference(world, OP_COMBINE, origin,
+                      [&](i32 peer) { return ptx::load_pair<Vector>(head_at(args, world.rank, peer)).low; });
+  note_end(world, team, number, waits);
+}
+
+// Every block has read the counters when the last one comes here: the next operation's are set at once. The thread that read.
+__device__ __forceinline__ void advance(const CombineArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
+  if (!arrive(args.world, {0, num_blocks}, TICKET_COMBINE_SEND)) return;
+  args.world.state->combine_seq = seq;
+  args.world.state->combine_slot_seq[args.slot] = seq;
+  note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, receivers);
+}
+
+__device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ i32 verdict;
+  const World& world = args.world;
+  const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
+  const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
+  const bool apart = senders < team.num_blocks, here = team.block < senders;
+  const Team sending = {team.block, max(1, senders)};
+  const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
+  const i32 items = world.home_units * (KIND == EXACT ? world.topk : 1);
+  Turn task_turn = turn_of(first_item(sending), items, world.size);
+  const Turn task_step = turn_of(num_items_at_once(sending), items, world.size);
+  const Turn turn = turn_of(max(0, first_item(receiving)), world.home_units, 1);
+  const Turn step = turn_of(num_items_at_once(receiving), world.home_units, 1);
+  load_active(world);
+  for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
+  if (threadIdx.x == 0) verdict = kSame;
+  __syncthreads();
+  ptx::wait_for_previous_launch();
+  ptx::allow_next_launch();
+  const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
+  const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0;
+  const u64 seq = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq) + sends;
+  const u64 number = record_number(world, args.work.halves, args.op);
+  if (here) {
+    const Credit credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    const Owed owed = owed_rows(args);
+    Task task = {};
+    const bool more = next_task(args, owed, task_turn, task_step, task);
+    const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
+    if (first && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
+    if (stop == STOP_RUNNING &&
+        warp_await_credit(world, FLAG_COMBINE_STARTED, credit, credit_needed(world, credit, seq), OP_COMBINE)) {
+      if (first) tell_origin(args, origin, seq);
+      send_partials(args, owed, task_turn, task_step, task, more, seq);
+    }
+  }
+  const bool reads = receives && (!apart || !here);
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, turn, step) : void();
+  if (sends && threadIdx.x == THREADS - 1)
+    advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
+  if (reads) combine_receive(args, receiving, shared, &verdict, turn, step, number, origin, seq);
+}
+
+#ifndef LOOPBACK
+extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_combine(const __grid_constant__ CombineArgs args) {
+  combine_team(args, {static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)});
+}
+#else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
+extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_combine(const CombineArgs* ranks, i32 blocks_per_rank) {
+  const i32 block = blockIdx.x;
+  combine_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
+}
+#endif

@@ -1,0 +1,68 @@
+"""What the host makes of a post-mortem and of findings. The page is ordinary memory here."""
+
+from __future__ import annotations
+
+import pytest
+
+from ep_kernels.device import abi
+from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
+from ep_kernels.transports.nvlink.tables import HostPage
+
+
+@pytest.fixture
+def host() -> HostPage:
+    made = HostPage.__new__(HostPage)  # without the pinned memory
+    made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
+    return made
+
+
+def stop(host: HostPage, why: str, op: str = "dispatch", phase: str = "payload", seen: int = 0) -> None:
+    record = host._page.postmortem
+    record.op, record.phase, record.peer = abi.OPS.index(op), abi.PHASES.index(phase), 3
+    record.expected, record.seen, record.waited_ns = seen + 1, seen, 2_500_000_000
+    record.status = abi.STOPS.index(why)
+
+
+@pytest.mark.parametrize("seen", [0, 6, abi.WHOLE - 1, abi.WHOLE, 1 << 33])
+@pytest.mark.parametrize("phase", abi.PHASES)
+@pytest.mark.parametrize("op", abi.OPS)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_failed_wait_is_told_in_operations(host: HostPage, gone: bool, op: str, phase: str, seen: int) -> None:
+    """Whatever the kernel counted in, and however many there have been."""
+    assert host.fault() is None
+    stop(host, "GONE" if gone else "TIMED_OUT", op, phase, seen)
+    found = host.fault()
+    assert isinstance(found, PeerTimeout)
+    assert (found.peer, found.op, found.phase, found.gone) == (3, op, phase, gone)
+    assert (found.expected, found.seen, found.waited_s) == (seen + 1, seen, 2.5)
+    host.clear()
+    assert host.fault() is None
+
+
+def test_other_ends(host: HostPage) -> None:
+    stop(host, "LEFT_OUT", "combine", seen=7)
+    said = host.fault()
+    assert type(said) is TransportError
+    assert str(said) == "combine: rank 3 has gone on in epoch 7 without this rank"
+    stop(host, "ABORTED")
+    assert isinstance(host.fault(), AbortedError)
+    host.clear()
+    host.abort("first")
+    host.abort("second")
+    assert str(host.fault()) == str(AbortedError("first"))
+
+
+def test_findings_are_told_once(host: HostPage) -> None:
+    difference = host._page.difference
+    difference.op, difference.peer, difference.mine, difference.theirs = abi.OPS.index("combine"), 2, 8, 9
+    difference.status = 1
+    said = host.finding()
+    assert isinstance(said, HandleError)
+    assert "combine: this rank brought the routing of dispatch 8, rank 2 that of dispatch 9" in str(said)
+    assert host.finding() is None
+    for dropped, more in ((5, 5), (12, 7)):
+        host._page.dropped = dropped
+        said = host.finding()
+        assert isinstance(said, CapacityError)
+        assert said.num_dropped == more
+        assert host.finding() is None
