@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+CASES ?=
 
 PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
@@ -66,10 +67,10 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
-bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; tables, plots, csv, run.json
+bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
 	NCCL_NVLS_ENABLE=0 $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
-	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(ARGS)
+	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py

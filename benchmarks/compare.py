@@ -11,13 +11,16 @@ import sys
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.gpu.tables import TABLES
+from benchmarks.gpu.tables import NAMES
 
 SAME = ("gpu", "num_gpus")
 KEY = (
     "backend", "op", "mode", "layout", "tokens", "hidden", "experts", "topk", "ranks", "dispatch_dtype",
     "combine_dtype", "routing", "timing", "form", "l2",
 )  # fmt: skip
+
+BY_SMS = ("floor", "sweep", "ll_sms")
+"""Tables in which a case stands once for each number of multiprocessors."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +51,7 @@ def why_not(before: Path, after: Path) -> str:
 def lines(before: Path, after: Path) -> list[str]:
     """One line per case that both have, the largest after / before first."""
     found = []
-    for table in TABLES:
+    for table in NAMES:
         old = {_key(table, line): line for line in report.read(before, table)}
         for line in report.read(after, table):
             earlier = old.get(_key(table, line))
@@ -58,7 +61,7 @@ def lines(before: Path, after: Path) -> list[str]:
 
 
 def _key(table: str, line: dict[str, str]) -> tuple[str, ...]:
-    sms = (line["sms"],) if table == "sweep" else ()
+    sms = (line["sms"],) if table in BY_SMS else ()
     return (*(line[name] for name in KEY), *sms)
 
 

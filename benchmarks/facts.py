@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,32 @@ def write(folder: Path, facts: dict[str, object]) -> None:
     """run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """run.json."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def standing(folder: Path) -> list[dict[str, Any]]:
+    """The runs that the folder's run.json tells of, itself first; "tables" names each one's csv files."""
+    if not (folder / "run.json").exists():
+        return []
+    found = read(folder)
+    here = sorted(path.stem for path in folder.glob("*.csv"))
+    itself = {key: value for key, value in found.items() if key != "earlier"}
+    return [{"tables": here} | itself, *found.get("earlier", [])]
+
+
+def without(runs: Sequence[dict[str, Any]], tables: Collection[str]) -> list[dict[str, Any]]:
+    """Of those runs, what is left once `tables` are written anew: "earlier" of the new run.json."""
+    left = [run | {"tables": [name for name in run["tables"] if name not in tables]} for run in runs]
+    return [run for run in left if run["tables"]]
+
+
+def of_table(run: dict[str, Any], table: str) -> dict[str, Any]:
+    """Of a run.json, the facts of the run that wrote the table."""
+    return next((entry for entry in run.get("earlier", []) if table in entry["tables"]), run)
 
 
 def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[str, object]:

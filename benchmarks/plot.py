@@ -1,17 +1,17 @@
 """`python -m benchmarks.plot docs/results/<folder>`: plots of one GPU run beside its csv files, as SVG and PNG.
 
-latency (LL pair over T, bound dashed), bandwidth (HT over multiprocessors), throughput (HT as bars). Needs matplotlib.
+latency (LL pair over T, bound dotted), ll_sms (LL pair over multiprocessors), bandwidth (HT over multiprocessors),
+throughput (HT as bars). Needs matplotlib.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, table
+from benchmarks import facts, report, table
 
 Csv = dict[str, str]
 COLOURS = {"crossdock": "#0b6e4f", "nccl": "#8d99ae", "nccl_bare": "#5c677d", "agrs": "#c98686", "deepep": "#7b6fb0"}
@@ -37,9 +37,10 @@ def draw(folder: Path) -> list[Path]:
     mpl.use("Agg")
     mpl.rcParams.update({"svg.hashsalt": "crossdock", "font.size": 10, "axes.spines.top": False})
     mpl.rcParams.update({"axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False})
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run = facts.read(folder)
     plots: dict[str, tuple[str, Callable[[Any, list[Csv]], None]]] = {
         "latency": ("ll", _latency),
+        "ll_sms": ("ll_sms", _ll_sms),
         "bandwidth": ("sweep", _bandwidth),
         "throughput": ("ht", _throughput),
     }
@@ -47,7 +48,7 @@ def draw(folder: Path) -> list[Path]:
     for name, (source, paint) in plots.items():
         lines = report.read(folder, source)
         if lines:
-            written += _figure(folder / name, run, lines, paint)
+            written += _figure(folder / name, facts.of_table(run, source), lines, paint)
     return written
 
 
@@ -77,6 +78,8 @@ def _latency(figure: Any, lines: list[Csv]) -> None:
                 _curve(axes, found, "p50_us", f"{_name(backend)} {payload}", style, COLOURS.get(backend, OTHER))
         ours = [line for line in here if line["backend"] == "crossdock" and table.payload(line) == "bf16"]
         _curve(axes, ours, "bound_us", "bound, bf16", ((0, (1, 3)), None), "black")
+        least = [line | {"least": str(least_us(line))} for line in ours if line.get("floor_us")]
+        _curve(axes, least, "least", "floor + bound, bf16", ((0, (4, 2)), None), "black")
         axes.set(title=layout.replace("_", "-"), xlabel="tokens per rank", xscale="log", yscale="log")
         ticks = sorted({int(line["tokens"]) for line in here})
         axes.set_xticks(ticks, [str(t) for t in ticks])
@@ -91,11 +94,36 @@ def _latency(figure: Any, lines: list[Csv]) -> None:
     figure.suptitle("Low latency: CUDA graph of 10 pairs, L2 warm, slowest rank, median")
 
 
+def least_us(line: Csv) -> float:
+    """Floor and bound of an LL pair."""
+    return float(line["floor_us"]) + float(line["bound_us"])
+
+
 def _curve(axes: Any, lines: list[Csv], column: str, label: str, style: tuple[Any, Any], colour: str) -> None:
     points = sorted((int(line["tokens"]), float(line[column])) for line in lines)
     if points:
         x, y = zip(*points, strict=True)
         axes.plot(x, y, label=label, linestyle=style[0], marker=style[1], color=colour, markersize=4)
+
+
+def _ll_sms(figure: Any, lines: list[Csv]) -> None:
+    panels = figure.subplots(1, 2, sharey=False)
+    for axes, tokens in zip(panels, sorted({line["tokens"] for line in lines}, key=int)[:2], strict=False):
+        here = [line for line in lines if line["tokens"] == tokens]
+        for layout, colour in (("rank_major", COLOURS["crossdock"]), ("expert_major", "#d17b0f")):
+            points = sorted((int(ln["sms"]), float(ln["p50_us"])) for ln in here if ln["layout"] == layout)
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, label=layout.replace("_", "-"), marker="o", color=colour, markersize=4)
+        least = [least_us(line) for line in here if line.get("floor_us")]
+        if least:
+            axes.axhline(min(least), color="black", linestyle=(0, (1, 3)), label="floor + bound")
+        axes.set(title=f"T = {tokens}", xlabel="multiprocessors", ylim=(0, None))
+        ticks = sorted({int(ln["sms"]) for ln in here})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    panels[0].set_ylabel("µs per dispatch + combine pair")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    figure.suptitle("Low latency over num_sms, bf16: CUDA graph of 10 pairs, L2 warm, slowest rank, median")
 
 
 def _bandwidth(figure: Any, lines: list[Csv]) -> None:
@@ -110,7 +138,7 @@ def _bandwidth(figure: Any, lines: list[Csv]) -> None:
     first = lines[0]
     ceiling = float(first["physical_gbps"]) * float(first["p50_us"]) / float(first["bound_us"])
     axes.axhline(ceiling, color="black", linestyle=(0, (1, 3)), label="bound of this routing")
-    axes.set(xlabel="multiprocessors (blocks)", ylabel="GB/s leaving a GPU", ylim=(0, ceiling * 1.12))
+    axes.set(xlabel="multiprocessors", ylabel="GB/s leaving a GPU", ylim=(0, ceiling * 1.12))
     ticks = sorted({int(line["sms"]) for line in lines})
     axes.set_xticks(ticks, [str(t) for t in ticks])
     figure.legend(fontsize=8, loc="outside right upper")

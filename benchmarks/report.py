@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -87,6 +88,39 @@ def rows(result: Result) -> list[Line]:
     ]
 
 
+class Figure(Protocol):
+    """One line of a csv, of as many runs as have been merged into it."""
+
+    def line(self) -> Line:
+        """Its row of the csv."""
+
+    def merged(self, other: Any) -> Any:
+        """This one's runs and then those of `other`, a figure of the same thing."""
+
+    def words(self) -> str:
+        """For the screen."""
+
+
+def _flat(runs: list[list[float]]) -> list[float]:
+    return [value for run in runs for value in run]
+
+
+def _median(runs: list[list[float]]) -> float:
+    return quantile(_flat(runs), 0.5)
+
+
+def _figures(runs: list[list[float]]) -> Line:
+    """The columns that say how long and how surely."""
+    medians = [quantile(run, 0.5) for run in runs]
+    return {
+        "p50_us": f"{_median(runs):.2f}",
+        "p99_us": f"{quantile(_flat(runs), 0.99):.2f}",
+        "spread_pct": f"{100 * (max(medians) / min(medians) - 1):.1f}" if len(medians) > 1 else "",
+        "runs": len(medians),
+        "iterations": len(_flat(runs)),
+    }
+
+
 ONCE_PER_RANK = ("crossdock", "nccl", "nccl_bare")
 """Backends that move a row once per token and rank; what others move is not known here."""
 
@@ -113,20 +147,22 @@ class Sample:
     sms: int | None
 
     @property
-    def p50_us(self) -> float:
-        """Median over all iterations of all runs."""
-        return quantile([value for run in self.gpu_us for value in run], 0.5)
-
-    @property
     def bound_us(self) -> float:
         """See `bounds.bound_us`."""
         return bounds.bound_us(self.case, self.table, self.op)
 
+    def merged(self, other: Sample) -> Sample:
+        """See `Figure`."""
+        return replace(
+            self,
+            gpu_us=self.gpu_us + other.gpu_us,
+            host_us=self.host_us + other.host_us,
+            table=torch.cat([self.table, other.table]),
+        )
+
     def line(self) -> Line:
-        """Its row of the csv."""
-        case, p50 = self.case, self.p50_us
-        every = [value for run in self.gpu_us for value in run]
-        medians = [quantile(run, 0.5) for run in self.gpu_us]
+        """See `Figure`."""
+        case, p50 = self.case, _median(self.gpu_us)
         physical = bounds.sent_rows(self.table) * case.moved_bytes(self.op)
         logical = case.tokens * case.topk * case.moved_bytes(self.op)
         return {
@@ -135,8 +171,6 @@ class Sample:
             **_shape(case),
             "sms": self.sms or "",
             "timing": self.timing,
-            "p50_us": f"{p50:.2f}",
-            "p99_us": f"{quantile(every, 0.99):.2f}",
             "bound_us": f"{self.bound_us:.2f}",
             "physical_gbps": f"{physical / p50 / 1e3:.1f}" if self.backend in ONCE_PER_RANK else "",
             "form": case.form,
@@ -145,17 +179,138 @@ class Sample:
             "logical_gbps": f"{logical / p50 / 1e3:.1f}",
             "physical_bytes": round(physical) if self.backend in ONCE_PER_RANK else "",
             "logical_bytes": logical,
-            "host_us": f"{quantile([value for run in self.host_us for value in run], 0.5):.1f}",
-            "spread_pct": f"{100 * (max(medians) / min(medians) - 1):.1f}" if len(medians) > 1 else "",
-            "runs": len(medians),
-            "iterations": len(every),
+            "host_us": f"{_median(self.host_us):.1f}",
+            **_figures(self.gpu_us),
         }
+
+    def words(self) -> str:
+        """See `Figure`."""
+        line = self.line()
+        return (
+            f"{self.backend:9} {self.op:8} {title(self.case)} {self.timing} {line['l2']}: {line['p50_us']} us p50 "
+            f"{line['p99_us']} p99, bound {line['bound_us']} ({line['bound_pct']} %), host {line['host_us']}, spread "
+            f"{line['spread_pct'] or '-'} %"
+        )
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Two kernels of `gpu/floor.py` in a row, per such pair.
+
+    Attributes:
+        op: "launch", "exchange" or "release".
+        overlapped: launched while the kernel in front ends.
+        gpu_us: as in Sample.
+    """
+
+    op: str
+    overlapped: bool
+    num_blocks: int
+    ranks: int
+    gpu_us: list[list[float]]
+
+    @property
+    def p50_us(self) -> float:
+        """Median over all iterations of all runs."""
+        return _median(self.gpu_us)
+
+    def merged(self, other: Floor) -> Floor:
+        """See `Figure`."""
+        return replace(self, gpu_us=self.gpu_us + other.gpu_us)
+
+    def line(self) -> Line:
+        """See `Figure`."""
+        return {
+            "backend": "floor",
+            "op": self.op,
+            "mode": "ll",
+            "ranks": self.ranks,
+            "sms": self.num_blocks,
+            "timing": "graph",
+            "form": "overlapped" if self.overlapped else "plain",
+            "l2": "warm",
+            **_figures(self.gpu_us),
+        }
+
+    def words(self) -> str:
+        """See `Figure`."""
+        line = self.line()
+        return f"{self.op:8} {line['form']:10} {self.num_blocks:3} SMs: {line['p50_us']} us p50 {line['p99_us']} p99"
+
+
+def floor_us(floors: Iterable[Figure]) -> float | None:
+    """The fixed cost of an LL pair: two exchanges in a row, in the form and number of blocks that are fastest here."""
+    return min((f.p50_us for f in floors if isinstance(f, Floor) and f.op == "exchange"), default=None)
+
+
+def above_floor(line: Line, floor: float | None) -> Line:
+    """The line; of an LL pair in a graph with `floor_us` and `multiple`, its time over floor + bound, where known."""
+    if (line["mode"], line["op"], line["timing"]) != ("ll", "pair", "graph"):
+        return line
+    known = floor is not None
+    multiple = float(str(line["p50_us"])) / (floor + float(str(line["bound_us"]))) if floor is not None else 0.0
+    return line | {"floor_us": f"{floor:.2f}" if known else "", "multiple": f"{multiple:.2f}" if known else ""}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A matrix product while an operation of the case has been sent and not yet received; see `gpu/overlap.py`.
+
+    Attributes:
+        op: "dispatch" or "combine".
+        gemm: its shape, as text.
+        times: "gemm", "alone", "send", "receive" -> one list of microseconds per run.
+    """
+
+    op: str
+    case: Case
+    gemm: str
+    times: dict[str, list[list[float]]]
+    sms: int | None
+
+    def merged(self, other: Overlap) -> Overlap:
+        """See `Figure`."""
+        return replace(self, times={name: runs + other.times[name] for name, runs in self.times.items()})
+
+    def line(self) -> Line:
+        """See `Figure`. `p50_us` is the product's."""
+        medians = {name: _median(runs) for name, runs in self.times.items()}
+        return {
+            "backend": "crossdock",
+            "op": self.op,
+            **_shape(self.case),
+            "sms": self.sms or "",
+            "timing": "eager",
+            "form": self.gemm,
+            "l2": "warm",
+            **_figures(self.times["gemm"]),
+            "alone_us": f"{medians['alone']:.2f}",
+            "ratio": f"{medians['gemm'] / medians['alone']:.3f}",
+            "send_us": f"{medians['send']:.2f}",
+            "receive_us": f"{medians['receive']:.2f}",
+        }
+
+    def words(self) -> str:
+        """See `Figure`."""
+        line = self.line()
+        return (
+            f"{self.op:8} {title(self.case)}: GEMM {line['p50_us']} us beside it, {line['alone_us']} alone (x "
+            f"{line['ratio']}), send {line['send_us']}, receive {line['receive_us']}"
+        )
+
+
+def title(case: Case) -> str:
+    """The case in a few words."""
+    sms = f" {case.num_sms} SMs" if case.num_sms else ""
+    types = f"{case.dtype_of('dispatch')}+{case.dtype_of('combine')}"
+    return f"{case.mode.value} {case.layout.value} T={case.tokens} {types} {case.routing}{sms} {case.form}".strip()
 
 
 def write(folder: Path, name: str, lines: Sequence[Line]) -> None:
     """`<name>.csv` with the columns that the lines have."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = GPU_COLUMNS if lines and "l2" in lines[0] else COLUMNS
+    usual = GPU_COLUMNS if lines and "l2" in lines[0] else COLUMNS
+    columns = list(dict.fromkeys([*usual, *(name for line in lines for name in line)]))
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()

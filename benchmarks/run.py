@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import facts, report
 from benchmarks.cases import CPU_CASES
-from benchmarks.gpu.tables import TABLES
+from benchmarks.gpu.tables import GROUPS, NAMES
 from benchmarks.measure import measure
 
 BACKENDS = ("crossdock", "gloo")
@@ -73,12 +73,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     cpu.add_argument("--ranks", type=int, default=4)
     cpu.add_argument("--promise", type=float, default=PROMISE, help="exit 1 if a ratio is below")
     cuda = parser.add_argument_group("cuda")
-    cuda.add_argument("--tables", default=",".join(TABLES), help="which tables, comma-separated")
+    cuda.add_argument("--tables", default="", help=f"some of {','.join(NAMES)} (default: all)")
+    cuda.add_argument("--cases", default="", choices=("", *GROUPS), help="a group of tables; results are kept")
     cuda.add_argument("--backends", default="", help="only these, comma-separated (default: all that are installed)")
     cuda.add_argument("--runs", type=int, default=2, help="times that everything is set up and measured")
     cuda.add_argument("--iterations", type=int, default=100, help="timed iterations of each run")
     cuda.add_argument(
-        "--extent", choices=("full", "core"), default="full", help="core: fewer cases, not fewer iterations"
+        "--extent", choices=("full", "core", "quick"), default="full", help="fewer cases, not fewer iterations"
     )
     cuda.add_argument("--seconds", type=float, default=600, help="no case begins later; earlier tables and runs first")
     cuda.add_argument("--quick", action="store_true", help="one run, few cases, few iterations: a check, not a result")

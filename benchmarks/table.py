@@ -6,21 +6,31 @@ links' bound that crossdock reaches. Figures of two folders are never mixed.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import facts, report
 
 Csv = dict[str, str]
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 NAMES = {"nccl_bare": "NCCL, bytes only", "nccl": "NCCL", "agrs": "NCCL AG + RS", "deepep": "DeepEP"}
 TITLES = {
+    "floor": "Floor: µs per two kernels in a row, CUDA graph of 10 such pairs",
     "ll": "Low latency: µs per dispatch + combine pair, CUDA graph of 10 pairs",
+    "ll_sms": "LL over the number of multiprocessors, bf16, µs per pair",
+    "overlap": "Overlap: a matrix product while an operation has been sent and not yet received, µs",
     "ht": "High throughput: µs per call, L2 flushed, routing and counts included",
     "sweep": "HT over the number of multiprocessors, T = 4096, bf16, µs",
     "auto": "Where HT overtakes LL: µs per pair, CUDA graph",
+}
+
+ABOVE_FLOOR = {"floor_us": "floor", "multiple": "x (floor + bound)"}
+"""Columns of LL pairs, where the run has them."""
+FLOORS = {
+    "launch": "empty kernels",
+    "exchange": "a line to each peer, theirs polled",
+    "release": "a word and a released flag to each peer, theirs acquired",
 }
 
 
@@ -35,13 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def markdown(folder: Path) -> str:
-    """All tables that the folder has, with the line that says where and when."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    parts = [heading(run)]
-    makers = {"ll": _ll, "ht": _ht, "sweep": _sweep, "auto": _auto}
+    """All tables that the folder has, each group below the line that says where and when."""
+    run = facts.read(folder)
+    said, parts = "", []
+    makers = {
+        "floor": _floor, "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "auto": _auto,
+    }  # fmt: skip
     for name, maker in makers.items():
         lines = report.read(folder, name)
         if lines:
+            where = heading(facts.of_table(run, name))
+            parts += [where] if where != said else []
+            said = where
             parts.append(f"**{TITLES[name]}**\n\n{maker(lines)}")
     return "\n\n".join(parts)
 
@@ -73,16 +88,26 @@ def _by_backend(lines: list[Csv], key: tuple[str, ...], shown: dict[str, str]) -
     groups: dict[tuple[str, ...], dict[str, Csv]] = {}
     for line in lines:
         groups.setdefault((*(line[k] for k in key), payload(line)), {})[line["backend"]] = line
-    head = [*shown.values(), "rows", "crossdock", "p99", "bound", "% of bound", *(NAMES.get(b, b) for b in backends)]
+    above = [column for column in ABOVE_FLOOR if column in lines[0]]
+    head = [*shown.values(), "rows", "crossdock", "p99", "bound", "% of bound", *(ABOVE_FLOOR[c] for c in above)]
+    head += [NAMES.get(backend, backend) for backend in backends]
     body = []
     for values, found in groups.items():
         if "crossdock" not in found:
             continue
         ours = found["crossdock"]
         others = [found[b]["p50_us"] if b in found else "-" for b in backends]
-        row = [ours["p50_us"], ours["p99_us"], ours["bound_us"], ours["bound_pct"]]
+        row = [ours["p50_us"], ours["p99_us"], ours["bound_us"], ours["bound_pct"], *(ours[c] or "-" for c in above)]
         body.append([*(v or "-" for v in values[: len(shown)]), values[-1], *row, *others])
     return _grid(head, body)
+
+
+def _floor(lines: list[Csv]) -> str:
+    blocks = sorted({int(line["sms"]) for line in lines})
+    columns = [(form, str(n)) for form in ("plain", "overlapped") for n in blocks]
+    found = {(line["op"], line["form"], line["sms"]): line["p50_us"] for line in lines}
+    head = ["two kernels", *(f"{form}, {n} block{'s' * (n != '1')}" for form, n in columns)]
+    return _grid(head, ([what, *(found.get((op, *column), "-") for column in columns)] for op, what in FLOORS.items()))
 
 
 def _ll(lines: list[Csv]) -> str:
@@ -107,14 +132,31 @@ def _case(line: Csv) -> tuple[str, ...]:
     return tuple(line[name] for name in names)
 
 
+def _ll_sms(lines: list[Csv]) -> str:
+    return _over_sms([line | {"what": f"T = {line['tokens']} {line['layout']}"} for line in lines])
+
+
+def _overlap(lines: list[Csv]) -> str:
+    shown = {
+        "mode": "mode", "layout": "layout", "tokens": "T", "op": "open meanwhile", "alone_us": "product alone",
+        "p50_us": "beside it", "ratio": "ratio", "send_us": "send", "receive_us": "receive",
+    }  # fmt: skip
+    return _grid(list(shown.values()), ([line[name] for name in shown] for line in lines))
+
+
 def _sweep(lines: list[Csv]) -> str:
-    columns = list(dict.fromkeys((line["layout"], line["op"]) for line in lines))
-    found = {(line["sms"], line["layout"], line["op"]): line for line in lines}
-    head = ["SMs", *(f"{layout} {op}" for layout, op in columns)]
+    return _over_sms([line | {"what": f"{line['layout']} {line['op']}"} for line in lines])
+
+
+def _over_sms(lines: list[Csv]) -> str:
+    """One line per number of multiprocessors, one column per "what"."""
+    columns = list(dict.fromkeys(line["what"] for line in lines))
+    found = {(line["sms"], line["what"]): line for line in lines}
+    head = ["SMs", *columns]
     return _grid(
         head,
         (
-            [sms, *(found[sms, *column]["p50_us"] if (sms, *column) in found else "-" for column in columns)]
+            [sms, *(found[sms, column]["p50_us"] if (sms, column) in found else "-" for column in columns)]
             for sms in dict.fromkeys(line["sms"] for line in lines)
         ),
     )

@@ -7,6 +7,7 @@ layouts) and sums. Rank-wise layouts leave weighting to the caller, here as in s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Crossdock:
                 transport=transport,
             )
         )
-        self.sms = _blocks(self._comm.config) if transport == "nvlink" else {}
+        self.sms = _filled(self._comm.config, case.tokens) if transport == "nvlink" else {}
 
     def prepare(self, inputs: Inputs) -> None:
         """See `Backend`."""
@@ -77,6 +78,16 @@ class Crossdock:
         """See `Backend`."""
         self._comm.combine(y, received[1], out=out)
 
+    # Halves: each sends and returns what receives.
+
+    def send_dispatch(self, inputs: Inputs) -> Callable[[], Any]:
+        """The sending half of `dispatch`; its receiving half returns what `dispatch` returns."""
+        return self._comm.dispatch_async(inputs.x, inputs.topk_ids, inputs.topk_weights).wait
+
+    def send_combine(self, y: torch.Tensor, received: Any, out: torch.Tensor) -> Callable[[], Any]:
+        """The sending half of `combine`."""
+        return self._comm.combine_async(y, received[1], out=out).wait
+
     def result(self, inputs: Inputs) -> torch.Tensor:
         """See `Backend`."""
         return torch.empty_like(inputs.x)
@@ -93,13 +104,13 @@ class Crossdock:
         self._comm.close()
 
 
-def _blocks(config: MoEConfig) -> dict[str, int]:
-    """Blocks of each kernel; there is never more than one on a multiprocessor."""
+def _filled(config: MoEConfig, tokens: int) -> dict[str, int]:
+    """Multiprocessors that each kernel fills."""
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     most, sizes = min(num_sms, config.num_sms or num_sms), plan.sizes_of(config)
     return {
-        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most).num_blocks,
-        "combine": plan.combine_launch(config, sizes, config.mode, most).num_blocks,
+        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most, tokens).num_sms,
+        "combine": plan.combine_launch(config, sizes, config.mode, most, tokens).num_sms,
     }
 
 

@@ -41,6 +41,16 @@ class Times:
     host_us: list[float] = field(default_factory=list)
 
 
+def events(count: int) -> list[Any]:
+    """So many events that time."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+
+def sleep(duration_us: float) -> None:
+    """A kernel that does nothing for about so long."""
+    torch.cuda._sleep(int(duration_us * CLOCK_MHZ))  # type: ignore[no-untyped-call]
+
+
 class Stopwatch:
     """Times operations that all ranks run together."""
 
@@ -49,20 +59,24 @@ class Stopwatch:
         self._one = torch.ones(1, device=device)
         self._taken: dict[str, list[tuple[Any, Any, float]]] = {}
 
+    def align(self, spin_us: float = SPIN_US) -> None:
+        """Hold the GPU for so long, in which the host queues what follows; then let the ranks begin together."""
+        self._one.fill_(1)
+        sleep(spin_us)
+        dist.all_reduce(self._one)
+
     def time(self, name: str, operation: Callable[[], Any], *, flush: bool) -> Any:
         """Run and time one operation; returns what it returns."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = events(2)
         if flush:
             self._flushed.zero_()
-        torch.cuda._sleep(SPIN_US * CLOCK_MHZ)  # type: ignore[no-untyped-call]
-        dist.all_reduce(self._one)
+        self.align()
         begin.record()
         started = time.perf_counter()
         result = operation()
         host_us = (time.perf_counter() - started) * 1e6
         end.record()
         end.synchronize()
-        self._one.fill_(1)
         self._taken.setdefault(name, []).append((begin, end, host_us))
         return result
 
@@ -177,7 +191,7 @@ class Bench:
                 received = backend.dispatch(inputs)
                 backend.combine(self.given(received), received, inputs, out)
 
-        graph = self._captured(pairs)
+        graph = captured(pairs)
         for number in range(WARMUP + replays):
             for place, (inputs, out) in enumerate(zip(statics, outs, strict=True)):
                 if backend.rotates:
@@ -186,22 +200,25 @@ class Bench:
             self.watch.time("pair", graph.replay, flush=flush)
         for place, (inputs, out) in enumerate(zip(statics, outs, strict=True)):
             self.verify(out, inputs, f"pair {place} of the last replay")
-        return _per_pair(self.watch.times())
-
-    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
-        return graph
+        return per_pair(self.watch.times())
 
 
-def _per_pair(times: dict[str, Times]) -> dict[str, Times]:
+def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`work` as a graph. It runs once before, on a stream of its own."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph
+
+
+def per_pair(times: dict[str, Times]) -> dict[str, Times]:
+    """Of graphs of PAIRS pairs."""
     return {
         name: Times([value / PAIRS for value in found.gpu_us], [value / PAIRS for value in found.host_us])
         for name, found in times.items()

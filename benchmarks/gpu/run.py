@@ -10,7 +10,7 @@ import importlib.util
 import re
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from benchmarks import bounds, facts, gpu, report
 from benchmarks.cases import Case
+from benchmarks.gpu import floor, overlap
 from benchmarks.gpu.measure import Bench, Stopwatch
-from benchmarks.gpu.tables import TABLES, Measured, cases_of
+from benchmarks.gpu.tables import FLOOR, NAMES, Loop, Measured, cases_of, chosen
 from ep_kernels import StoreGroup
 
 DEADLINE_S = 120.0
@@ -51,40 +52,71 @@ class Session:
 
     def __init__(self, options: argparse.Namespace, store: Any, rank: int, size: int, device: torch.device) -> None:
         self._options, self._store, self._rank, self._size = options, store, rank, size
-        self._watch = Stopwatch(device)
-        self._samples: dict[str, dict[tuple[Any, ...], report.Sample]] = {}
+        self._device, self._watch = device, Stopwatch(device)
+        self._tables = chosen(options.tables, options.cases)
+        self._figures: dict[str, dict[tuple[Any, ...], report.Figure]] = {}
         self._absent: dict[str, None] = {}
         self.failures: list[tuple[str, str]] = []
         self._wrong: set[tuple[str, str, Case]] = set()
         self._number = 0
         self._began = time.monotonic()
-        self._out = options.out or _folder(size, whole=not options.quick and options.tables == ",".join(TABLES))
+        self._took: dict[str, float] = {}
+        kept = not options.quick and (bool(options.cases) or set(self._tables) == set(NAMES))
+        self._out = options.out or _folder(size, kept)
+        self._earlier = facts.standing(self._out)
 
     def run(self) -> None:
         """All tables, as often as was asked."""
-        tables = self._options.tables.split(",")
         for run in range(self._options.runs):
-            for table in tables:
-                for measured in cases_of(table, self._size, self._options.extent):
-                    for name in self._backends(measured):
-                        self._measure(table, measured, name, run)
+            for table in self._tables:
+                began = time.monotonic()
+                if table == FLOOR:
+                    self._floor()
+                else:
+                    self._cases(table, run)
+                self._took[table] = self._took.get(table, 0.0) + time.monotonic() - began
                 self._write(table)
+        self._say("seconds of each table: " + ", ".join(f"{name} {took:.0f}" for name, took in self._took.items()))
         self._say(f"{time.monotonic() - self._began:.0f} s, written to {self._out}")
         for reason in self._absent:
             self._say(f"not measured: {reason}")
         if self._rank == 0:
             self._picture()
 
+    def _cases(self, table: str, run: int) -> None:
+        for measured in cases_of(table, self._size, self._options.extent):
+            for name in self._backends(measured):
+                self._measure(table, measured, name, run)
+
+    def _groups(self, *kinds: str) -> list[StoreGroup]:
+        """Fresh ones, one per kind."""
+        self._number += 1
+        return [StoreGroup(self._store, self._rank, self._size, name=f"{kind}-{self._number}") for kind in kinds]
+
+    def _floor(self) -> None:
+        """The table of what any LL pair costs at least. A machine that cannot say has LL figures all the same."""
+        group, talk = self._groups("floor", "talk")
+        found: list[report.Floor] = []
+        fault = ""
+        try:
+            found = floor.measure(group, self._watch, self._options.iterations, self._device)
+        except Exception:
+            fault = traceback.format_exc()
+        self._watch.forget()
+        if self._agree(talk, fault, FLOOR):
+            for figure in found:
+                self._keep(FLOOR, (figure.op, figure.overlapped, figure.num_blocks), figure)
+
+    def _floor_us(self) -> float | None:
+        return report.floor_us(self._figures.get(FLOOR, {}).values())
+
     def _backends(self, measured: Measured) -> list[str]:
         chosen = self._options.backends.split(",") if self._options.backends else gpu.BACKENDS
         return [name for name in chosen if name in (measured.backends or gpu.BACKENDS)]
 
     def _measure(self, table: str, measured: Measured, name: str, run: int) -> None:
-        self._number += 1
-        group, talk = (
-            StoreGroup(self._store, self._rank, self._size, name=f"{kind}-{self._number}") for kind in ("case", "talk")
-        )
-        what = f"{name} {_title(measured.case)}"
+        group, talk = self._groups("case", "talk")
+        what = f"{name} {report.title(measured.case)}"
         if (table, name, measured.case) in self._wrong:
             return
         if self._too_late(talk):
@@ -117,8 +149,8 @@ class Session:
     def _drop(self, table: str, name: str, case: Case) -> None:
         """A case that failed once has no figures, whatever its other run gave."""
         self._wrong.add((table, name, case))
-        kept = self._samples.get(table, {})
-        self._samples[table] = {k: v for k, v in kept.items() if (k[0], k[2]) != (name, case)}
+        kept = self._figures.get(table, {})
+        self._figures[table] = {k: v for k, v in kept.items() if (k[0], k[2]) != (name, case)}
 
     def _too_late(self, group: StoreGroup) -> bool:
         """Whether the time is over, by the clock of rank 0."""
@@ -134,54 +166,52 @@ class Session:
         return not any(faults)
 
     def _loops(self, table: str, measured: Measured, name: str, bench: Bench) -> None:
-        iterations, found = self._options.iterations, []
+        found: list[tuple[tuple[Any, ...], report.Figure]] = []
         bench.round_trips("before")
         rows = _all_rows(measured.case, bench)
         for loop in measured.loops:
-            take = bench.graph if loop.timing == "graph" else bench.eager
-            found += [(loop, op, times) for op, times in take(iterations, flush=loop.flush).items()]
+            for op, figure in self._take(loop, name, bench, rows).items():
+                found.append(((name, op, measured.case, loop), figure))
         bench.round_trips("after")
         wrong = torch.tensor([len(bench.faults)], device="cuda")
         dist.all_reduce(wrong)
         if int(wrong):
             raise AssertionError("\n".join(bench.faults) or "wrong on another rank")
-        for loop, op, times in found:
-            sms = bench.backend.sms
-            filled = max(sms.values(), default=None) if op == "pair" else sms.get(op)
-            key = (name, op, measured.case, loop)
-            sample = report.Sample(
-                name, op, measured.case, loop.timing, loop.flush, [times.gpu_us], [times.host_us], rows, filled
-            )
-            self._keep(table, key, sample)
+        for key, figure in found:
+            self._keep(table, key, figure)
 
-    def _keep(self, table: str, key: tuple[Any, ...], sample: report.Sample) -> None:
-        samples = self._samples.setdefault(table, {})
-        if key in samples:
-            before = samples[key]
-            samples[key] = replace(
-                before,
-                gpu_us=before.gpu_us + sample.gpu_us,
-                host_us=before.host_us + sample.host_us,
-                table=torch.cat([before.table, sample.table]),
+    def _take(self, loop: Loop, name: str, bench: Bench, rows: torch.Tensor) -> Mapping[str, report.Figure]:
+        """Figures of one loop, by operation."""
+        case, sms, iterations = bench.case, bench.backend.sms, self._options.iterations
+        if loop.timing == "overlap":
+            return overlap.measure(bench, iterations)
+        take = bench.graph if loop.timing == "graph" else bench.eager
+        return {
+            op: report.Sample(
+                name, op, case, loop.timing, loop.flush, [times.gpu_us], [times.host_us], rows,
+                max(sms.values(), default=None) if op == "pair" else sms.get(op),
             )
-        else:
-            samples[key] = sample
-        line = samples[key].line()
-        self._say(
-            f"{time.monotonic() - self._began:4.0f} s {table:5} {line['backend']:9} {line['op']:8} "
-            f"{_title(sample.case)} {line['timing']} {line['l2']}: {line['p50_us']} us p50 {line['p99_us']} p99, bound "
-            f"{line['bound_us']} ({line['bound_pct']} %), host {line['host_us']}, spread {line['spread_pct'] or '-'} %"
-        )
+            for op, times in take(iterations, flush=loop.flush).items()
+        }  # fmt: skip
+
+    def _keep(self, table: str, key: tuple[Any, ...], figure: report.Figure) -> None:
+        figures = self._figures.setdefault(table, {})
+        figures[key] = figures[key].merged(figure) if key in figures else figure
+        multiple = report.above_floor(figures[key].line(), self._floor_us()).get("multiple")
+        above = f", x {multiple} of floor + bound" if multiple else ""
+        self._say(f"{time.monotonic() - self._began:4.0f} s {table:7} {figures[key].words()}{above}")
 
     def _write(self, table: str) -> None:
         if self._rank:
             return
-        samples = self._samples.get(table, {})
-        report.write(self._out, table, [sample.line() for sample in samples.values()])
+        figures = self._figures.get(table, {}).values()
+        report.write(self._out, table, [report.above_floor(figure.line(), self._floor_us()) for figure in figures])
         options = {name: str(value) for name, value in vars(self._options).items() if name not in NOT_OF_THE_RUN}
         failures = [f"{what}: {text.strip().splitlines()[-1]}" for what, text in self.failures]
         config: dict[str, object] = {**options, "failures": failures, "not_measured": list(self._absent)}
-        facts.write(self._out, facts.of_this_run(config, self._options.commit) | facts.of_gpus(self._size))
+        said = facts.of_this_run(config, self._options.commit) | facts.of_gpus(self._size)
+        own = {"tables": list(self._took), "seconds": {name: round(took, 1) for name, took in self._took.items()}}
+        facts.write(self._out, said | own | {"earlier": facts.without(self._earlier, self._took)})
 
     def _picture(self) -> None:
         if importlib.util.find_spec("matplotlib") is None:
@@ -213,14 +243,8 @@ def _all_rows(case: Case, bench: Bench) -> torch.Tensor:
     return table.transpose(0, 1).cpu()
 
 
-def _title(case: Case) -> str:
-    sms = f" {case.num_sms} SMs" if case.num_sms else ""
-    types = f"{case.dtype_of('dispatch')}+{case.dtype_of('combine')}"
-    return f"{case.mode.value} {case.layout.value} T={case.tokens} {types} {case.routing}{sms} {case.form}".strip()
-
-
-def _folder(size: int, whole: bool) -> Path:
-    """Where results are kept; a check, or some of the tables, must not replace them."""
+def _folder(size: int, kept: bool) -> Path:
+    """Where results are kept; a check, or a table by itself, must not replace them."""
     name = torch.cuda.get_device_name(0).lower().replace("nvidia", "").strip()
-    parent = "docs/results" if whole else "out"
+    parent = "docs/results" if kept else "out"
     return Path(f"{parent}/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{size}")

@@ -10,9 +10,12 @@ from ep_kernels import Layout, Mode
 
 PAYLOADS = ((False, False), (True, False), (True, True))
 """(fp8_dispatch, fp8_combine)."""
-LL_TOKENS = {"full": (1, 2, 4, 8, 16, 32, 64, 128, 256), "core": (1, 8, 32, 64, 128), "quick": (1, 32, 128)}
+LL_TOKENS = {"full": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "core": (1, 8, 32, 64, 128), "quick": (1, 32, 128)}
 LL_FP8_TOKENS = {"full": (1, 8, 32, 64, 128), "core": (128,), "quick": (1, 32, 128)}
 SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 64, 132), "quick": (8, 24, 132)}
+LL_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 24, 64, 132), "quick": (8, 32, 132)}
+LL_SMS_TOKENS = (8, 128)
+OVERLAP_TOKENS = {Mode.LL: 128, Mode.HT: 1024}
 CROSSOVER_TOKENS = {
     "full": (32, 64, 128, 256, 512, 1024, 2048, 4096),
     "core": (64, 256, 512, 1024, 2048),
@@ -22,7 +25,12 @@ CROSSOVER_TOKENS = {
 
 @dataclass(frozen=True)
 class Loop:
-    """One way to time a case. `timing` is "eager" or "graph"; `flush`: L2 is flushed before each operation."""
+    """One way to time a case.
+
+    Attributes:
+        timing: "eager", "graph" (of `measure.py`) or "overlap" (of `overlap.py`).
+        flush: L2 is flushed before each operation.
+    """
 
     timing: str
     flush: bool
@@ -39,12 +47,15 @@ class Measured:
 
 
 LL_LOOPS = (Loop("graph", False), Loop("graph", True), Loop("eager", False))
+LL_CORE_LOOPS = LL_LOOPS[:2]
+EAGER_TOKENS = (1, 128)
+"""Of "core": where single calls are measured, too."""
 HT_LOOPS = (Loop("eager", True),)
 
 
 def cases_of(table: str, ranks: int, extent: str) -> list[Measured]:
-    """The lines of "ll", "ht", "sweep" or "auto". `extent`: "full"; "core", what the targets name, where time is
-    short; "quick", a few of each kind."""
+    """The lines of a table in TABLES. `extent`: "full"; "core", what the targets name, where time is short; "quick", a
+    few of each kind."""
     return list(TABLES[table](ranks, extent))
 
 
@@ -52,7 +63,25 @@ def _ll(ranks: int, extent: str) -> Iterator[Measured]:
     for tokens in LL_TOKENS[extent]:
         for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
             for out, back in PAYLOADS if tokens in LL_FP8_TOKENS[extent] else PAYLOADS[:1]:
-                yield Measured(Case(Mode.LL, layout, ranks, tokens, fp8_dispatch=out, fp8_combine=back), LL_LOOPS)
+                alone = extent != "core" or (tokens in EAGER_TOKENS and not out)
+                case = Case(Mode.LL, layout, ranks, tokens, fp8_dispatch=out, fp8_combine=back)
+                yield Measured(case, LL_LOOPS if alone else LL_CORE_LOOPS)
+
+
+def _ll_sms(ranks: int, extent: str) -> Iterator[Measured]:
+    for tokens in LL_SMS_TOKENS:
+        for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
+            for num_sms in LL_SMS[extent]:
+                case = Case(Mode.LL, layout, ranks, tokens, num_sms=num_sms)
+                yield Measured(case, (Loop("graph", False),), ("crossdock",))
+
+
+def _overlap(ranks: int, extent: str) -> Iterator[Measured]:
+    kinds = [(Mode.LL, Layout.EXPERT_MAJOR), (Mode.HT, Layout.FLAT)]
+    if extent != "core":
+        kinds += [(Mode.LL, Layout.RANK_MAJOR), (Mode.HT, Layout.GROUPED)]
+    for mode, layout in kinds:
+        yield Measured(Case(mode, layout, ranks, OVERLAP_TOKENS[mode]), (Loop("overlap", False),), ("crossdock",))
 
 
 def _ht(ranks: int, extent: str) -> Iterator[Measured]:
@@ -92,4 +121,24 @@ def _auto(ranks: int, extent: str) -> Iterator[Measured]:
                 yield Measured(Case(mode, layout, ranks, tokens), (Loop("graph", False),), ("crossdock",))
 
 
-TABLES = {"ll": _ll, "ht": _ht, "sweep": _sweep, "auto": _auto}
+TABLES = {"ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "auto": _auto}
+FLOOR = "floor"
+"""The table that has no cases: see `floor.py`."""
+WANT_FLOOR = ("ll", "ll_sms")
+"""Tables whose lines are compared with it."""
+NAMES = (FLOOR, *TABLES)
+"""All tables, in the order in which they are measured."""
+GROUPS = {"ll": (FLOOR, "ll", "ll_sms", "overlap"), "ht": ("ht", "sweep", "auto")}
+"""What `--cases` names."""
+
+
+def chosen(tables: str, cases: str) -> list[str]:
+    """Names of the tables to measure: those of a group, or those that `tables` names, comma-separated (none: all);
+    the floor first where others need it. Raises ValueError for a name that there is not."""
+    wanted = list(GROUPS[cases]) if cases else tables.split(",") if tables else list(NAMES)
+    unknown = [name for name in wanted if name not in NAMES]
+    if unknown:
+        raise ValueError(f"--tables: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}")
+    if FLOOR not in wanted and set(wanted) & set(WANT_FLOOR):
+        wanted.insert(0, FLOOR)
+    return wanted

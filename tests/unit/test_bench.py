@@ -17,7 +17,7 @@ from benchmarks import bounds, compare, facts, gpu, plot, report, table
 from benchmarks.cases import ROUTINGS, Case, draw, make_steps, ranks_of, rows_sent
 from benchmarks.gpu import Inputs, check, crossdock
 from benchmarks.gpu.measure import Bench
-from benchmarks.gpu.tables import TABLES, Loop, cases_of
+from benchmarks.gpu.tables import GROUPS, NAMES, TABLES, WANT_FLOOR, Loop, cases_of
 from ep_kernels import Layout, Mode, StoreGroup
 from tests.worlds import World
 
@@ -91,9 +91,8 @@ def test_no_case_stands_twice_in_a_table(name: str, extent: str) -> None:
     cases = [measured.case for measured in cases_of(name, 4, extent)]
     assert cases
     assert len(set(cases)) == len(cases)
-    assert all(
-        Loop("eager", True) in m.loops or m.case.mode is Mode.LL or name == "auto" for m in cases_of(name, 4, extent)
-    )
+    flushed = [Loop("eager", True) in m.loops or m.case.mode is Mode.LL for m in cases_of(name, 4, extent)]
+    assert all(flushed) or name in ("auto", "overlap")
 
 
 # The check of results: against transports that are right, and against wrong results.
@@ -122,6 +121,27 @@ def untimed(rank: int, size: int, store: Any, case: Case, backend: str, seed: in
         return bench.faults
     finally:
         dist.destroy_process_group()
+
+
+def by_halves(rank: int, size: int, store: Any, case: Case, seed: int) -> list[str]:
+    """Steps whose halves are apart, on processors; what is wrong with them."""
+    backend = crossdock.Crossdock(case, StoreGroup(store, rank, size), transport="cpu")
+    faults = []
+    for number in range(3):
+        ids, weights = draw(case, rank, seed + number)
+        inputs = Inputs(torch.randn(case.tokens, case.hidden).to(case.dtype), ids, weights)
+        out = backend.result(inputs).fill_(float("nan"))
+        received = backend.send_dispatch(inputs)()
+        assert bool(out.isnan().all())
+        backend.send_combine(backend.experts(received), received, out)()
+        faults.append(backend.fault(inputs, out, check.toy(case, inputs)))
+    backend.close()
+    return faults
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.FLAT])
+def test_the_halves_give_what_the_whole_gives(world: World, layout: Layout) -> None:
+    assert world.run(by_halves, replace(SMALL, layout=layout), 21) == [[""] * 3] * 4
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -199,12 +219,33 @@ def sample(case: Case, backend: str, op: str, loop: Loop, p50: float) -> report.
     return report.Sample(backend, op, case, loop.timing, loop.flush, times, [[9.0], [11.0]], rows, 132)
 
 
+def overlap_of(case: Case, op: str, gemm_us: float) -> report.Overlap:
+    """The product takes 5 % longer beside the operation than alone."""
+    times = {"gemm": gemm_us, "alone": gemm_us / 1.05, "send": 7.0, "receive": 11.0}
+    runs = {name: [[value * 0.9, value, value * 1.2], [value] * 3] for name, value in times.items()}
+    return report.Overlap(op, case, "gemm 1 x 2 x 3", runs, 64)
+
+
+def floors(scale: float = 1.0) -> list[report.Floor]:
+    """Two kernels cost 3 us and half of that overlapped; an exchange adds 2, by release 4."""
+    return [
+        report.Floor(op, form, blocks, 4, [[scale * (3 - 1.5 * form + more + blocks / 1000)] * 3] * 2)
+        for op, more in (("launch", 0.0), ("exchange", 2.0), ("release", 4.0))
+        for blocks in (1, 132)
+        for form in (False, True)
+    ]
+
+
 def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
     """A result folder as a run would leave it."""
     path.mkdir()
+    report.write(path, "floor", [floor.line() for floor in floors(scale)])
     for name in TABLES:
-        lines = []
+        lines: list[report.Line] = []
         for measured in cases_of(name, 4, "quick"):
+            if name == "overlap":
+                lines += [overlap_of(measured.case, op, 170.0 * scale).line() for op in ("dispatch", "combine")]
+                continue
             for loop in measured.loops:
                 ops = ("pair",) if loop.timing == "graph" else ("dispatch", "combine")
                 time = scale * (10 + measured.case.tokens / 10)
@@ -214,7 +255,8 @@ def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
                     for op in ops
                     for b in ("crossdock", *(("nccl",) if not measured.backends else ()))
                 ]
-        report.write(path, name, lines)
+        floor = report.floor_us(floors(scale)) if name in WANT_FLOOR else None
+        report.write(path, name, [report.above_floor(line, floor) for line in lines])
     (path / "run.json").write_text(json.dumps(FACTS | facts))
     return path
 
@@ -240,12 +282,30 @@ def test_the_table_shows_every_case_once(tmp_path: Path) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| 128 | rank_major")]
     assert [row.split(" | ")[2] for row in rows] == ["bf16", "fp8 + bf16", "fp8"]
     assert text.count("| 24 | ") == 1
+    assert text.count("4 x NVIDIA H200") == 1
+    assert "| a line to each peer, theirs polled | 5.00 | 5.13 | 3.50 | 3.63 |" in text
+    assert "| expert_major | 128 | combine | 161.90 | 170.00 | 1.050 | 7.00 | 11.00 |" in text
+
+
+def test_tables_of_an_earlier_run_stand_below_its_own_line(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a")
+    (before,) = facts.standing(folder)
+    assert set(before["tables"]) == set(NAMES)
+    left = facts.without([before], GROUPS["ll"])
+    assert [set(run["tables"]) for run in left] == [set(GROUPS["ht"])]
+    assert facts.without(left, NAMES) == []
+    facts.write(folder, FACTS | {"commit": "beef" * 10, "tables": list(GROUPS["ll"]), "earlier": left})
+    assert [run["commit"] for run in facts.standing(folder)] == ["beef" * 10, FACTS["commit"]]
+    text = table.markdown(folder)
+    new, old = text.index("beefbeefbeef"), text.index("c0ffeec0ffee")
+    assert new < text.index(table.TITLES["ll"]) < text.index(table.TITLES["overlap"]) < old
+    assert old < text.index(table.TITLES["ht"])
 
 
 def test_the_plots_are_written(tmp_path: Path) -> None:
     written = plot.draw(folder_of(tmp_path / "a"))
     assert sorted(p.name for p in written) == sorted(
-        f"{name}.{kind}" for name in ("latency", "bandwidth", "throughput") for kind in ("png", "svg")
+        f"{name}.{kind}" for name in ("latency", "ll_sms", "bandwidth", "throughput") for kind in ("png", "svg")
     )
     assert all(path.stat().st_size > 10_000 for path in written)
 
@@ -257,8 +317,12 @@ def test_compare_gives_ratios_worst_first(tmp_path: Path, capsys: pytest.Capture
     ratios = [float(line.split()[0]) for line in lines]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[0] == pytest.approx(1.05, abs=0.01)
-    assert "~" in lines[0]  # within the spread of 10 %
+    assert all("~" in line for line in lines if "  ll: " in line)  # within the spread of 10 %
+    assert not any("~" in line for line in lines if "  floor: " in line)
     assert any("132 SMs" in line for line in lines)
+    kinds = [line.split(" us  ")[1] for line in lines]
+    assert len(set(kinds)) == len(kinds)
+    assert {kind.partition(":")[0] for kind in kinds} == set(NAMES)
 
 
 @pytest.mark.parametrize("facts", [{"num_gpus": 8}, {"gpu": "NVIDIA B200"}, {"gpu": None}])
