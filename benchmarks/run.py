@@ -84,7 +84,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     cuda.add_argument("--seconds", type=float, default=600, help="no case begins later; earlier tables and runs first")
     cuda.add_argument("--quick", action="store_true", help="one run, few cases, few iterations: a check, not a result")
     cuda.add_argument("--note", default="", help="kept in run.json, such as the environment that NCCL was given")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    unknown = [name for name in filter(None, options.tables.split(",")) if name not in NAMES]
+    if unknown or (options.tables and options.cases):
+        parser.error(f"--tables: some of {','.join(NAMES)}, and not beside --cases; got {options.tables}")
+    return options
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ class Session:
         self._number = 0
         self._began = time.monotonic()
         self._took: dict[str, float] = {}
-        kept = not options.quick and (bool(options.cases) or set(self._tables) == set(NAMES))
+        self._written: set[str] = set()
+        whole = bool(options.cases) or set(self._tables) == set(NAMES)
+        kept = whole and not options.quick and not options.backends
         self._out = options.out or _folder(size, kept)
         self._earlier = facts.standing(self._out)
 
@@ -103,7 +105,9 @@ class Session:
         except Exception:
             fault = traceback.format_exc()
         self._watch.forget()
-        if self._agree(talk, fault, FLOOR):
+        if not self._agree(talk, fault, FLOOR):
+            self._figures.pop(FLOOR, None)  # failed once, no figures
+        else:
             for figure in found:
                 self._keep(FLOOR, (figure.op, figure.overlapped, figure.num_blocks), figure)
 
@@ -205,6 +209,10 @@ class Session:
         if self._rank:
             return
         figures = self._figures.get(table, {}).values()
+        if not figures and table not in self._written:  # what an earlier run left in the folder stands
+            self._took.pop(table, None)
+            return
+        self._written.add(table)
         report.write(self._out, table, [report.above_floor(figure.line(), self._floor_us()) for figure in figures])
         options = {name: str(value) for name, value in vars(self._options).items() if name not in NOT_OF_THE_RUN}
         failures = [f"{what}: {text.strip().splitlines()[-1]}" for what, text in self.failures]

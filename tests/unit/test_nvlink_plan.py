@@ -146,20 +146,23 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 132, 148])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_blocks_follow_the_number_of_tokens(layout: Layout, num_sms: int) -> None:
-    """One on a multiprocessor in small LL steps, two past the boundary, never on more of them than were asked for; both
-    kinds of blocks wherever there are two. Nothing but the grid differs: one kernel serves both. HT does not care."""
-    c = config(layout=layout, num_sms=num_sms)
+    """One on a multiprocessor in small LL steps, two past the boundary where the whole GPU may be filled, else one:
+    two blocks need not share a multiprocessor. Both kinds of blocks wherever there are two. Nothing but the grid
+    differs: one kernel serves both. HT does not care."""
+    c, capped = config(layout=layout), config(layout=layout, num_sms=num_sms)
     sizes = plan.sizes_of(c)
     for make in MAKERS:
         few, many = (make(c, sizes, Mode.LL, num_sms, tokens) for tokens in BOUNDARY)
         assert [make(c, sizes, Mode.LL, num_sms, tokens) for tokens in (0, 1, 128)] == [few, few, many]
         assert (few.num_blocks, few.per_sm, few.num_sms) == (num_sms, 1, num_sms)
         assert (many.num_blocks, many.per_sm, many.num_sms) == (2 * num_sms, 2, num_sms)
+        for tokens in (*BOUNDARY, 128):
+            assert make(capped, sizes, Mode.LL, num_sms, tokens) == few
         for launch in (few, many):
             assert 1 <= launch.num_senders <= max(1, launch.num_blocks - 1)
             assert not launch.cooperative
         assert few.shared_bytes == many.shared_bytes
-        fast = [make(c, sizes, Mode.HT, num_sms, tokens) for tokens in (1, 4096)]
+        fast = [make(capped, sizes, Mode.HT, num_sms, tokens) for tokens in (1, 4096)]
         assert fast[0] == fast[1]
         assert fast[0].num_sms == num_sms
 

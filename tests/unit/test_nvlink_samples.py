@@ -153,6 +153,17 @@ def test_what_was_broken_off_has_no_record() -> None:
     assert device.take() == told
 
 
+def test_a_reader_that_was_never_there_costs_nothing() -> None:
+    """However many operations nobody asked about: no list of them is made, not even when one is broken off."""
+    device = Device()
+    device.head += 10**15
+    device.ring.skip()
+    assert len(device.ring._open) <= abi.SAMPLE_CAPACITY
+    told = device.write(3)
+    assert device.take() == told
+    assert len(device.ring._open) <= abi.SAMPLE_CAPACITY
+
+
 def test_a_record_that_is_overwritten_under_the_reader_is_skipped() -> None:
     """Between the looks the ring goes round."""
     device, looks = Device(), 0

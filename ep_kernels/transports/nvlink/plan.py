@@ -40,12 +40,13 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (199 against 244 us) and still at 2048,
-the largest step measured (675 against 787). Kept at 512 until HT is tuned and the other layouts are measured."""
+Source: docs/results/2026-11-21-h200x4/auto.csv (grouped), taken before LL's rows travelled as lines, which made LL
+faster: LL was ahead at 512 (199 against 244 us) and still at 2048, the largest step measured (675 against 787). Kept at
+512 until HT is tuned and the other layouts are measured."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
 FEW_TOKENS = 16
-"""LL steps of so few tokens per rank at most run one block on a multiprocessor, others two."""
+"""LL steps of so few tokens per rank at most run one block on a multiprocessor, others two if they may fill the GPU."""
 FEW, MANY = 0, 1
 STEPS = (FEW_TOKENS, FEW_TOKENS + 1)
 """A number of tokens of each kind."""
@@ -235,11 +236,13 @@ def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, 
     return Launch(num_blocks, total, offset, piece, cooperative)
 
 
-def _ll_launch(num_sms: int, control_bytes: int, shares: tuple[float, float], num_tokens: int) -> Launch:
-    """Some of the blocks send while the others receive; a lone block does both."""
+def _ll_launch(c: MoEConfig, num_sms: int, control_bytes: int, shares: tuple[float, float], num_tokens: int) -> Launch:
+    """Some of the blocks send while the others receive; a lone block does both. Two on a multiprocessor only where all
+    multiprocessors may be filled: nothing would keep pairs together on some."""
     if control_bytes > SHARED_BYTES:
         raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
-    size = MANY if num_tokens > FEW_TOKENS and 2 * control_bytes <= SHARED_BYTES else FEW
+    doubles = c.num_sms is None and num_tokens > FEW_TOKENS and 2 * control_bytes <= SHARED_BYTES
+    size = MANY if doubles else FEW
     num_blocks = num_sms * (1 + size)
     senders = max(1, int(num_blocks * shares[size])) if num_blocks > 1 else 1
     return Launch(num_blocks, control_bytes, 0, 0, num_senders=senders, per_sm=1 + size)
@@ -259,7 +262,8 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_to
         if c.resolved_layout.per_expert:
             stride = c.resolved_expert_map.stride
             words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
-        return _ll_launch(num_sms, _head_bytes(c) + 4 * words, SENDERS[c.resolved_layout.per_expert][0], num_tokens)
+        shares = SENDERS[c.resolved_layout.per_expert][0]
+        return _ll_launch(c, num_sms, _head_bytes(c) + 4 * words, shares, num_tokens)
     control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
@@ -268,7 +272,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_to
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
     """How a combine runs."""
     if mode is Mode.LL:
-        return _ll_launch(num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
+        return _ll_launch(c, num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
     return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)

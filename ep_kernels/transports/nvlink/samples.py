@@ -76,7 +76,7 @@ class SampleRing:
             number = int(self._head)
             self.records[(number + 1) % abi.SAMPLE_CAPACITY] = 0
             self._head += 1
-            self._open += range(self._begun, number)
+            self._open += range(max(self._begun, number - abi.SAMPLE_CAPACITY), number)
             self._begun = number + 1
 
     def _read_into(self, found: list[LatencySample], clock_offset_ns: int) -> None:
@@ -84,11 +84,13 @@ class SampleRing:
         if oldest is None:
             return
         begun = oldest + abi.SAMPLE_CAPACITY - 1
-        numbers = [n for n in (*self._open, *range(self._begun, begun)) if n >= oldest]
+        numbers = [n for n in (*self._open, *range(max(self._begun, oldest), begun)) if n >= oldest]
         self._open, self._begun = numbers, max(self._begun, begun)
         for span in _spans(numbers):
             ended = self._words(span)
-            if ended is None or not any(map(_is_whole, ended)):
+            if ended is None:
+                return
+            if not any(map(_is_whole, ended)):
                 continue
             words, oldest = self._words(span), self._oldest()  # a second look: see device/clock.cuh
             if words is None or oldest is None:
