@@ -9,9 +9,9 @@
 // a whole ring behind loses the oldest.
 #pragma once
 
-constexpr u32 kSend = 1, kReceive = 2, kWholeOperation = kSend | kReceive;  // work.halves
-constexpr u32 kOpSeq = 0, kOpRecord = 1, kNumOpWords = 2;                     // words of args.op
-constexpr u32 kReceived = 6, kEnd = 7, kParts = 8;                            // words of a record
+constexpr u32 kSend = 1, kReceive = 2;                     // work.halves
+constexpr u32 kOpSeq = 0, kOpRecord = 1, kNumOpWords = 2;  // words of args.op
+constexpr u32 kReceived = 6, kEnd = 7, kParts = 8;         // words of a record
 constexpr u64 kWholeRecord = 1ull << 32;
 
 __device__ __forceinline__ u64* record_at(const World& world, u64 number) {

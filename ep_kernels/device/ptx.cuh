@@ -80,9 +80,6 @@ __device__ __forceinline__ void max_relaxed_gpu(u64* address, u64 value) {
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// Brings the line near, and its translation; promises nothing about its value.
-__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 __device__ __forceinline__ u64 compare_and_swap_gpu(u64* address, u64 expected, u64 value) {
   u64 old;
   asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

@@ -22,7 +22,7 @@ __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
 
 __device__ __forceinline__ i32 aligned(i32 count, i32 alignment) { return (count + alignment - 1) / alignment * alignment; }
 
-// From everybody's counts (cached: from the handle): row_start, and per local expert start, total and (GROUPED) offset of the
+// From everybody's counts (HT, cached: from the handle): row_start, and per local expert start, total and (GROUPED) offset of the
 // rows that reach this rank. False where a peer brought another routing; then nothing is laid out. All threads; ends with a
 // block barrier. start[source * local_stride + e] counts within the expert's group; cached, per-expert layouts have none of it:
 // places are in the handle.

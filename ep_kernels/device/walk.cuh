@@ -58,7 +58,12 @@ __device__ __forceinline__ i32 key_of(const World& world, const LlScratch& scrat
   return key == kChoose ? choose_copy(world, id, token) : key;
 }
 
-__device__ __forceinline__ i32 key_of(const Home& home) { return home.rank < 0 ? home.rank : home.rank << 16 | home.slot; }
+// Of a routing used again. After a dispatch that was stopped its memory may hold anything, and the abort word is not here yet
+// when this is looked at: what cannot be is nowhere.
+__device__ __forceinline__ i32 key_of(const World& world, const Home& home) {
+  const bool known = home.rank < world.size && static_cast<u32>(home.slot) < static_cast<u32>(world.local_stride);
+  return home.rank < 0 ? home.rank : known ? home.rank << 16 | home.slot : kNowhere;
+}
 
 // Calls visit(key) for each k of a token that is not as most are: its routing is used again, or copies take turns.
 template <class Visit>
@@ -66,7 +71,7 @@ __device__ __forceinline__ void for_rare_keys(const DispatchArgs& args, const Ll
   const i64 base = static_cast<i64>(token) * args.world.topk;
 #pragma unroll 1
   for (i32 k = 0; k < args.world.topk; ++k)
-    visit(args.cached ? key_of(args.home[base + k]) : key_of(args.world, scratch, args.topk_ids[base + k], token));
+    visit(args.cached ? key_of(args.world, args.home[base + k]) : key_of(args.world, scratch, args.topk_ids[base + k], token));
 }
 
 // Ranks to which a token goes (bit r) and how many of its ids are out of range.

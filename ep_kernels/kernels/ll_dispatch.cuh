@@ -30,7 +30,7 @@ __device__ __forceinline__ void send_records(const DispatchArgs& args, const LlS
   i32 key = kNowhere;
   if (args.cached) {
     if (k < topk) home = args.home[at];
-    key = key_of(home);
+    key = key_of(world, home);
   } else {
     const i32 id = k < topk ? args.topk_ids[at] : kNowhere;
     key = key_of(world, scratch, id, token);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void count_all(const DispatchArgs& args, const LlScra
   }
 #pragma unroll 1
   for (i32 e = threadIdx.x; kPerExpert && e < args.num_tokens * world.topk; e += THREADS) {
-    const i32 key = args.cached ? key_of(args.home[e]) : key_of(world, scratch, args.topk_ids[e], e / world.topk);
+    const i32 key = args.cached ? key_of(world, args.home[e]) : key_of(world, scratch, args.topk_ids[e], e / world.topk);
     if (key >= 0) atomicAdd(&scratch.before[(key >> 16) * world.local_stride + (key & 0xFFFF)], 1);
   }
 }
