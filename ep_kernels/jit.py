@@ -27,6 +27,8 @@ from ep_kernels.errors import TransportError
 
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
+LL_THREADS = 512
+"""One block of so many fills a multiprocessor's registers."""
 NUM_STAGES = 3
 SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
@@ -62,6 +64,11 @@ class Variant:
     kernel: str
     constants: tuple[tuple[str, str], ...] = ()
     loopback: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return LL_THREADS if self.kernel.startswith("ll_") else NUM_THREADS
 
     @property
     def name(self) -> str:
@@ -111,7 +118,7 @@ def all_variants() -> Iterator[Variant]:
 def source(variant: Variant) -> str:
     """The whole C++ text of a variant."""
     constants = dict(variant.constants)
-    parts = [abi.header(), f"#define THREADS {NUM_THREADS}\n#define STAGES {NUM_STAGES}\n"]
+    parts = [abi.header(), f"#define THREADS {variant.num_threads}\n#define STAGES {NUM_STAGES}\n"]
     if variant.loopback:
         parts.append("#define LOOPBACK\n")
     for header in _HEADERS[variant.kernel]:

@@ -45,7 +45,7 @@ class Crossdock:
                 transport=transport,
             )
         )
-        self.sms = _filled(self._comm.config, case.tokens) if transport == "nvlink" else {}
+        self.sms = _filled(self._comm.config) if transport == "nvlink" else {}
 
     def prepare(self, inputs: Inputs) -> None:
         """See `Backend`."""
@@ -104,13 +104,13 @@ class Crossdock:
         self._comm.close()
 
 
-def _filled(config: MoEConfig, tokens: int) -> dict[str, int]:
+def _filled(config: MoEConfig) -> dict[str, int]:
     """Multiprocessors that each kernel fills."""
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     most, sizes = min(num_sms, config.num_sms or num_sms), plan.sizes_of(config)
     return {
-        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most, tokens).num_sms,
-        "combine": plan.combine_launch(config, sizes, config.mode, most, tokens).num_sms,
+        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most).num_blocks,
+        "combine": plan.combine_launch(config, sizes, config.mode, most).num_blocks,
     }
 
 

@@ -49,6 +49,8 @@ OP_WORDS = 2
 """Device words of an operation: its seq, and the number of its latency record (clock.cuh)."""
 MAX_SLOTS = 66
 MAX_RANKS = 64
+MOST_SEEN = 16384
+"""Most words in which an LL block notes which tokens want which expert; with more it counts entry by entry."""
 LINE_BYTES, UNIT_BYTES, UNIT_DATA, UNIT_COLUMNS = 128, 1024, 960, 896
 LINE_INTS, LINE_METAS, HEAD_BYTES = 28, 7, 16
 """How LL rows travel: see device/lines.cuh."""
@@ -96,6 +98,7 @@ def _record(name: str, *fields: tuple[str, str, str], align: int = 0) -> Any:
 
 State = _record(
     "State",
+    ("taken", "u64[32]", "LL: what warps have taken to send, of the dispatch that runs at 0, of the combine at 16"),
     ("dispatch_seq", "u64", "dispatches sent; lives on the device, so that a replayed graph goes on counting"),
     ("combine_seq", "u64", "combines sent"),
     ("barrier_seq", "u64", "barriers entered"),
@@ -282,7 +285,7 @@ def header() -> str:
     lines += [f"constexpr u64 STOP_{name} = {i};" for i, name in enumerate(STOPS)]
     lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
     lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
-    lines.append(f"constexpr i32 MAX_RANKS = {MAX_RANKS};")
+    lines.append(f"constexpr i32 MAX_RANKS = {MAX_RANKS}, MOST_SEEN = {MOST_SEEN};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     for name, fields in _RECORDS:
         lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")

@@ -106,18 +106,24 @@ __device__ __forceinline__ Unit quantize_unit(const f32 (&first)[16], const f32 
   const i32 index = is_tag_lane() ? -1000 : lane_idx() - (lane_idx() >> 3);
   const i32 block_first = index / 8, block_second = (28 + index) / 8;
   const u32 amax_first = quant::finite_amax(first), amax_second = quant::finite_amax(second);
-  f32 scale_first = 1.0f, scale_second = 1.0f;
-  u32 scales[4] = {};
+  u32 mine_first = 0, mine_second = 0;
 #pragma unroll
   for (i32 b = 0; b < 7; ++b) {
-    u32 amax = 0;
-    if (index >= 0 && block_first == b) amax = amax_first;
+    u32 amax = index >= 0 && block_first == b ? amax_first : 0;
     if (index >= 0 && block_second == b) amax = max(amax, amax_second);
-    const f32 scale = quant::scale_of(__reduce_max_sync(~0u, amax), power_of_two);
-    if (block_first == b) scale_first = scale;
-    if (block_second == b) scale_second = scale;
-    if (lane_idx() >> 3 == b / 4) scales[b % 4] = __float_as_uint(scale);
+    const u32 most = __reduce_max_sync(~0u, amax);
+    if (block_first == b) mine_first = most;
+    if (block_second == b) mine_second = most;
   }
+  const f32 scale_first = quant::scale_of(mine_first, power_of_two), scale_second = quant::scale_of(mine_second, power_of_two);
+  u32 scales[4] = {};  // of blocks 0 to 3, or 4 to 6, by the lane that has their first column
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) {
+    const i32 low = 8 * i + (8 * i) / 7, at = 8 * i + 4, high = at + at / 7;
+    const f32 a = __shfl_sync(~0u, scale_first, low), b = __shfl_sync(~0u, scale_second, high & 31);
+    scales[i] = __float_as_uint(lane_idx() < 8 ? a : b);
+  }
+  if (lane_idx() >= 8) scales[3] = 0;
   u32 a[4], c[4];
   const f32 inverse_first = __fdiv_rn(1.0f, scale_first), inverse_second = __fdiv_rn(1.0f, scale_second);
 #pragma unroll

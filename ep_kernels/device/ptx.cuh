@@ -53,6 +53,7 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }
 
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
@@ -74,6 +75,12 @@ __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
 // Nothing is returned, so nothing is waited for.
 __device__ __forceinline__ void add_relaxed_gpu(u64* address, u64 value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 add_relaxed_gpu_returning(u64* address, u64 value) {
+  u64 old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+  return old;
 }
 
 __device__ __forceinline__ void max_relaxed_gpu(u64* address, u64 value) {

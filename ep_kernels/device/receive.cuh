@@ -200,6 +200,25 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
   write_totals(args, num_rows, total_sum - kept_sum);
 }
 
+// The same of a rank-major layout, where nothing is dropped and nothing has to be laid out. One warp; rows(source): rows from it.
+template <class Rows>
+__device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows rows) {
+  const World& world = args.world;
+  const Kept at = kept_at(world);
+  i32 sum = 0;
+#pragma unroll 1
+  for (i32 source = lane_idx(); source < world.size; source += 32) {
+    const i32 mine = rows(source);
+    args.counts[source] = args.kept[source] = args.source_rows[source] = mine;
+    sum += mine;
+  }
+  sum = __reduce_add_sync(~0u, sum);
+  if (lane_idx() != 0) return;
+  args.kept[at.num_rows] = sum;
+  args.kept[at.num_dropped] = 0;
+  write_totals(args, sum, 0);
+}
+
 // The same of a routing used again: what the handle kept. One block.
 __device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
   const Kept at = kept_at(args.world);

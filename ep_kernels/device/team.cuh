@@ -38,9 +38,22 @@ struct Turn {
   i32 position, source, index;
 };
 
-__device__ __forceinline__ Turn turn_of(i32 number, i32 items, i32 sources) {
-  const i32 rest = number / items;
-  return {rest / sources, rest % sources, number % items};
+// A number that much is divided by.
+struct Divisor {
+  i32 value;
+  u32 reciprocal;  // of 2^32, rounded down: a quotient is at most one too small
+};
+
+__device__ __forceinline__ Divisor divisor_of(i32 value) { return {value, ~0u / static_cast<u32>(value)}; }
+
+__device__ __forceinline__ i32 divide(i32 number, Divisor by) {
+  const i32 quotient = static_cast<i32>(__umulhi(number, by.reciprocal));
+  return quotient + (number - quotient * by.value >= by.value);
+}
+
+__device__ __forceinline__ Turn turn_of(i32 number, Divisor items, Divisor sources) {
+  const i32 rest = divide(number, items), position = divide(rest, sources);
+  return {position, rest - position * sources.value, number - rest * items.value};
 }
 
 __device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 sources) {
@@ -60,7 +73,28 @@ __device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 so
 __device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
 __device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
 
-// One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
+// Work that the warps of a rank take as they come to it, since the links serve some later than others. The first three items of
+// each warp are its own; later ones are asked for an item ahead. The last block to arrive resets `taken`.
+struct Queue {
+  Divisor items, sources;
+  i32 base;         // first item that is nobody's
+  i32 number;       // lane 0: what comes after `next`; perhaps on its way
+  Turn turn, next;  // what comes now, and after it
+};
+
+__device__ __forceinline__ Queue queue_of(Team team, Divisor items, Divisor sources) {
+  const i32 first = first_item(team), step = num_items_at_once(team);
+  return {items, sources, 3 * step, first + 2 * step, turn_of(first, items, sources), turn_of(first + step, items, sources)};
+}
+
+// After turn = next: what comes after it, and asks for one more.
+__device__ __forceinline__ void refill(Queue& queue, u64* taken) {
+  queue.next = turn_of(__shfl_sync(~0u, queue.number, 0), queue.items, queue.sources);
+  if (lane_idx() == 0)
+    queue.number = queue.base + static_cast<i32>(ptx::add_relaxed_gpu_returning(taken, 1));
+}
+
+// One thread of every block calls it once per use of `ticket`// One thread of every block calls it once per use of `ticket`// One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
 // whose thread then sees all writes of all blocks. The ticket is used again by a later launch.
 __device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket) {
   u64* count = &world.state->tickets[ticket];

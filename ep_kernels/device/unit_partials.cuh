@@ -55,7 +55,7 @@ struct Task {
   i32 place;    // this lane's k: row of y
   f32 weight;   // this lane's k
   u32 taken;    // ballot of lanes whose row the partial takes
-  i32 landing;  // row of home_lines at the source
+  i32 landing;  // exact: row of home_lines at the source
 };
 
 template <i32 N>

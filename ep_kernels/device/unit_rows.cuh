@@ -128,6 +128,7 @@ struct Arrival {
   Unit unit;
   Vector record;  // lane i: vector i of the first four lines of records
   bool there;     // this lane's lines are
+  bool delivered; // before the counts were here
 };
 
 __device__ __forceinline__ bool is_records(const World& world, const Arrival& arrival) {
@@ -151,8 +152,8 @@ __device__ __forceinline__ void look(const DispatchArgs& args, Arrival& arrival,
         peek_lines(meta_lines_at(args, world.rank, source, position), min(4, world.meta_lines), seq, &arrival.record);
 }
 
-// This lane's record (k = lane) of an arrival that is there. K > 28: the fifth line is awaited here.
-__device__ __forceinline__ Meta record_of(const DispatchArgs& args, const Arrival& arrival, u64 seq) {
+// This lane's record (k = lane) of an arrival that is there. K > 28: the fifth line is awaited here; false: in vain.
+__device__ __forceinline__ bool record_of(const DispatchArgs& args, const Arrival& arrival, u64 seq, Meta* record) {
   const World& world = args.world;
   const i32 k = lane_idx();
   Vector got = shuffle(arrival.record, (k / kLineMetas * 8 + k % kLineMetas) & 31);
@@ -160,10 +161,12 @@ __device__ __forceinline__ Meta record_of(const DispatchArgs& args, const Arriva
     Vector more = {};
     const i32 source = source_at(world, arrival.turn);
     const u8* at = meta_lines_at(args, world.rank, source, arrival.turn.position) + 4 * kLineBytes;
-    spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] { return peek_lines(at, 1, seq, &more); });
+    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] { return peek_lines(at, 1, seq, &more); }))
+      return false;
     const Vector late = shuffle(more, (k - 4 * kLineMetas) & 31);
     if (k >= 4 * kLineMetas) got = late;
   }
   const i32 expert = k < world.topk ? static_cast<i32>(word_of(got, 0)) : -1;
-  return {expert, static_cast<i32>(word_of(got, 1)), __uint_as_float(word_of(got, 2)), static_cast<i32>(word_of(got, 3))};
+  *record = {expert, static_cast<i32>(word_of(got, 1)), __uint_as_float(word_of(got, 2)), static_cast<i32>(word_of(got, 3))};
+  return true;
 }

@@ -39,27 +39,33 @@ __device__ __forceinline__ bool is_whole_row(const CombineArgs& args) {
   return KIND == PER_RANK && args.positional && args.row_weights == nullptr;
 }
 
-// The next task from `turn` on, its places loaded but not yet looked at. False: none is left.
-__device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& owed, Turn& turn, Turn step, Task& task) {
+__device__ __forceinline__ i32 units_per_row(const World& world) { return world.home_units * (KIND == EXACT ? world.topk : 1); }
+
+// The next task, its places loaded but not yet looked at; the caller refills the queue. False: none is left.
+__device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& owed, Queue& queue, Task& task) {
   const World& world = args.world;
-  const i32 units = world.home_units, items = KIND == EXACT ? units * world.topk : units, k = lane_idx(), topk = world.topk;
+  const i32 units = world.home_units, k = lane_idx(), topk = world.topk;
 #pragma unroll 1
-  while (turn.position < owed.most) {
+  while (queue.turn.position < owed.most) {
+    const Turn turn = queue.turn;
     const i32 source = turn.source + world.rank + 1;
     task.source = source < world.size ? source : source - world.size;
     task.position = turn.position;
     task.only = KIND == EXACT ? turn.index / units : 0;
     task.index = turn.index - task.only * units;
-    move_on(turn, step, items, world.size);
-    if (task.position >= __shfl_sync(~0u, task.source < 32 ? owed.low : owed.high, task.source & 31)) continue;
-    const i64 at = position_of(world, task.source, task.position);
-    task.landing = static_cast<i32>(position_of(world, world.rank, task.position));
-    task.place = static_cast<i32>(at);
-    if (is_whole_row(args)) return true;
-    task.place = k < topk ? args.places[at * topk + k] : -1;
-    task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
-    if (KIND == EXACT) task.landing = args.tokens[at] * topk + task.only;
-    return true;
+    const bool owes = task.position < __shfl_sync(~0u, task.source < 32 ? owed.low : owed.high, task.source & 31);
+    if (owes) {
+      const i64 at = position_of(world, task.source, task.position);
+      task.place = static_cast<i32>(at);
+      if (!is_whole_row(args)) {
+        task.place = k < topk ? args.places[at * topk + k] : -1;
+        task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
+        if (KIND == EXACT) task.landing = args.tokens[at] * topk + task.only;
+      }
+    }
+    queue.turn = queue.next;
+    if (owes) return true;
+    refill(queue, args.world.state->taken + 16);
   }
   return false;
 }
@@ -95,16 +101,18 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
 }
 
 // Units of all partials, by position, then by source, side by side with the other blocks'. `task` is the first, if there is one.
-__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Turn turn, Turn step, Task task,
-                                              bool more, u64 seq) {
-  const World& world = args.world;
+__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task task, bool more,
+                                              u64 seq) {
 #pragma unroll 1
   while (more) {
     Task now = task;
-    more = next_task(args, owed, turn, step, task);  // its loads run beside this one's
-    if (!take_rows(args, now)) continue;
-    store_unit(home_lines_at(args, now.source, now.landing) + now.index * kUnitBytes, make_partial(args, now), seq);
-    if (now.index == 0 && args.row_weights != nullptr) send_weight_lines(args, now, seq);
+    refill(queue, args.world.state->taken + 16);
+    more = next_task(args, owed, queue, task);  // its loads run beside this one's
+    if (take_rows(args, now)) {
+      const i32 row = KIND == EXACT ? now.landing : static_cast<i32>(position_of(args.world, args.world.rank, now.position));
+      store_unit(home_lines_at(args, now.source, row) + now.index * kUnitBytes, make_partial(args, now), seq);
+      if (now.index == 0 && args.row_weights != nullptr) send_weight_lines(args, now, seq);
+    }
   }
 }
 
@@ -197,7 +205,7 @@ __device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms
     if (!__all_sync(~0u, there)) {
       if (!there) late = missing;
       if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, missing, [&] { return *verdict != kSame || look(); }) ||
-          *verdict != kSame)
+          __any_sync(~0u, *verdict != kSame))
         return false;
       if (late >= 0 && late != world.rank) note_wait(waits, late, ptx::now_ns() - start);
     }
@@ -315,6 +323,7 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
 // Every block has read the counters when the last one comes here: the next operation's are set at once. The thread that read.
 __device__ __forceinline__ void advance(const CombineArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_COMBINE_SEND)) return;
+  args.world.state->taken[16] = 0;
   args.world.state->combine_seq = seq;
   args.world.state->combine_slot_seq[args.slot] = seq;
   note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, receivers);
@@ -329,11 +338,9 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const bool apart = senders < team.num_blocks, here = team.block < senders;
   const Team sending = {team.block, max(1, senders)};
   const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
-  const i32 items = world.home_units * (KIND == EXACT ? world.topk : 1);
-  Turn task_turn = turn_of(first_item(sending), items, world.size);
-  const Turn task_step = turn_of(num_items_at_once(sending), items, world.size);
-  const Turn turn = turn_of(max(0, first_item(receiving)), world.home_units, 1);
-  const Turn step = turn_of(num_items_at_once(receiving), world.home_units, 1);
+  const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
+  const Divisor units = divisor_of(world.home_units), one = divisor_of(1);
+  Queue queue = queue_of(sending, items, sources);
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
   if (threadIdx.x == 0) verdict = kSame;
@@ -348,16 +355,18 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     const Credit credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
     const Owed owed = owed_rows(args);
     Task task = {};
-    const bool more = next_task(args, owed, task_turn, task_step, task);
+    const bool more = next_task(args, owed, queue, task);
     const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
     if (first && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
     if (stop == STOP_RUNNING &&
         warp_await_credit(world, FLAG_COMBINE_STARTED, credit, credit_needed(world, credit, seq), OP_COMBINE)) {
       if (first) tell_origin(args, origin, seq);
-      send_partials(args, owed, task_turn, task_step, task, more, seq);
+      send_partials(args, owed, queue, task, more, seq);
     }
   }
   const bool reads = receives && (!apart || !here);
+  const Turn turn = turn_of(max(0, first_item(receiving)), units, one);
+  const Turn step = turn_of(num_items_at_once(receiving), units, one);
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, turn, step) : void();
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
@@ -365,11 +374,11 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
 }
 
 #ifndef LOOPBACK
-extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_combine(const __grid_constant__ CombineArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS) ll_combine(const __grid_constant__ CombineArgs args) {
   combine_team(args, {static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)});
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
-extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_combine(const CombineArgs* ranks, i32 blocks_per_rank) {
+extern "C" __global__ void __launch_bounds__(THREADS) ll_combine(const CombineArgs* ranks, i32 blocks_per_rank) {
   const i32 block = blockIdx.x;
   combine_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
 }

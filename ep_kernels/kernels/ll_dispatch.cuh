@@ -19,29 +19,41 @@
 
 // ---- send ----
 
+// What a lane knows of (token, k = lane).
+struct Entry {
+  i32 id;
+  f32 weight;
+  Home home;  // of a routing used again
+};
+
+__device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token) {
+  Entry entry = {kNowhere, 0.0f, {kNowhere, -1, -1, -1}};
+  if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
+  const i64 at = static_cast<i64>(token) * args.world.topk + lane_idx();
+  entry.weight = args.topk_weights[at];
+  if (args.cached) entry.home = args.home[at];
+  else entry.id = args.topk_ids[at];
+  return entry;
+}
+
 // The token's records to each of its ranks, and what this rank keeps of it.
-__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Walk& walk, i32 token,
-                                             u64 seq) {
+__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Walk& walk, Entry entry,
+                                             i32 token, u64 seq) {
   const World& world = args.world;
   const i32 topk = world.topk, k = lane_idx();
   const i64 at = static_cast<i64>(token) * topk + k;
-  const f32 weight = k < topk ? args.topk_weights[at] : 0.0f;
-  Home home = {kNowhere, -1, -1, -1};
-  i32 key = kNowhere;
-  if (args.cached) {
-    if (k < topk) home = args.home[at];
-    key = key_of(world, home);
-  } else {
-    const i32 id = k < topk ? args.topk_ids[at] : kNowhere;
-    key = key_of(world, scratch, id, token);
-    if (kPerExpert) home.place = rows_before(args, scratch, token, id);
-  }
+  const i32 key = args.cached ? key_of(world, entry.home) : key_of(world, scratch.table, entry.id, token);
+  const f32 weight = entry.weight;
+  Home home = entry.home;
+  if (kPerExpert && !args.cached)
+    home.place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, token, key)
+                                                           : rows_noted(world, scratch, token, key);
   for_ranks(world, walk, token, [&](i32 rank, i32 position) {
     const bool here = key >= 0 && key >> 16 == rank;
     if (here) home.position = position;
     const Vector record =
         vector_of(here ? key & 0xFFFF : ~0u, here ? home.place : ~0u, here ? __float_as_uint(weight) : 0, token);
-    u8* to = meta_lines_at(args, rank, world.rank, position);
+    u8* to = scratch.records_to[rank] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
 #pragma unroll 1
     for (i32 line = 0; line < world.meta_lines; line += 4) {
       const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
@@ -56,27 +68,35 @@ __device__ __forceinline__ void send_records(const DispatchArgs& args, const LlS
   if (k == 0) args.valid[token] = valid;
 }
 
-// All rows: each warp its share of the records, from the other end, where warps have fewer units; then its share of the units.
-__device__ __forceinline__ void send_rows(const DispatchArgs& args, Team team, const LlScratch& scratch, Turn turn, Turn step,
-                                          Unit unit, Walk walk, u64 seq) {
-  const World& world = args.world;
-  const i32 units = world.row_units, warps = num_items_at_once(team);
+// This team's share of all records; `entry` is of the first token.
+__device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team team, const LlScratch& scratch, Entry entry,
+                                                 u64 seq) {
+  Walk walk = start_walk(scratch);
+  const i32 step = num_items_at_once(team);
 #pragma unroll 1
-  for (i32 token = warps - 1 - first_item(team); token < args.num_tokens; token += warps) {
-    walk_to(args, scratch, token >> 5, walk);
-    send_records(args, scratch, walk, token, seq);
+  for (i32 token = first_item(team); token < args.num_tokens; token += step) {
+    const Entry now = entry;
+    entry = load_entry(args, token + step);
+    walk_to(args.world, scratch, token >> 5, walk);
+    send_records(args, scratch, walk, now, token, seq);
   }
-  if (walk.chunk > 0) walk = start_walk(args, scratch);
+}
+
+// The rows, unit by unit; `unit` is this warp's first.
+__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue, Unit unit, u64 seq) {
+  const World& world = args.world;
+  Walk walk = start_walk(scratch);
 #pragma unroll 1
-  while (turn.position < args.num_tokens) {
-    const Turn now = turn;
+  while (queue.turn.position < args.num_tokens) {
+    const Turn now = queue.turn;
     const Unit row = unit;
-    move_on(turn, step, units, 1);
-    if (turn.position < args.num_tokens) unit = make_unit(args, turn.position, turn.index);
-    walk_to(args, scratch, now.position >> 5, walk);
+    if (queue.next.position < args.num_tokens) unit = make_unit(args, queue.next.position, queue.next.index);
+    walk_to(world, scratch, now.position >> 5, walk);
     for_ranks(world, walk, now.position, [&](i32 rank, i32 position) {
-      store_unit(lines_at(args, rank, world.rank, position) + now.index * kUnitBytes, row, seq);
+      store_unit(scratch.lines_to[rank] + (static_cast<i64>(position) * world.row_units + now.index) * kUnitBytes, row, seq);
     });
+    queue.turn = queue.next;
+    refill(queue, world.state->taken);
   }
 }
 
@@ -85,25 +105,38 @@ struct Told {
   i32 rows[MAX_RANKS], invalid;
 };
 
-// One block counts everything into shared memory that is zero. All threads; a block barrier follows.
+// One block routes and counts everything, into shared memory that is zero. All threads; a block barrier follows.
 __device__ __forceinline__ void count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
+  constexpr i32 kAhead = 2;
   const World& world = args.world;
-#pragma unroll 1
-  for (i32 chunk = warp_idx(); chunk * 32 < args.num_tokens; chunk += num_warps()) {
-    const i32 token = chunk * 32 + lane_idx();
-    const Routed routed = route(args, scratch, token);
-    if (routed.invalid != 0) atomicAdd(&told.invalid, routed.invalid);
-#pragma unroll 1
-    for (i32 rank = 0; rank < world.size; ++rank) {
-      const i32 count = __popc(ballot_of(routed.ranks, rank));
-      if (rank % 32 == lane_idx()) atomicAdd(&told.rows[rank], count);
-    }
-  }
-#pragma unroll 1
-  for (i32 e = threadIdx.x; kPerExpert && e < args.num_tokens * world.topk; e += THREADS) {
-    const i32 key = args.cached ? key_of(world, args.home[e]) : key_of(world, scratch, args.topk_ids[e], e / world.topk);
+  const i32 entries = kPerExpert ? args.num_tokens * world.topk : 0;
+  auto count = [&](i32 key) {
     if (key >= 0) atomicAdd(&scratch.before[(key >> 16) * world.local_stride + (key & 0xFFFF)], 1);
+  };
+  auto key_at = [&](i32 e, i32 id) {
+    if (args.cached) return key_of(world, args.home[e]);
+    const i32 key = look_up(world, scratch.table, id);
+    return key == kChoose ? choose_copy(world, id, e / world.topk) : key;
+  };
+  i32 ids[kAhead];  // on their way while ranks are counted
+#pragma unroll
+  for (i32 a = 0; a < kAhead; ++a) {
+    const i32 e = threadIdx.x + a * THREADS;
+    ids[a] = e < entries ? args.topk_ids[e] : kNowhere;
   }
+  Walk mine = {0, 0, 0, 0};
+  route_chunks(args, scratch, [&](Routed routed) {
+    if (routed.invalid != 0) atomicAdd(&told.invalid, routed.invalid);
+    mine.mask = routed.ranks;
+    count_chunk(world, mine);
+  });
+  if (mine.low != 0) atomicAdd(&told.rows[lane_idx()], mine.low);
+  if (mine.high != 0) atomicAdd(&told.rows[lane_idx() + 32], mine.high);
+#pragma unroll
+  for (i32 a = 0; a < kAhead; ++a)
+    if (threadIdx.x + a * THREADS < entries) count(key_at(threadIdx.x + a * THREADS, ids[a]));
+#pragma unroll 1
+  for (i32 e = threadIdx.x + kAhead * THREADS; e < entries; e += THREADS) count(key_at(e, args.topk_ids[e]));
 }
 
 // The block that tells everybody how many rows come, before rows fill the links.
@@ -184,34 +217,25 @@ __device__ __forceinline__ bool await_count_lines(const DispatchArgs& args, cons
   return true;
 }
 
-// All threads; ends with a block barrier. `verdict` is kHere before.
-__device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* verdict, u64* heads_here,
-                                            Arrival& first, u64 origin, u64 seq, u64 start, u64* waits) {
-  i32 found = kHere;
-  const bool helps = warp_idx() == num_warps() - 1 || (kPerExpert && warp_idx() < args.world.size);
-  if (warp_idx() == num_warps() - 1) found = await_heads(args, scratch, origin, seq, start, waits);
-  for (i32 source = warp_idx(); kPerExpert && source < args.world.size; source += num_warps())
-    if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
-  if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
-  if (warp_idx() == num_warps() - 1 && lane_idx() == 0) ptx::barrier_arrive(heads_here);
-  if (first.turn.position < args.world.max_tokens) {
-    look(args, first, seq);
-    while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
-  }
-  __syncthreads();
-  return *verdict;
-}
-
 // Final row of a position, rank-wise layouts; kDropped past the capacity.
 __device__ __forceinline__ i32 row_of(const DispatchArgs& args, const LlScratch& scratch, i32 source, i32 position) {
   return admit(first_row(args, scratch, source) + position, 0, args.world.capacity);
 }
+
+// Whether a warp adds up the counts of the sources before its own, where it needs them, instead of waiting for a layout.
+__device__ __forceinline__ bool adds_up(const World& world) { return LAYOUT == EXPERT_MAJOR && world.size <= 16; }
 
 // Final row that serves this lane's k; -1 = none.
 __device__ __forceinline__ i32 place_of(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta, i32 source,
                                         i32 position) {
   if (meta.local_expert < 0) return -1;
   if (!kPerExpert) return row_of(args, scratch, source, position);
+  if (adds_up(args.world)) {
+    i32 row = meta.local_expert * args.world.capacity + meta.place;
+#pragma unroll 4
+    for (i32 s = 0; s < source; ++s) row += scratch.arrived[s * arrived_stride(args.world) + 1 + meta.local_expert];
+    return admit(row, meta.local_expert, args.world.capacity);
+  }
   return admit(first_row(args, scratch, source, meta.local_expert) + meta.place, meta.local_expert, args.world.capacity);
 }
 
@@ -232,21 +256,46 @@ __device__ __forceinline__ void record_row(const DispatchArgs& args, const LlScr
   args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
 }
 
-// An arrival whose lines are here, to its final rows.
-__device__ __forceinline__ void deliver(const DispatchArgs& args, const LlScratch& scratch, const Arrival& arrival,
+// An arrival whose lines are here, to its final rows. False after a failed wait.
+__device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratch& scratch, const Arrival& arrival,
                                         i32 num_rows, u64 seq) {
   const World& world = args.world;
   const i32 source = source_at(world, arrival.turn), position = arrival.turn.position;
-  if (is_records(world, arrival)) return record_row(args, scratch, record_of(args, arrival, seq), source, position);
-  if (!kPerExpert) {
+  Meta record = {-1, -1, 0.0f, 0};
+  if ((kPerExpert || is_records(world, arrival)) && !record_of(args, arrival, seq, &record)) return false;
+  if (is_records(world, arrival)) {
+    record_row(args, scratch, record, source, position);
+  } else if (!kPerExpert) {
     const i32 row = row_of(args, scratch, source, position);
     if (row >= 0) write_unit(args, arrival.unit, arrival.turn.index, row, num_rows);
-    return;
-  }
-  const i32 place = place_of(args, scratch, record_of(args, arrival, seq), source, position);
+  } else {
+    const i32 place = place_of(args, scratch, record, source, position);
 #pragma unroll 1
-  for (u32 placed = __ballot_sync(~0u, place >= 0); placed != 0; placed &= placed - 1)
-    write_unit(args, arrival.unit, arrival.turn.index, __shfl_sync(~0u, place, __ffs(placed) - 1), num_rows);
+    for (u32 placed = __ballot_sync(~0u, place >= 0); placed != 0; placed &= placed - 1)
+      write_unit(args, arrival.unit, arrival.turn.index, __shfl_sync(~0u, place, __ffs(placed) - 1), num_rows);
+  }
+  return true;
+}
+
+// All threads; ends with a block barrier. `verdict` is kHere before. Meanwhile a warp looks at its first item; a unit whose
+// place does not depend on the counts goes there at once, and `first` is then no item any more.
+__device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* verdict, u64* heads_here,
+                                            Arrival& first, u64 origin, u64 seq, u64 start, u64* waits) {
+  i32 found = kHere;
+  const bool asks = warp_idx() == num_warps() - 2, helps = asks || (kPerExpert && warp_idx() < args.world.size);
+  if (asks) found = await_heads(args, scratch, origin, seq, start, waits);
+  for (i32 source = warp_idx(); kPerExpert && source < args.world.size; source += num_warps())
+    if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
+  if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
+  if (asks && lane_idx() == 0) ptx::barrier_arrive(heads_here);
+  if (first.turn.position < args.world.max_tokens) {
+    look(args, first, seq);
+    while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
+    if (LAYOUT == RANK_MAJOR && !is_records(args.world, first) && __all_sync(~0u, first.there))
+      first.delivered = deliver(args, scratch, first, 0, seq);
+  }
+  __syncthreads();
+  return *verdict;
 }
 
 // Whether the source sends this item.
@@ -282,12 +331,12 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
   const World& world = args.world;
   Turn turn = next.turn;
   move_on(turn, step, world.row_units + 1, world.size);
-  const i32 num_rows = LAYOUT == RANK_MAJOR ? 0 : rows_delivered(args, scratch);
+  const i32 num_rows = LAYOUT == GROUPED || LAYOUT == FLAT ? rows_delivered(args, scratch) : 0;  // else no scales depend on it
   i32 most = 0;
-  for (i32 source = lane_idx(); source < world.size; source += 32)
+  for (i32 source = lane_idx(); source < world.size && turn.position < world.max_tokens; source += 32)
     most = max(most, scratch.arrived[source * arrived_stride(world)]);
   most = __reduce_max_sync(~0u, most);
-  bool more = is_sent(world, scratch, next.turn) || next_arrival(args, scratch, turn, step, most, next, seq);
+  bool more = (!next.delivered && is_sent(world, scratch, next.turn)) || next_arrival(args, scratch, turn, step, most, next, seq);
 #pragma unroll 1
   while (more) {
     Arrival now = next;
@@ -309,37 +358,46 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
       else if (looks > 1 && lane_idx() == 0 && source != world.rank)
         note_wait(waits, source, ptx::now_ns() - start);
     }
-    deliver(args, scratch, now, num_rows, seq);
+    if (!deliver(args, scratch, now, num_rows, seq)) return false;
   }
   return true;
 }
 
-// Nothing may look delivered after a failed wait, whoever finds out first: the counts' writer looks for a failure after it
-// has written, and whoever fails zeroes them after it has said so.
+// Receives this team's items, from `turn` on. One block `keeps`: it also writes the counts that the caller gets.
+// Nothing may look delivered after a failed wait, whoever finds out first: the keeper looks for a failure after it has
+// written, and whoever fails zeroes the counts after it has said so; both with a fence between.
 __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared, i32* verdict,
-                                           u64* heads_here, Turn turn, Turn step, u64 number, u64 origin, u64 seq) {
+                                           u64* heads_here, Turn turn, Turn step, bool keeps, u64 number, u64 origin,
+                                           u64 seq) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, number);
-  const bool writes = team.block == team.num_blocks - 1;  // has least to receive
   u64* waits = waits_at(shared);
   Arrival first;
   first.turn = turn;
+  first.delivered = false;
   const i32 counts = await_counts(args, scratch, verdict, heads_here, first, origin, seq, start, waits);
   bool ok = counts != kFailed;
   if (counts == kHere) {
-    if (LAYOUT != RANK_MAJOR || writes)
+    if (LAYOUT == RANK_MAJOR) {
+      if (keeps && warp_idx() == 0)
+        write_rank_counts(args, [&](i32 source) { return scratch.arrived[source * arrived_stride(world)]; });
+    } else if (keeps || !adds_up(world)) {
       lay_out(args, scratch, kPerExpert, false,
               [&](i32 source, i32 e) { return scratch.arrived[source * arrived_stride(world) + 1 + e]; });
-    if (writes) write_counts(args, scratch);
+      if (keeps) write_counts(args, scratch);
+    }
     ok = receive_rows(args, scratch, first, step, seq, start, waits);
-  } else if (counts == kDiffers && writes) {
+  } else if (counts == kDiffers && keeps) {
     write_no_counts(args);
     if (threadIdx.x == 0)
       report_difference(world, OP_DISPATCH, origin,
                         [&](i32 peer) { return origin_told(ptx::load_pair<Vector>(head_at(args, world.rank, peer))); });
   }
-  const bool failed = __syncthreads_or(!ok) != 0;
-  if (failed || (writes && ptx::load_volatile(&world.state->aborted) != STOP_RUNNING)) {
+  if (keeps) {
+    ptx::fence_gpu();
+    ok &= ptx::load_volatile(&world.state->aborted) == STOP_RUNNING;
+  }
+  if (__syncthreads_or(!ok) != 0) {
     ptx::fence_sys();
     write_no_counts(args);
   }
@@ -349,39 +407,53 @@ __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, 
 // Every warp has read the counters when the last block comes here: the next operation's are set at once. One thread.
 __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_DISPATCH_SEND)) return;
+  args.world.state->taken[0] = 0;
   args.world.state->dispatch_seq = seq;
   args.world.state->dispatch_slot_seq[args.slot] = seq;
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
 }
 
-// Who does what. The first `num_senders` blocks send, the last of them tells; the others receive. A rank of one block does all.
+// Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
+// records, whose loads would queue behind rows, and receive. A rank of one block does all.
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ i32 verdict;     // what await_counts found
   __shared__ u64 heads_here;  // mbarrier
+  __shared__ bool twice;
   __shared__ Told told;
   const World& world = args.world;
-  LlScratch scratch = carve_ll(world, shared);
+  LlScratch scratch = carve_ll(world, shared, &twice);
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool apart = senders < team.num_blocks, here = team.block < senders, tells = here && team.block == senders - 1;
   const Team rows = {team.block, max(1, senders - 1)};
-  const Team arrivals = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
+  const Team arrivals = apart ? Team{max(0, team.block - senders), team.num_blocks - senders} : team;
   const bool carries = here && rows.block < rows.num_blocks;
-  const i32 items = world.row_units;
+  const bool keeps = receives && (apart && sends ? tells : team.block == team.num_blocks - 1);
+  const Team records = apart ? arrivals : rows;
+  const bool notes = sends && (apart ? !here : carries) && records.block < args.num_tokens;
+  const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
+  const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
+  const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr;
   load_active(world);
   fill_table(world, scratch);
-  for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
+  for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
+    waits_at(shared)[i] = 0;
+    scratch.lines_to[i] = lines_at(args, i, world.rank, 0);
+    scratch.records_to[i] = meta_lines_at(args, i, world.rank, 0);
+  }
   for (i32 i = threadIdx.x; i < MAX_RANKS; i += THREADS) told.rows[i] = 0;
   if (threadIdx.x == 0) {
     verdict = told.invalid = 0;
+    twice = false;
     ptx::barrier_init(&heads_here);
   }
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
-  Turn turn = turn_of(first_item(rows), items, 1);
-  const Turn step = turn_of(num_items_at_once(rows), items, 1);
-  const Turn arrival = turn_of(first_item(arrivals), items + 1, world.size);
-  const Turn arrival_step = turn_of(num_items_at_once(arrivals), items + 1, world.size);
+  for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
+  Queue queue = queue_of(rows, units, one);
+  const Turn none = {world.max_tokens, 0, 0};
+  const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
+  const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
@@ -389,37 +461,40 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const u64 seq = ptx::load_cached(sends ? &world.state->dispatch_seq : args.op + kOpSeq) + sends;
   const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0;
   const u64 origin = origin_of(args, seq), number = record_number(world, args.work.halves, args.op);
-  if (here) {
-    const Credit credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
-    Unit unit = {};
-    if (carries && turn.position < args.num_tokens) unit = make_unit(args, turn.position, turn.index);
-    Walk walk = {-1, 0, 0, 0};
-    if (carries && min(turn.position, num_items_at_once(rows) - 1 - first_item(rows)) < args.num_tokens)
-      walk = start_walk(args, scratch);
-    if (tells) count_all(args, scratch, told);
-    bool ok = stop == STOP_RUNNING;
-    if (ok) {
-      if (tells && warp_idx() == num_warps() - 1) warp_tell_started(world, FLAG_STARTED, seq);
-      const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
-      ok = warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
-    }
-    if (tells && __syncthreads_or(!ok) == 0) tell_counts(args, scratch, told, origin, seq);
-    if (carries && ok) send_rows(args, rows, scratch, turn, step, unit, walk, seq);
-  }
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0)
-    return receives && team.block == team.num_blocks - 1 ? write_no_counts(args) : void();
+  Credit credit = {0, 0};
+  if (here || notes) credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
+  Unit unit = {};
+  if (carries && queue.turn.position < args.num_tokens) unit = make_unit(args, queue.turn.position, queue.turn.index);
+  if (tells)
+    count_all(args, scratch, told);
+  else if (carries || notes)
+    route_chunks(args, scratch, [](Routed) {});
+  Entry entry = {};
+  if (notes) entry = load_entry(args, first_item(records));
+  if (wants) note_wants(args, scratch, topk);
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
+  auto granted = [&] {
+    const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+    return warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
+  };
+  if (tells && warp_idx() == num_warps() - 2) warp_tell_started(world, FLAG_STARTED, seq);
+  if (tells && granted()) tell_counts(args, scratch, told, origin, seq);
+  if (notes && first_item(records) < args.num_tokens && granted()) send_all_records(args, records, scratch, entry, seq);
+  if (carries && granted()) send_rows(args, scratch, queue, unit, seq);
+  if (here) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)
-    advance(args, team.num_blocks, receives ? arrivals.num_blocks : team.num_blocks, seq, start);
-  if (receives && (!apart || !here))
-    ll_receive(args, arrivals, scratch, shared, &verdict, &heads_here, arrival, arrival_step, number, origin, seq);
+    advance(args, team.num_blocks, receives ? arrivals.num_blocks + (apart ? 1 : 0) : team.num_blocks, seq, start);
+  const Team receiving = here && apart ? Team{arrivals.num_blocks, arrivals.num_blocks + 1} : arrivals;
+  if (receives && (!apart || !here || keeps))
+    ll_receive(args, receiving, scratch, shared, &verdict, &heads_here, arrival, arrival_step, keeps, number, origin, seq);
 }
 
 #ifndef LOOPBACK
-extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_dispatch(const __grid_constant__ DispatchArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS) ll_dispatch(const __grid_constant__ DispatchArgs args) {
   ll_dispatch_team(args, {static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)});
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
-extern "C" __global__ void __launch_bounds__(THREADS, 2) ll_dispatch(const DispatchArgs* ranks, i32 blocks_per_rank) {
+extern "C" __global__ void __launch_bounds__(THREADS) ll_dispatch(const DispatchArgs* ranks, i32 blocks_per_rank) {
   const i32 block = blockIdx.x;
   ll_dispatch_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
 }

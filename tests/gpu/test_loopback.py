@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ep_kernels import reference
-from ep_kernels.transports.nvlink.plan import FEW_TOKENS
 from ep_kernels.types import DispatchHandle, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated
 from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
@@ -164,9 +163,9 @@ def test_many_ranks(size: int, mode: Mode, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_serving_shape_at_any_number_of_blocks(mode: Mode, layout: Layout, quantize: bool) -> None:
-    """LL: a lone block in small steps, two for each that was asked for in others; as many as fit the GPU together."""
+    """A lone block, which does all; blocks that share the work; as many as fit the GPU together."""
     case = RoutingCase(256, 8, 7168, (128, 128, 128, 77), "uniform", draw_seed(), max_tokens=128)
-    small = replace(case, tokens=(FEW_TOKENS, 0, 1, FEW_TOKENS))
+    small = replace(case, tokens=(16, 0, 1, 16))
     for blocks in (1, 7, 33):
         run([case, small], mode, {"mode": mode, "layout": layout, "quantize": quantize}, blocks=blocks)
 
@@ -174,9 +173,9 @@ def test_serving_shape_at_any_number_of_blocks(mode: Mode, layout: Layout, quant
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
 def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
-    """LL steps on both sides of the boundary at which blocks double, and ranks on different sides of it in one step."""
-    most = 2 * FEW_TOKENS + 40  # chunks of 32 tokens: three
-    counts = ((FEW_TOKENS, FEW_TOKENS + 1, most), (1, 0, 2), (most, most, FEW_TOKENS), (FEW_TOKENS + 1, 33, 32))
+    """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, and ranks with few beside ranks with many."""
+    most = 72
+    counts = ((16, 17, most), (1, 0, 2), (most, most, 16), (31, 33, 32))
     steps = [RoutingCase(9, 4, 272, tokens, "uniform", draw_seed(), max_tokens=most) for tokens in counts]
     for blocks in (1, 2, None):
         run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, halves=halves, blocks=blocks)

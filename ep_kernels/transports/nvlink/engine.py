@@ -97,20 +97,12 @@ class Engine:
         self.tables = Tables(config, self.sizes, device, num_sms)
         self._outputs = Outputs(config, self.sizes, device)
         self._state_map = plan.state_map(config, self.sizes)
-        modes, steps = (Mode.LL, Mode.HT), plan.STEPS
+        modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self._dispatch = {
-            mode: (
-                self._dispatch_variant(mode),
-                [plan.dispatch_launch(config, self.sizes, mode, num_sms, tokens) for tokens in steps],
-            )
-            for mode in modes
+            mode: (self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms)) for mode in modes
         }
         self._combine = {
-            mode: (
-                self._combine_variant(mode),
-                [plan.combine_launch(config, self.sizes, mode, num_sms, tokens) for tokens in steps],
-            )
-            for mode in modes
+            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms)) for mode in modes
         }
         self._memory: Memory | None = None
         self._num_dispatches = self._num_combines = 0
@@ -161,10 +153,8 @@ class Engine:
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         c = self._config
-        modes = (Mode.LL, Mode.HT) if c.mode is Mode.AUTO else (c.mode,)
-        chosen = [table[mode] for table in (self._dispatch, self._combine) for mode in modes]
-        found = {variant: launches[0] for variant, launches in chosen}
-        return found | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
+        chosen = [pair for table in (self._dispatch, self._combine) for pair in table.values()]
+        return dict(chosen) | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
@@ -201,8 +191,8 @@ class Engine:
             x_scales=_pointer(args.scales), topk_ids=args.topk_ids.data_ptr(),
             topk_weights=args.topk_weights.data_ptr(), **self._addresses(state), **addresses, **scale_args,
         )  # fmt: skip
-        variant, launches = self._dispatch[args.mode]
-        call = Call(variant, launches[num_tokens > plan.FEW_TOKENS], record, [x, args, scales, state, outputs])
+        variant, launch = self._dispatch[args.mode]
+        call = Call(variant, launch, record, [x, args, scales, state, outputs])
         return Dispatch(call, outputs, scales, state, slot, self._num_dispatches, num_tokens, args.mode)
 
     def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
@@ -268,8 +258,8 @@ class Engine:
             topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
             **self._addresses(state),
         )  # fmt: skip
-        variant, launches = self._combine[handle.mode]
-        call = Call(variant, launches[handle.num_tokens > plan.FEW_TOKENS], record, [y, op, args, state])
+        variant, launch = self._combine[handle.mode]
+        call = Call(variant, launch, record, [y, op, args, state])
 
         def receive(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             z = out if out is not None and out.data_ptr() % _ROW == 0 else self._empty(

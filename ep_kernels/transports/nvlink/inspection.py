@@ -120,7 +120,7 @@ MULTIPROCESSORS = {
 _REGISTERS, _PARTITIONS, _REGISTER_UNIT, _RESERVED_SHARED = 65536, 4, 256, 1 << 10
 
 
-def blocks_per_sm(arch: str, registers: int, shared_bytes: int, num_threads: int = jit.NUM_THREADS) -> int:
+def blocks_per_sm(arch: str, registers: int, shared_bytes: int, num_threads: int) -> int:
     """Blocks that are resident together on one SM; 0 = a block does not fit. shared_bytes: static and dynamic."""
     sm = MULTIPROCESSORS[arch]
     if shared_bytes > sm.block_shared_bytes:
@@ -217,7 +217,7 @@ def dynamic_bytes(variant: jit.Variant) -> int:
         return 0
     config = serving_config(variant)
     launch = plan.combine_launch if variant.kernel.endswith("combine") else plan.dispatch_launch
-    return launch(config, plan.sizes_of(config), config.mode, 132, config.max_tokens_per_rank).shared_bytes
+    return launch(config, plan.sizes_of(config), config.mode, 132).shared_bytes
 
 
 def compile_job(job: Job) -> jit.Binary:
@@ -234,7 +234,7 @@ def report_of(job: Job, binary: jit.Binary) -> Report:
     """Look at a compiled kernel."""
     (found,) = binary.resources()
     dynamic = dynamic_bytes(job.variant)
-    blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic)
+    blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic, job.variant.num_threads)
     listing = disassemble(binary.cubin) if job.disassembled else None
     faults = tuple(_faults(job, found, blocks, listing))
     return Report(job, found, dynamic, blocks, len(binary.cubin), faults)

@@ -45,14 +45,9 @@ faster: LL was ahead at 512 (199 against 244 us) and still at 2048, the largest 
 512 until HT is tuned and the other layouts are measured."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
-FEW_TOKENS = 16
-"""LL steps of so few tokens per rank at most run one block on a multiprocessor, others two if they may fill the GPU."""
-FEW, MANY = 0, 1
-STEPS = (FEW_TOKENS, FEW_TOKENS + 1)
-"""A number of tokens of each kind."""
-SENDERS = {False: ((0.3, 0.2), (0.5, 0.4)), True: ((0.4, 0.3), (0.6, 0.6))}
-"""By whether rows are per expert: shares of an LL launch's blocks that send, of few tokens and of many, in a dispatch
-and in a combine. Measured on 4 H200: docs/kernels/ll.md."""
+SENDERS = {False: (0.2, 0.4), True: (0.3, 0.6)}
+"""By whether rows are per expert: shares of an LL launch's blocks that send, in a dispatch and in a combine. Measured
+on 4 H200: docs/kernels/ll.md."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -211,12 +206,6 @@ class Launch:
     cooperative: bool = False
     overlapped: bool = True
     num_senders: int = 0
-    per_sm: int = 1
-
-    @property
-    def num_sms(self) -> int:
-        """Multiprocessors that it fills."""
-        return -(-self.num_blocks // self.per_sm)
 
     def work(self, halves: int) -> Any:
         """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
@@ -236,16 +225,10 @@ def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, 
     return Launch(num_blocks, total, offset, piece, cooperative)
 
 
-def _ll_launch(c: MoEConfig, num_sms: int, control_bytes: int, shares: tuple[float, float], num_tokens: int) -> Launch:
-    """Some of the blocks send while the others receive; a lone block does both. Two on a multiprocessor only where all
-    multiprocessors may be filled: nothing would keep pairs together on some."""
-    if control_bytes > SHARED_BYTES:
-        raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
-    doubles = c.num_sms is None and num_tokens > FEW_TOKENS and 2 * control_bytes <= SHARED_BYTES
-    size = MANY if doubles else FEW
-    num_blocks = num_sms * (1 + size)
-    senders = max(1, int(num_blocks * shares[size])) if num_blocks > 1 else 1
-    return Launch(num_blocks, control_bytes, 0, 0, num_senders=senders, per_sm=1 + size)
+def _ll_launch(num_blocks: int, control_bytes: int, share: float) -> Launch:
+    """Some of the blocks send while the others receive; a lone block does both."""
+    senders = max(1, int(num_blocks * share)) if num_blocks > 1 else 1
+    return Launch(num_blocks, control_bytes, 0, 0, num_senders=senders)
 
 
 def _head_bytes(c: MoEConfig) -> int:
@@ -254,25 +237,30 @@ def _head_bytes(c: MoEConfig) -> int:
     return 512 + (size + 1) // 2 * 16
 
 
-def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
-    """How a dispatch of T = `num_tokens` runs on a GPU with `num_sms` multiprocessors (or that share of one)."""
+def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
+    """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one): one block on each."""
     counters = sizes.num_keys + c.group.size
     if mode is Mode.LL:
         words = c.num_experts + 2 * c.group.size + 2
         if c.resolved_layout.per_expert:
             stride = c.resolved_expert_map.stride
             words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
-        shares = SENDERS[c.resolved_layout.per_expert][0]
-        return _ll_launch(c, num_sms, _head_bytes(c) + 4 * words, shares, num_tokens)
+            seen = sizes.num_keys * -(-c.max_tokens_per_rank // 32)
+            words += seen if seen <= abi.MOST_SEEN else 0
+        wide = -(-c.max_tokens_per_rank // 32) * 32 + 2 * c.group.size
+        control = _head_bytes(c) + 8 * wide + 4 * words
+        if control > SHARED_BYTES:
+            raise ConfigError("max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes")
+        return _ll_launch(num_sms, control, SENDERS[c.resolved_layout.per_expert][0])
     control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
 
 
-def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
+def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a combine runs."""
     if mode is Mode.LL:
-        return _ll_launch(c, num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
+        return _ll_launch(num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1])
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
     return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)
