@@ -45,12 +45,24 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
   return scratch;
 }
 
-// What does not change while kernels run. All threads; a block barrier follows.
-__device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch) {
-  for (i32 i = threadIdx.x; i < world.num_experts; i += THREADS) {
-    const Expert expert = reinterpret_cast<const Expert*>(world.experts)[i];
-    scratch.table[i] = expert.num_copies > 1 ? kChoose : expert.rank < 0 ? expert.rank : expert.rank << 16 | expert.slot;
+// What does not change while kernels run. In two steps, so that nobody waits for the answer between them.
+__device__ __forceinline__ Expert ask_expert(const World& world) {
+  Expert expert = {kGone, 0, 0, 0};
+  if (static_cast<i32>(threadIdx.x) < world.num_experts) {
+    const Vector loaded = ptx::load_cached_pair<Vector>(reinterpret_cast<const u8*>(world.experts) + threadIdx.x * sizeof(Expert));
+    expert = {static_cast<i32>(word_of(loaded, 0)), static_cast<i32>(word_of(loaded, 1)), static_cast<i32>(word_of(loaded, 2)), 0};
   }
+  return expert;
+}
+
+// All threads; a block barrier follows.
+__device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch, Expert first) {
+  auto note = [&](i32 i, const Expert& expert) {
+    scratch.table[i] = expert.num_copies > 1 ? kChoose : expert.rank < 0 ? expert.rank : expert.rank << 16 | expert.slot;
+  };
+  if (static_cast<i32>(threadIdx.x) < world.num_experts) note(threadIdx.x, first);
+  for (i32 i = threadIdx.x + THREADS; i < world.num_experts; i += THREADS)
+    note(i, reinterpret_cast<const Expert*>(world.experts)[i]);
 }
 
 __device__ __noinline__ i32 choose_copy(const World& world, i32 id, i32 token) {
@@ -131,6 +143,12 @@ __device__ __forceinline__ Routed route(const DispatchArgs& args, const LlScratc
 __device__ __forceinline__ u32 ballot_of(u64 mask, i32 rank) {
   const u32 half = static_cast<u32>(rank < 32 ? mask : mask >> 32);
   return __ballot_sync(~0u, half >> (rank & 31) & 1);
+}
+
+// Asks for the ids that this warp routes first, so that they are near when route_chunks loads them.
+__device__ __forceinline__ void touch_ids(const DispatchArgs& args) {
+  const i32 words = args.world.topk * 32, first = (num_warps() - 1 - warp_idx()) * words + lane_idx() * 32;
+  if (lane_idx() * 32 < words && first < args.num_tokens * args.world.topk) ptx::load_cached_u8(reinterpret_cast<const u8*>(args.topk_ids + first));
 }
 
 // Calls visit(routed) for each chunk that this warp routes for its block, the last warp the first chunk; masks are there after a

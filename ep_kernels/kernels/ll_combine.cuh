@@ -25,12 +25,16 @@ struct Owed {
   i32 low, high, most;
 };
 
-__device__ __forceinline__ Owed owed_rows(const CombineArgs& args) {
-  const World& world = args.world;
+// Loads are started, not waited for: they may be for ranks that take no part.
+__device__ __forceinline__ Owed ask_owed(const CombineArgs& args) {
   const i32 lane = lane_idx();
-  Owed owed = {0, 0, 0};
-  if (lane < world.size && is_active(lane)) owed.low = args.source_rows[lane];
-  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = args.source_rows[lane + 32];
+  return {lane < args.world.size ? args.source_rows[lane] : 0, lane + 32 < args.world.size ? args.source_rows[lane + 32] : 0, 0};
+}
+
+__device__ __forceinline__ Owed owed_rows(const World& world, Owed owed) {
+  const i32 lane = lane_idx();
+  if (lane >= world.size || !is_active(lane)) owed.low = 0;
+  if (lane + 32 >= world.size || !is_active(lane + 32)) owed.high = 0;
   owed.most = __reduce_max_sync(~0u, max(owed.low, owed.high));
   return owed;
 }
@@ -285,35 +289,38 @@ __device__ __forceinline__ void poison_unit(const CombineArgs& args, i64 token, 
 
 // z of this team's units, or NaN.
 template <class Make>
-__device__ __forceinline__ void for_units(const CombineArgs& args, Turn turn, Turn step, Make make) {
-  Home next = load_home(args, turn.position);
+__device__ __forceinline__ void for_units(const CombineArgs& args, Team team, Make make) {
+  const Divisor units = divisor_of(args.world.home_units);
+  i32 item = first_item(team), position = divide(item, units);
+  Home next = load_home(args, position);
 #pragma unroll 1
-  while (turn.position < args.num_tokens) {
-    const Turn now = turn;
+  while (position < args.num_tokens) {
+    const i32 token = position, index = item - position * units.value;
     const Home home = next;
-    move_on(turn, step, args.world.home_units, 1);
-    next = load_home(args, turn.position);
-    make(home, now.position, now.index);
+    item += num_items_at_once(team);
+    position = divide(item, units);
+    next = load_home(args, position);
+    make(home, token, index);
   }
 }
 
-__device__ __forceinline__ void poison_units(const CombineArgs& args, Turn turn, Turn step) {
-  for_units(args, turn, step, [&](const Home&, i32 token, i32 index) { poison_unit(args, token, index); });
+__device__ __forceinline__ void poison_units(const CombineArgs& args, Team team) {
+  for_units(args, team, [&](const Home&, i32 token, i32 index) { poison_unit(args, token, index); });
 }
 
-__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, i32* verdict, Turn turn,
-                                                Turn step, u64 number, u64 origin, u64 seq) {
+__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, i32* verdict, u64 number,
+                                                u64 origin, u64 seq) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, number);
   u64* waits = waits_at(shared);
   if (warp_idx() == num_warps() - 1) await_origins(args, verdict, origin, seq);
-  for_units(args, turn, step, [&](const Home& home, i32 token, i32 index) {
+  for_units(args, team, [&](const Home& home, i32 token, i32 index) {
     bool ok = reduce_unit(args, list_terms(args, home, token), token, index, verdict, waits, start, seq);
     if (ok && args.z_weights != nullptr && index == 0) ok = receive_weights(args, home, token, verdict, seq);
     if (!ok && lane_idx() == 0) atomicCAS(verdict, kSame, kFailed);
   });
   __syncthreads();
-  if (*verdict != kSame) poison_units(args, turn, step);
+  if (*verdict != kSame) poison_units(args, team);
   if (*verdict == kDiffers && team.block == 0 && threadIdx.x == 0)
     report_difference(world, OP_COMBINE, origin,
                       [&](i32 peer) { return ptx::load_pair<Vector>(head_at(args, world.rank, peer)).low; });
@@ -332,6 +339,7 @@ __device__ __forceinline__ void advance(const CombineArgs& args, i32 num_blocks,
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ i32 verdict;
+  __shared__ u64 start, number;  // of the operation; its record
   const World& world = args.world;
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
@@ -339,21 +347,27 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Team sending = {team.block, max(1, senders)};
   const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
   const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
-  const Divisor units = divisor_of(world.home_units), one = divisor_of(1);
   Queue queue = queue_of(sending, items, sources);
-  load_active(world);
+  const u8 active = ask_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
   if (threadIdx.x == 0) verdict = kSame;
-  __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
   const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
-  const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0;
+  if (threadIdx.x == THREADS - 1) start = ptx::now_ns();
   const u64 seq = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq) + sends;
-  const u64 number = record_number(world, args.work.halves, args.op);
+  const u64 record = record_number(world, args.work.halves, args.op);
+  Credit credit = {0, 0};
+  Owed asked = {0, 0, 0};
   if (here) {
-    const Credit credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
-    const Owed owed = owed_rows(args);
+    credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    asked = ask_owed(args);
+  }
+  note_active(active);
+  __syncthreads();
+  if (here) {
+    const Owed owed = owed_rows(world, asked);
+    if (threadIdx.x == THREADS - 1) number = record;
     Task task = {};
     const bool more = next_task(args, owed, queue, task);
     const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
@@ -364,13 +378,12 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
       send_partials(args, owed, queue, task, more, seq);
     }
   }
+  if (!here && threadIdx.x == THREADS - 1) number = record;
   const bool reads = receives && (!apart || !here);
-  const Turn turn = turn_of(max(0, first_item(receiving)), units, one);
-  const Turn step = turn_of(num_items_at_once(receiving), units, one);
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, turn, step) : void();
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, receiving) : void();
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
-  if (reads) combine_receive(args, receiving, shared, &verdict, turn, step, number, origin, seq);
+  if (reads) combine_receive(args, receiving, shared, &verdict, number, origin, seq);
 }
 
 #ifndef LOOPBACK

@@ -435,8 +435,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr;
-  load_active(world);
-  fill_table(world, scratch);
+  const u8 active = ask_active(world);
+  const Expert expert = ask_expert(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
     scratch.lines_to[i] = lines_at(args, i, world.rank, 0);
@@ -454,7 +454,6 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Turn none = {world.max_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
-  __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
   const u64 stop = ptx::load_cached(&world.state->aborted);
@@ -465,12 +464,16 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (here || notes) credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   Unit unit = {};
   if (carries && queue.turn.position < args.num_tokens) unit = make_unit(args, queue.turn.position, queue.turn.index);
+  Entry entry = {};
+  if (notes) entry = load_entry(args, first_item(records));
+  if (here || notes) touch_ids(args);
+  note_active(active);
+  fill_table(world, scratch, expert);
+  __syncthreads();
   if (tells)
     count_all(args, scratch, told);
   else if (carries || notes)
     route_chunks(args, scratch, [](Routed) {});
-  Entry entry = {};
-  if (notes) entry = load_entry(args, first_item(records));
   if (wants) note_wants(args, scratch, topk);
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
   auto granted = [&] {
