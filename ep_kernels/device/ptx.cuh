@@ -49,19 +49,6 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
   return value;
 }
 
-template <class T>
-__device__ __forceinline__ T load_cached_pair(const u8* address) {
-  T value;
-  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(address));
-  return value;
-}
-
-__device__ __forceinline__ u8 load_cached_u8(const u8* address) {
-  u32 value;
-  asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(address));
-  return static_cast<u8>(value);
-}
-
 // For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }

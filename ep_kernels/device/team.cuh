@@ -18,15 +18,6 @@ __device__ __forceinline__ void load_active(const World& world) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) active_ranks[i] = world.active[i];
 }
 
-// The same in two steps, so that nobody waits for the answer between them: MAX_RANKS threads ask, and note it.
-__device__ __forceinline__ u8 ask_active(const World& world) {
-  return threadIdx.x < world.size ? ptx::load_cached_u8(world.active + threadIdx.x) : 0;
-}
-
-__device__ __forceinline__ void note_active(u8 active) {
-  if (threadIdx.x < MAX_RANKS) active_ranks[threadIdx.x] = active;
-}
-
 __device__ __forceinline__ bool is_active(i32 rank) { return active_ranks[rank] != 0; }
 
 // [R] nanoseconds that this block waited for each peer.

@@ -95,30 +95,26 @@ __device__ __forceinline__ void write_scales(const DispatchArgs& args, const Uni
   }
 }
 
-__device__ __forceinline__ void write_vector(const DispatchArgs& args, const Vector& value, i32 offset, i32 row) {
+// A unit of a received row to the final rows `rows` of this lane's that `placed` (a ballot) names.
+__device__ __forceinline__ void write_unit(const DispatchArgs& args, const Unit& unit, i32 index, i32 row_of_lane, u32 placed,
+                                           i32 num_rows) {
   const World& world = args.world;
-  if (offset < world.row_bytes) {
-    *reinterpret_cast<Vector*>(row_at(args, world.rank, row) + offset) = value;
-    return;
-  }
-  const i32 at = offset - world.row_bytes;
-  if (at < world.scale_bytes)
-    store_bytes(args.out_scales + static_cast<i64>(row) * world.scale_bytes + at, value, world.scale_bytes - at);
-}
-
-// A unit of a received row to one final row.
-__device__ __forceinline__ void write_unit(const DispatchArgs& args, const Unit& unit, i32 index, i32 row, i32 num_rows) {
-  const i32 at = first_offset();
-  if constexpr (kQuantised) {
-    write_scales(args, unit, index, row, num_rows);
-    if (is_tag_lane()) return;
-    const i32 column = index * kUnitColumns + at;
-    u8* to = row_at(args, args.world.rank, row);
-    if (column < args.world.hidden) *reinterpret_cast<Vector*>(to + column) = unit.first;
-    if (column + kSecond < args.world.hidden) *reinterpret_cast<Vector*>(to + column + kSecond) = unit.second;
-  } else {
-    write_vector(args, unit.first, index * kUnitData + at, row);
-    if (!is_tag_lane()) write_vector(args, unit.second, index * kUnitData + at + kSecond, row);
+  const i32 offset = first_offset() + index * (kQuantised ? kUnitColumns : kUnitData);
+  const bool first = offset < world.row_bytes && !(kQuantised && is_tag_lane());
+  const bool second = offset + kSecond < world.row_bytes && !is_tag_lane();
+  u8* to = row_at(args, world.rank, 0) + offset;
+#pragma unroll 1
+  for (u32 left = placed; left != 0; left &= left - 1) {
+    const i32 row = __shfl_sync(~0u, row_of_lane, __ffs(left) - 1);
+    u8* at = to + static_cast<i64>(row) * world.row_bytes;
+    if (first) *reinterpret_cast<Vector*>(at) = unit.first;
+    if (second) *reinterpret_cast<Vector*>(at + kSecond) = unit.second;
+    if (kQuantised) write_scales(args, unit, index, row, num_rows);
+    if (kQuantised || world.scale_bytes == 0) continue;
+    u8* scales = args.out_scales + static_cast<i64>(row) * world.scale_bytes;
+    const i32 one = offset - world.row_bytes, two = one + kSecond;
+    if (one >= 0 && one < world.scale_bytes) store_bytes(scales + one, unit.first, world.scale_bytes - one);
+    if (two >= 0 && two < world.scale_bytes && !is_tag_lane()) store_bytes(scales + two, unit.second, world.scale_bytes - two);
   }
 }
 

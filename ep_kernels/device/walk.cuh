@@ -45,24 +45,12 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
   return scratch;
 }
 
-// What does not change while kernels run. In two steps, so that nobody waits for the answer between them.
-__device__ __forceinline__ Expert ask_expert(const World& world) {
-  Expert expert = {kGone, 0, 0, 0};
-  if (static_cast<i32>(threadIdx.x) < world.num_experts) {
-    const Vector loaded = ptx::load_cached_pair<Vector>(reinterpret_cast<const u8*>(world.experts) + threadIdx.x * sizeof(Expert));
-    expert = {static_cast<i32>(word_of(loaded, 0)), static_cast<i32>(word_of(loaded, 1)), static_cast<i32>(word_of(loaded, 2)), 0};
-  }
-  return expert;
-}
-
-// All threads; a block barrier follows.
-__device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch, Expert first) {
-  auto note = [&](i32 i, const Expert& expert) {
+// What does not change while kernels run. All threads; a block barrier follows.
+__device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch) {
+  for (i32 i = threadIdx.x; i < world.num_experts; i += THREADS) {
+    const Expert expert = reinterpret_cast<const Expert*>(world.experts)[i];
     scratch.table[i] = expert.num_copies > 1 ? kChoose : expert.rank < 0 ? expert.rank : expert.rank << 16 | expert.slot;
-  };
-  if (static_cast<i32>(threadIdx.x) < world.num_experts) note(threadIdx.x, first);
-  for (i32 i = threadIdx.x + THREADS; i < world.num_experts; i += THREADS)
-    note(i, reinterpret_cast<const Expert*>(world.experts)[i]);
+  }
 }
 
 __device__ __noinline__ i32 choose_copy(const World& world, i32 id, i32 token) {
@@ -145,12 +133,6 @@ __device__ __forceinline__ u32 ballot_of(u64 mask, i32 rank) {
   return __ballot_sync(~0u, half >> (rank & 31) & 1);
 }
 
-// Asks for the ids that this warp routes first, so that they are near when route_chunks loads them.
-__device__ __forceinline__ void touch_ids(const DispatchArgs& args) {
-  const i32 words = args.world.topk * 32, first = (num_warps() - 1 - warp_idx()) * words + lane_idx() * 32;
-  if (lane_idx() * 32 < words && first < args.num_tokens * args.world.topk) ptx::load_cached_u8(reinterpret_cast<const u8*>(args.topk_ids + first));
-}
-
 // Calls visit(routed) for each chunk that this warp routes for its block, the last warp the first chunk; masks are there after a
 // block barrier.
 template <class Visit>
@@ -192,6 +174,12 @@ __device__ __forceinline__ void walk_to(const World& world, const LlScratch& scr
   }
 }
 
+// Position at a rank of a token of the walk's chunk that goes there. All lanes.
+__device__ __forceinline__ i32 position_at(const Walk& walk, i32 token, i32 rank) {
+  const i32 before = __shfl_sync(~0u, rank < 32 ? walk.low : walk.high, rank & 31);
+  return before + __popc(ballot_of(walk.mask, rank) & ((1u << (token & 31)) - 1));
+}
+
 // Calls work(rank, position) for each rank that a token of the walk's chunk goes to, from the next rank on; all lanes.
 template <class Work>
 __device__ __forceinline__ void for_ranks(const World& world, const Walk& walk, i32 token, Work work) {
@@ -203,8 +191,7 @@ __device__ __forceinline__ void for_ranks(const World& world, const Walk& walk, 
     const i32 rank = __ffsll(later != 0 ? later : sooner) - 1;
     later &= ~(1ull << rank);
     sooner &= ~(1ull << rank);
-    const i32 before = __shfl_sync(~0u, rank < 32 ? walk.low : walk.high, rank & 31);
-    work(rank, before + __popc(ballot_of(walk.mask, rank) & ((1u << lane) - 1)));
+    work(rank, position_at(walk, token, rank));
   }
 }
 

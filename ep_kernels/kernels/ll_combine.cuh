@@ -25,16 +25,12 @@ struct Owed {
   i32 low, high, most;
 };
 
-// Loads are started, not waited for: they may be for ranks that take no part.
-__device__ __forceinline__ Owed ask_owed(const CombineArgs& args) {
+__device__ __forceinline__ Owed owed_rows(const CombineArgs& args) {
+  const World& world = args.world;
   const i32 lane = lane_idx();
-  return {lane < args.world.size ? args.source_rows[lane] : 0, lane + 32 < args.world.size ? args.source_rows[lane + 32] : 0, 0};
-}
-
-__device__ __forceinline__ Owed owed_rows(const World& world, Owed owed) {
-  const i32 lane = lane_idx();
-  if (lane >= world.size || !is_active(lane)) owed.low = 0;
-  if (lane + 32 >= world.size || !is_active(lane + 32)) owed.high = 0;
+  Owed owed = {0, 0, 0};
+  if (lane < world.size && is_active(lane)) owed.low = args.source_rows[lane];
+  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = args.source_rows[lane + 32];
   owed.most = __reduce_max_sync(~0u, max(owed.low, owed.high));
   return owed;
 }
@@ -348,25 +344,19 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
   const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
   Queue queue = queue_of(sending, items, sources);
-  const u8 active = ask_active(world);
+  load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
   if (threadIdx.x == 0) verdict = kSame;
+  __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
   const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
   if (threadIdx.x == THREADS - 1) start = ptx::now_ns();
   const u64 seq = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq) + sends;
   const u64 record = record_number(world, args.work.halves, args.op);
-  Credit credit = {0, 0};
-  Owed asked = {0, 0, 0};
   if (here) {
-    credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
-    asked = ask_owed(args);
-  }
-  note_active(active);
-  __syncthreads();
-  if (here) {
-    const Owed owed = owed_rows(world, asked);
+    const Credit credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    const Owed owed = owed_rows(args);
     if (threadIdx.x == THREADS - 1) number = record;
     Task task = {};
     const bool more = next_task(args, owed, queue, task);

@@ -36,49 +36,61 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
   return entry;
 }
 
-// The token's records to each of its ranks, and what this rank keeps of it.
-__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Walk& walk, Entry entry,
-                                             i32 token, u64 seq) {
-  const World& world = args.world;
-  const i32 topk = world.topk, k = lane_idx();
+// What this rank keeps of a token: where its rows go.
+__device__ __forceinline__ void keep_home(const DispatchArgs& args, const Walk& walk, i32 key, i32 place, i32 token) {
+  const i32 topk = args.world.topk, k = lane_idx();
   const i64 at = static_cast<i64>(token) * topk + k;
-  const i32 key = args.cached ? key_of(world, entry.home) : key_of(world, scratch.table, entry.id, token);
-  const f32 weight = entry.weight;
-  Home home = entry.home;
-  if (kPerExpert && !args.cached)
-    home.place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, token, key)
-                                                           : rows_noted(world, scratch, token, key);
-  for_ranks(world, walk, token, [&](i32 rank, i32 position) {
-    const bool here = key >= 0 && key >> 16 == rank;
-    if (here) home.position = position;
-    const Vector record =
-        vector_of(here ? key & 0xFFFF : ~0u, here ? home.place : ~0u, here ? __float_as_uint(weight) : 0, token);
-    u8* to = scratch.records_to[rank] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
-#pragma unroll 1
-    for (i32 line = 0; line < world.meta_lines; line += 4) {
-      const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
-      Vector value = shuffle(record, from & 31);
-      if (from >= topk) value = vector_of(~0u, ~0u, 0, token);
-      store_lines(to + line * kLineBytes, min(4, world.meta_lines - line), value, seq);
-    }
+  i32 mine = -1;
+  for_ranks(args.world, walk, token, [&](i32 rank, i32 position) {
+    if (key >= 0 && key >> 16 == rank) mine = position;
   });
-  if (k < topk && !args.cached)
-    args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, home.position, key & 0xFFFF, home.place};
+  if (k < topk && !args.cached) args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, mine, key & 0xFFFF, place};
   const bool valid = __all_sync(~0u, key != kGone);
   if (k == 0) args.valid[token] = valid;
 }
 
-// This team's share of all records; `entry` is of the first token.
+// The token's records to one of its ranks.
+__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry, i32 key,
+                                             i32 place, i32 token, i32 rank, i32 position, u64 seq) {
+  const World& world = args.world;
+  const bool here = key >= 0 && key >> 16 == rank;
+  const Vector record =
+      vector_of(here ? key & 0xFFFF : ~0u, here ? place : ~0u, here ? __float_as_uint(entry.weight) : 0, token);
+  u8* to = scratch.records_to[rank] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
+#pragma unroll 1
+  for (i32 line = 0; line < world.meta_lines; line += 4) {
+    const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
+    Vector value = shuffle(record, from & 31);
+    if (from >= world.topk) value = vector_of(~0u, ~0u, 0, token);
+    store_lines(to + line * kLineBytes, min(4, world.meta_lines - line), value, seq);
+  }
+}
+
+// This team's share of all records, one (token, rank) after the other; `entry` is of its first token.
 __device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team team, const LlScratch& scratch, Entry entry,
-                                                 u64 seq) {
+                                                 Divisor ranks, u64 seq) {
+  const World& world = args.world;
   Walk walk = start_walk(scratch);
   const i32 step = num_items_at_once(team);
+  i32 item = first_item(team), token = divide(item, ranks);
 #pragma unroll 1
-  for (i32 token = first_item(team); token < args.num_tokens; token += step) {
+  while (token < args.num_tokens) {
     const Entry now = entry;
-    entry = load_entry(args, token + step);
-    walk_to(args.world, scratch, token >> 5, walk);
-    send_records(args, scratch, walk, now, token, seq);
+    const i32 current = token, turn = item - token * ranks.value;
+    item += step;
+    token = divide(item, ranks);
+    if (token != current) entry = load_entry(args, token);
+    walk_to(world, scratch, current >> 5, walk);
+    const i32 rank = turn + world.rank < world.size ? turn + world.rank : turn + world.rank - world.size;
+    const bool goes = __shfl_sync(~0u, walk.mask, current & 31) >> rank & 1;
+    if (!goes && turn != 0) continue;
+    const i32 key = args.cached ? key_of(world, now.home) : key_of(world, scratch.table, now.id, current);
+    i32 place = now.home.place;
+    if (kPerExpert && !args.cached)
+      place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, current, key)
+                                                        : rows_noted(world, scratch, current, key);
+    if (goes) send_records(args, scratch, now, key, place, current, rank, position_at(walk, current, rank), seq);
+    if (turn == 0) keep_home(args, walk, key, place, current);
   }
 }
 
@@ -105,8 +117,9 @@ struct Told {
   i32 rows[MAX_RANKS], invalid;
 };
 
-// One block routes and counts everything, into shared memory that is zero. All threads; a block barrier follows.
-__device__ __forceinline__ void count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
+// One block routes and counts everything, into shared memory that is zero. All threads; a block barrier follows. Returns what this
+// warp counted: of a single chunk, all rows per rank.
+__device__ __forceinline__ Walk count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
   constexpr i32 kAhead = 2;
   const World& world = args.world;
   const i32 entries = kPerExpert ? args.num_tokens * world.topk : 0;
@@ -137,18 +150,19 @@ __device__ __forceinline__ void count_all(const DispatchArgs& args, const LlScra
     if (threadIdx.x + a * THREADS < entries) count(key_at(threadIdx.x + a * THREADS, ids[a]));
 #pragma unroll 1
   for (i32 e = threadIdx.x + kAhead * THREADS; e < entries; e += THREADS) count(key_at(e, args.topk_ids[e]));
+  return mine;
 }
 
-// The block that tells everybody how many rows come, before rows fill the links.
-__device__ __forceinline__ void tell_counts(const DispatchArgs& args, const LlScratch& scratch, const Told& told, u64 origin,
-                                            u64 seq) {
+// One warp tells everybody how many rows come, before rows fill the links: `low` to rank `lane`, `high` to rank 32 + lane.
+__device__ __forceinline__ void tell_heads(const DispatchArgs& args, i32 low, i32 high, u64 origin, u64 seq) {
+  for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
+    if (is_active(peer))
+      ptx::store_pair(head_at(args, peer, args.world.rank), static_cast<u32>(peer < 32 ? low : high) | (seq - origin) << 32, seq);
+}
+
+// One block tells how many for each expert.
+__device__ __forceinline__ void tell_counts(const DispatchArgs& args, const LlScratch& scratch, u64 seq) {
   const World& world = args.world;
-  if (warp_idx() == 0) {
-    if (lane_idx() == 0) *args.num_invalid_ids = told.invalid;
-    for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-      if (is_active(peer))
-        ptx::store_pair(head_at(args, peer, world.rank), static_cast<u32>(told.rows[peer]) | (seq - origin) << 32, seq);
-  }
 #pragma unroll 1
   for (i32 peer = warp_idx(); kPerExpert && peer < world.size; peer += num_warps()) {
     if (!is_active(peer)) continue;
@@ -265,14 +279,10 @@ __device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratc
   if ((kPerExpert || is_records(world, arrival)) && !record_of(args, arrival, seq, &record)) return false;
   if (is_records(world, arrival)) {
     record_row(args, scratch, record, source, position);
-  } else if (!kPerExpert) {
-    const i32 row = row_of(args, scratch, source, position);
-    if (row >= 0) write_unit(args, arrival.unit, arrival.turn.index, row, num_rows);
   } else {
-    const i32 place = place_of(args, scratch, record, source, position);
-#pragma unroll 1
-    for (u32 placed = __ballot_sync(~0u, place >= 0); placed != 0; placed &= placed - 1)
-      write_unit(args, arrival.unit, arrival.turn.index, __shfl_sync(~0u, place, __ffs(placed) - 1), num_rows);
+    const i32 row = kPerExpert ? place_of(args, scratch, record, source, position) : row_of(args, scratch, source, position);
+    const u32 placed = kPerExpert ? __ballot_sync(~0u, row >= 0) : row >= 0;
+    write_unit(args, arrival.unit, arrival.turn.index, row, placed, num_rows);
   }
   return true;
 }
@@ -431,12 +441,12 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const bool carries = here && rows.block < rows.num_blocks;
   const bool keeps = receives && (apart && sends ? tells : team.block == team.num_blocks - 1);
   const Team records = apart ? arrivals : rows;
-  const bool notes = sends && (apart ? !here : carries) && records.block < args.num_tokens;
+  const bool notes = sends && (apart ? !here : carries) && records.block < args.num_tokens * world.size;
   const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr;
-  const u8 active = ask_active(world);
-  const Expert expert = ask_expert(world);
+  load_active(world);
+  fill_table(world, scratch);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
     scratch.lines_to[i] = lines_at(args, i, world.rank, 0);
@@ -454,6 +464,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Turn none = {world.max_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
+  __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
   const u64 stop = ptx::load_cached(&world.state->aborted);
@@ -464,25 +475,27 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (here || notes) credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   Unit unit = {};
   if (carries && queue.turn.position < args.num_tokens) unit = make_unit(args, queue.turn.position, queue.turn.index);
-  Entry entry = {};
-  if (notes) entry = load_entry(args, first_item(records));
-  if (here || notes) touch_ids(args);
-  note_active(active);
-  fill_table(world, scratch, expert);
-  __syncthreads();
-  if (tells)
-    count_all(args, scratch, told);
-  else if (carries || notes)
-    route_chunks(args, scratch, [](Routed) {});
-  if (wants) note_wants(args, scratch, topk);
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
   auto granted = [&] {
     const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
     return warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
   };
+  if (tells) {
+    const Walk counted = count_all(args, scratch, told);
+    const bool all = args.num_tokens <= 32 && warp_idx() == num_warps() - 1;
+    if (all && stop == STOP_RUNNING && granted()) tell_heads(args, counted.low, counted.high, origin, seq);
+  } else if (carries || notes) {
+    route_chunks(args, scratch, [](Routed) {});
+  }
+  Entry entry = {};
+  if (notes) entry = load_entry(args, divide(first_item(records), sources));
+  if (wants) note_wants(args, scratch, topk);
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
   if (tells && warp_idx() == num_warps() - 2) warp_tell_started(world, FLAG_STARTED, seq);
-  if (tells && granted()) tell_counts(args, scratch, told, origin, seq);
-  if (notes && first_item(records) < args.num_tokens && granted()) send_all_records(args, records, scratch, entry, seq);
+  if (tells && threadIdx.x == 0) *args.num_invalid_ids = told.invalid;
+  if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted())
+    tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);
+  if (tells && kPerExpert && granted()) tell_counts(args, scratch, seq);
+  if (notes && first_item(records) < args.num_tokens * world.size && granted()) send_all_records(args, records, scratch, entry, sources, seq);
   if (carries && granted()) send_rows(args, scratch, queue, unit, seq);
   if (here) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)
