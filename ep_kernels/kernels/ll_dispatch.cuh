@@ -479,6 +479,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
     const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
     return warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
   };
+  if (tells && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)  // before anything of this operation waits for peers
+    warp_tell_started(world, FLAG_STARTED, seq);
   if (tells) {
     const Walk counted = count_all(args, scratch, told);
     const bool all = args.num_tokens <= 32 && warp_idx() == num_warps() - 1;
@@ -490,7 +492,6 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (notes) entry = load_entry(args, divide(first_item(records), sources));
   if (wants) note_wants(args, scratch, topk);
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
-  if (tells && warp_idx() == num_warps() - 2) warp_tell_started(world, FLAG_STARTED, seq);
   if (tells && threadIdx.x == 0) *args.num_invalid_ids = told.invalid;
   if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted())
     tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);
