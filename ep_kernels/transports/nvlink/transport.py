@@ -120,19 +120,20 @@ class NvlinkTransport:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         pages, mappings, pids = [], [], {}
-        for rank, ticket in enumerate(tickets):
-            if rank == self._config.group.rank:
-                pages.append(os.dup(self._mailbox.fd))
-                mappings.append(self._region.mapping)
-                continue
-            page, mapping, pids[rank] = self._import(rank, ticket)
-            pages.append(page)
-            mappings.append(mapping)
-        self._mappings = mappings
-        self._engine.attach(self._region.mapping, [m.address for m in mappings])
-        self._mailbox.attach(pages)
-        for fd in pages:
-            os.close(fd)
+        try:
+            for rank, ticket in enumerate(tickets):
+                if rank == self._config.group.rank:
+                    page, mapping = os.dup(self._mailbox.fd), self._region.mapping
+                else:
+                    page, mapping, pids[rank] = self._import(rank, ticket)
+                pages.append(page)
+                mappings.append(mapping)
+            self._mappings = mappings
+            self._engine.attach(self._region.mapping, [m.address for m in mappings])
+            self._mailbox.attach(pages)
+        finally:
+            for fd in pages:
+                os.close(fd)
         self._watch(pids)
 
     def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
