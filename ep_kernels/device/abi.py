@@ -194,11 +194,9 @@ World = _record(
 Work = _record(
     "Work",
     ("piece_bytes", "u32", "bytes of a row that one warp moves at a time"),
-    ("num_stages", "u32", "pieces in flight per warp"),
     ("stage_offset", "u32", "where the pieces start in shared memory"),
     ("halves", "u32", "1 = send, 2 = receive, 3 = both"),
     ("num_senders", "u32", "LL: blocks that send; the others receive. All of them: each does both"),
-    ("spare", "u32", ""),
 )
 DispatchArgs = _record(
     "DispatchArgs",

@@ -220,7 +220,7 @@ class Launch:
 
     def work(self, halves: int) -> Any:
         """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
-        return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves, self.num_senders)
+        return abi.Work(self.piece_bytes, self.stage_offset, halves, self.num_senders)
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
