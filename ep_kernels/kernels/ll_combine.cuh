@@ -53,7 +53,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& o
     move_on(turn, step, items, world.size);
     if (task.position >= __shfl_sync(~0u, task.source < 32 ? owed.low : owed.high, task.source & 31)) continue;
     const i64 at = position_of(world, task.source, task.position);
-    task.landing = static_cast<i32>(position_of(world, world.rank, task.position));
+    task.landing = static_cast<i32>(line_position(world, world.rank, task.position));
     task.place = static_cast<i32>(at);
     if (is_whole_row(args)) return true;
     task.place = k < topk ? args.places[at * topk + k] : -1;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   u32 word[4];
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) word[i] = __float_as_uint(__shfl_sync(~0u, mine, (base + i) & 31));
-  u8* at = weight_lines_at(args, task.source, position_of(world, world.rank, task.position));
+  u8* at = weight_lines_at(args, task.source, line_position(world, world.rank, task.position));
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 
@@ -161,7 +161,7 @@ __device__ __forceinline__ void take_term(const CombineArgs& args, Terms& terms,
   }
   const i32 k = __ffs(__ballot_sync(~0u, terms.rank == next)) - 1;
   *owner = next;
-  *row = next * args.world.max_tokens + __shfl_sync(~0u, terms.position, k);
+  *row = next * args.world.ll_tokens + __shfl_sync(~0u, terms.position, k);
 }
 
 // Unit `index` of z[token]; false where the wait was ended.
@@ -230,7 +230,7 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const H
   f32 mine = 0.0f;
   for (u32 left = __ballot_sync(~0u, rank >= 0); left != 0;) {
     const i32 lead = __ffs(left) - 1, from = __shfl_sync(~0u, rank, lead);
-    const u8* at = weight_lines_at(args, world.rank, position_of(world, from, __shfl_sync(~0u, position, lead)));
+    const u8* at = weight_lines_at(args, world.rank, line_position(world, from, __shfl_sync(~0u, position, lead)));
     Vector loaded = {};
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] { return *verdict != kSame || peek_lines(at, num_lines, seq, &loaded); }))

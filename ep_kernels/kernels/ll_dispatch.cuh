@@ -194,7 +194,7 @@ __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlSc
     if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
   if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
   if (warp_idx() == num_warps() - 1 && lane_idx() == 0) ptx::barrier_arrive(heads_here);
-  if (first.turn.position < args.world.max_tokens) {
+  if (first.turn.position < args.world.ll_tokens) {
     look(args, first, seq);
     while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
   }

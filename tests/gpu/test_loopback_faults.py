@@ -62,7 +62,7 @@ def payload_of_a_dispatch(mode: Mode) -> Loopback:
         region[: engine.flag_bytes].view(torch.int64).view(-1, 2)[abi.FLAGS.index("PAYLOAD"), 1] = 0
     else:
         shape, lines = engine.sizes.shape, int(engine.tables.world.map.lines)
-        row = (shape.max_tokens + case.tokens[1] - 1) * shape.row_units
+        row = (shape.ll_tokens + case.tokens[1] - 1) * shape.row_units
         region[lines + row * abi.UNIT_BYTES :][: abi.UNIT_BYTES] = 0
     loop.launch(calls[:1], RECEIVE)
     return loop

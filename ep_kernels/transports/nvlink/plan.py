@@ -101,7 +101,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
     }
     shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
     most = grouped if layout is Layout.EXPERT_MAJOR else 0
-    _check_limits(c, max(shape.home_rows, most, *capacities))
+    _check_limits(c, max(shape.num_partials * c.max_tokens_per_rank, most, *capacities))
     return Sizes(
         shape.num_keys, num_local, num_local if layout.per_expert else ranks, columns, dtype, shape.scale_bytes,
         shape.row_bytes, capacity, capacities, output_rows.get(layout, (capacity,)), shape,
@@ -114,6 +114,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
     return abi.Shape(
         size=ranks,
         max_tokens=c.max_tokens_per_rank,
+        ll_tokens=ll_tokens(c),
         topk=c.topk,
         num_keys=ranks * experts.stride,
         row_bytes=row_bytes,
@@ -126,12 +127,20 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
-        home_rows=c.max_tokens_per_rank * (c.topk if c.exact_combine else ranks),
+        num_partials=c.topk if c.exact_combine else ranks,
         home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
         home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
+
+
+def ll_tokens(c: MoEConfig) -> int:
+    """Most tokens per rank of a step that runs LL; at least 1, so that no table is empty."""
+    if c.mode is not Mode.AUTO:
+        return c.max_tokens_per_rank
+    crossover = LL_MAX_TOKENS[c.resolved_layout] if c.ll_max_tokens is None else c.ll_max_tokens
+    return max(1, min(crossover, c.max_tokens_per_rank))
 
 
 def _check_limits(c: MoEConfig, most_rows: int) -> None:
