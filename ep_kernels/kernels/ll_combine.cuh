@@ -20,7 +20,8 @@
 
 // ---- send: this rank as owner ----
 
-// What this warp sends; lane r: rows that source r, and source 32 + r, sent.
+// What this warp sends; lane r: rows that source r, and source 32 + r, sent. After a dispatch that was stopped their memory may
+// hold anything, and is looked at before the abort word is here: no more than there can be.
 struct Owed {
   i32 low, high, most;
 };
@@ -29,8 +30,8 @@ __device__ __forceinline__ Owed owed_rows(const CombineArgs& args) {
   const World& world = args.world;
   const i32 lane = lane_idx();
   Owed owed = {0, 0, 0};
-  if (lane < world.size && is_active(lane)) owed.low = args.source_rows[lane];
-  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = args.source_rows[lane + 32];
+  if (lane < world.size && is_active(lane)) owed.low = min(args.source_rows[lane], world.ll_tokens);
+  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = min(args.source_rows[lane + 32], world.ll_tokens);
   owed.most = __reduce_max_sync(~0u, max(owed.low, owed.high));
   return owed;
 }

@@ -3,6 +3,7 @@ ranks that mean different routings, latency records."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -236,10 +237,11 @@ def test_what_a_stopped_dispatch_left_is_not_believed(
     for step in steps:
         for name in ("counts", "num_rows"):
             step.outputs[name].fill_(77)  # type: ignore[union-attr]
-    calls = combine_of(loop, handles)
+    calls, begin = combine_of(loop, handles), time.monotonic()
     for launched in ([step.call for step in steps], calls):
         for half in halves:
             loop.launch(launched, half)
+    assert time.monotonic() - begin < 3.0, "counts of rows that cannot be are not counted up to"
     for step in steps:
         assert not step.outputs["counts"].any()  # type: ignore[union-attr]
         assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
