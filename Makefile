@@ -68,6 +68,7 @@ bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'
 	NCCL_NVLS_ENABLE=0 $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
 	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(if $(CASES),--cases $(CASES)) $(ARGS)

@@ -6,11 +6,10 @@ figures say nothing about each other. A difference within the run-to-run spread 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import facts, report
 from benchmarks.gpu.tables import NAMES
 
 SAME = ("gpu", "num_gpus")
@@ -39,12 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def why_not(before: Path, after: Path) -> str:
-    """Why the two must not be compared, "" if they may."""
-    runs = [json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in (before, after)]
+    """Why the two must not be compared, "" if they may: every run that wrote a table of either counts."""
     for name in SAME:
-        values = [run.get(name) for run in runs]
-        if None in values or values[0] != values[1]:
-            return f"not comparable: {name} is {values[0]} in {before} and {values[1]} in {after}"
+        old, new = ({str(run.get(name)) for run in facts.standing(folder)} for folder in (before, after))
+        if old != new or len(old) != 1 or old == {"None"}:
+            said = [f"{' or '.join(sorted(found))} in {at}" for found, at in ((old, before), (new, after))]
+            return f"not comparable: {name} is {' and '.join(said)}"
     return ""
 
 

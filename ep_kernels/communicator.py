@@ -33,7 +33,8 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class MoECommunicator(Member):
     """Dispatch and combine for the MoE layers of one group of ranks. Construction is collective.
 
-    Regions are shared by all layers; `config.max_in_flight` dispatches may be open at once.
+    Regions are shared by all layers; `config.max_in_flight` dispatches may be open at once. Their requests may be
+    waited for in any order, each before the `max_in_flight`-th dispatch after it begins; so may those of combines.
 
     Raises:
         ConfigError: a field that this transport cannot do, or that differs between ranks (named in the error).
@@ -47,9 +48,9 @@ class MoECommunicator(Member):
         on_host = self._device == "cpu"  # a GPU is not read for what cannot be
         may = on_host or may_overflow(config, self.num_local_experts)
         self._reads_dropped = config.overflow is Overflow.RAISE and may
-        self._num_dispatches = 0
+        self._num_begun = {"dispatch": 0, "combine": 0}
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
-        self._num_pending = {"dispatch": 0, "combine": 0}
+        self._pending: dict[str, set[int]] = {"dispatch": set(), "combine": set()}
         try:
             bringup.check_capabilities(config, self._transport)
             agreed = bringup.meet(config, self._transport, self._transport.allocate())
@@ -98,7 +99,7 @@ class MoECommunicator(Member):
         if torch.compiler.is_compiling():
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
-        number = self._count_dispatch()
+        number = self._count("dispatch")
         out, handle = self._run(self._run(self._transport.dispatch, args).wait)
         return self._delivered(number, out, handle, args)
 
@@ -116,11 +117,10 @@ class MoECommunicator(Member):
             done = ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
             return DispatchRequest(lambda: done)
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=False)
-        number = self._count_dispatch()
+        number = self._count("dispatch")
         pending = self._run(self._transport.dispatch, args)
-        self._num_pending["dispatch"] += 1
-        epoch = self._epoch
-        return DispatchRequest(lambda: self._delivered(number, *self._finish("dispatch", epoch, pending.wait), args))
+        finish = self._finisher("dispatch", number, pending.wait)
+        return DispatchRequest(lambda: self._delivered(number, *finish(), args))
 
     def _dispatch_args(
         self,
@@ -164,6 +164,7 @@ class MoECommunicator(Member):
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
         args = self._combine_args(y, handle, out, None, True, at_once=True)
+        self._count("combine")
         return self._run(self._run(self._transport.combine, args).wait, out)[0]
 
     def combine_async(
@@ -186,16 +187,16 @@ class MoECommunicator(Member):
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, home))
         args = self._combine_args(y, handle, out, row_weights, apply_weights, at_once=False)
+        number = self._count("combine")
         pending = self._run(self._transport.combine, args)
-        self._num_pending["combine"] += 1
-        epoch = self._epoch
-        return CombineRequest(lambda: self._finish("combine", epoch, lambda: pending.wait(out)))
+        return CombineRequest(self._finisher("combine", number, lambda: pending.wait(out)))
 
     def combine_now(
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine_async` and both its results, as one operation."""
         args = self._combine_args(y, handle, None, row_weights, apply_weights, at_once=True)
+        self._count("combine")
         return self._run(self._run(self._transport.combine, args).wait)
 
     def _combine_args(
@@ -240,7 +241,7 @@ class MoECommunicator(Member):
 
     def is_current(self, handle: DispatchHandle) -> bool:
         """True while views of this dispatch's buffers (`DispatchOutput.tokens`, `combine_input`) may be read."""
-        first = self._num_dispatches - self._config.max_in_flight
+        first = self._num_begun["dispatch"] - self._config.max_in_flight
         current = any(seq == handle.seq and number >= first for number, seq in self._recent)
         return current and handle.owner == self._id and handle.epoch == self._epoch
 
@@ -257,7 +258,8 @@ class MoECommunicator(Member):
     # Inside.
 
     def _forget(self) -> None:
-        self._num_pending = {"dispatch": 0, "combine": 0}
+        for numbers in self._pending.values():
+            numbers.clear()
         self._recent.clear()
 
     def _own(self, handle: DispatchHandle) -> DispatchHandle:
@@ -266,20 +268,35 @@ class MoECommunicator(Member):
         return self._transport.restore(handle) if type(handle.state) is tuple else handle
 
     def _check_pending(self, kind: str) -> None:
-        if self._num_pending[kind] >= self._config.max_in_flight:
-            raise HandleError(f"{kind}: max_in_flight = {self._config.max_in_flight} are pending; wait() for one first")
+        """The operation that is to begin may take the buffers of the `max_in_flight`-th before it, or let peers do so
+        before this rank begins another: whoever still waits for that one would get the rows of somebody else."""
+        flight, number = self._config.max_in_flight, self._num_begun[kind]
+        oldest = min(self._pending[kind], default=number)
+        if oldest <= number - flight:
+            raise HandleError(
+                f"{kind}: expected every request waited for before max_in_flight = {flight} later ones begin, got one "
+                f"that was begun {number - oldest} before this and is pending; wait() for it first"
+            )
 
-    def _count_dispatch(self) -> int:
-        number = self._num_dispatches
-        self._num_dispatches = number + 1
+    def _count(self, kind: str) -> int:
+        """An operation begins; its number among those of its kind."""
+        number = self._num_begun[kind]
+        self._num_begun[kind] = number + 1
         return number
 
-    def _finish(self, kind: str, epoch: int, wait: Callable[[], T]) -> T:
-        if epoch != self._epoch:
-            raise HandleError(f"{kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
-        self._ready()
-        self._num_pending[kind] -= 1
-        return self._run(wait)
+    def _finisher(self, kind: str, number: int, wait: Callable[[], T]) -> Callable[[], T]:
+        """The request of that operation is pending from now on; what its `wait()` has to call, once."""
+        epoch, pending = self._epoch, self._pending[kind]
+        pending.add(number)
+
+        def finish() -> T:
+            if epoch != self._epoch:
+                raise HandleError(f"{kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
+            self._ready()
+            pending.remove(number)
+            return self._run(wait)
+
+        return finish
 
     def _delivered(
         self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs

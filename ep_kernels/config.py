@@ -93,7 +93,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     validate: bool = False
     """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
     ll_max_tokens: int | None = None
-    """AUTO: steps of at most so many tokens per rank run LL. None: the transport's measured default."""
+    """AUTO: steps of at most so many tokens per rank run LL; on GPUs its buffers hold no more. None: the transport's
+    measured default."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     num_sms: int | None = None

@@ -19,15 +19,15 @@ HT:
     home_weights f32 [C, R, M, K]       numbers carried home beside them
     home_origins u64 [C, R]             by owner: as origins
 
-LL: lines and units of lines (device/lines.cuh), and heads, 16 bytes stored as one. Their tags, seq, must be zero before
-anybody writes:
+LL: lines and units of lines (device/lines.cuh), and heads, 16 bytes stored as one. M' is the most tokens per rank of
+a step that runs LL (AUTO: its crossover). Their tags, seq, must be zero before anybody writes:
 
-    lines        [D, R, M, units]       by (source, position): a row with its scales
-    meta_lines   [D, R, M, lines]       by (source, position): as meta
+    lines        [D, R, M', units]      by (source, position): a row with its scales
+    meta_lines   [D, R, M', lines]      by (source, position): as meta
     count_lines  [D, R, lines]          by source: rows per local expert; none in rank-wise layouts
     heads        u64 [D, R, 2]          by source: rows to this rank | age << 32, seq; routing of dispatch seq - age
-    home_lines   [C, R, M, units]       as home, scales inside; exact combine: [C, M, K, units]
-    weight_lines [C, R, M, lines]       as home_weights
+    home_lines   [C, R, M', units]      as home, scales inside; exact combine: [C, M', K, units]
+    weight_lines [C, R, M', lines]      as home_weights
     home_heads   u64 [C, R, 2]          by owner: as home_origins, seq
 """
 
@@ -165,6 +165,7 @@ World = _record(
     ("hidden", "i32", "H"),
     ("topk", "i32", "K"),
     ("max_tokens", "i32", "M"),
+    ("ll_tokens", "i32", "most tokens per rank of a step that runs LL: M, or AUTO's crossover where that is less"),
     ("num_experts", "i32", "E"),
     ("local_stride", "i32", "most local experts of any rank"),
     ("num_local", "i32", "L, local experts of this rank"),
@@ -197,11 +198,9 @@ World = _record(
 Work = _record(
     "Work",
     ("piece_bytes", "u32", "bytes of a row that one warp moves at a time"),
-    ("num_stages", "u32", "pieces in flight per warp"),
     ("stage_offset", "u32", "where the pieces start in shared memory"),
     ("halves", "u32", "1 = send, 2 = receive, 3 = both"),
     ("num_senders", "u32", "LL: blocks that send; the others receive. All of them: each does both"),
-    ("spare", "u32", ""),
 )
 DispatchArgs = _record(
     "DispatchArgs",
@@ -310,18 +309,21 @@ class Shape:
 
     Attributes:
         size, max_tokens, topk, num_keys: R, M, K, R * most local experts of any rank.
+        ll_tokens: M', most tokens per rank of a step that runs LL.
         row_bytes, scale_bytes: payload and scales of one row.
         capacity_rows: most rows of `rows` on any rank.
         ll, ht: whether the mode may come to use it.
         row_units, meta_lines: LL: units of a row, lines of its records.
         count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
         home_units, weight_lines: LL: of a combine row, of the numbers beside it.
-        home_rows, home_row_bytes, home_scale_bytes: rows per combine slot and bytes of each.
+        num_partials: rows of a token in a combine slot: R, or K (exact).
+        home_row_bytes, home_scale_bytes: bytes of each.
         dispatch_slots, combine_slots: D, C.
     """
 
     size: int
     max_tokens: int
+    ll_tokens: int
     topk: int
     num_keys: int
     row_bytes: int
@@ -334,7 +336,7 @@ class Shape:
     count_lines: int
     home_units: int
     weight_lines: int
-    home_rows: int
+    num_partials: int
     home_row_bytes: int
     home_scale_bytes: int
     dispatch_slots: int
@@ -343,7 +345,8 @@ class Shape:
 
 def region_map(shape: Shape) -> Any:
     """The byte map of a region: a filled `RegionMap`."""
-    positions = shape.size * shape.max_tokens
+    positions, home_rows = shape.size * shape.max_tokens, shape.num_partials * shape.max_tokens
+    ll_positions, ll_home_rows = shape.size * shape.ll_tokens, shape.num_partials * shape.ll_tokens
     ll_dispatch, ll_combine = shape.dispatch_slots * shape.ll, shape.combine_slots * shape.ll
     ht_dispatch, ht_combine = shape.dispatch_slots * shape.ht, shape.combine_slots * shape.ht
     arrays = (
@@ -353,16 +356,16 @@ def region_map(shape: Shape) -> Any:
         ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
         ("scales", ht_dispatch, positions * shape.scale_bytes),
         ("rows", shape.dispatch_slots, shape.capacity_rows * shape.row_bytes),
-        ("home", ht_combine, shape.home_rows * shape.home_row_bytes),
-        ("home_scales", ht_combine, shape.home_rows * shape.home_scale_bytes),
+        ("home", ht_combine, home_rows * shape.home_row_bytes),
+        ("home_scales", ht_combine, home_rows * shape.home_scale_bytes),
         ("home_weights", ht_combine, positions * shape.topk * 4),
         ("home_origins", ht_combine, shape.size * 8),
-        ("lines", ll_dispatch, positions * shape.row_units * UNIT_BYTES),
-        ("meta_lines", ll_dispatch, positions * shape.meta_lines * LINE_BYTES),
+        ("lines", ll_dispatch, ll_positions * shape.row_units * UNIT_BYTES),
+        ("meta_lines", ll_dispatch, ll_positions * shape.meta_lines * LINE_BYTES),
         ("count_lines", ll_dispatch, shape.size * shape.count_lines * LINE_BYTES),
         ("heads", ll_dispatch, shape.size * HEAD_BYTES),
-        ("home_lines", ll_combine, shape.home_rows * shape.home_units * UNIT_BYTES),
-        ("weight_lines", ll_combine, positions * shape.weight_lines * LINE_BYTES),
+        ("home_lines", ll_combine, ll_home_rows * shape.home_units * UNIT_BYTES),
+        ("weight_lines", ll_combine, ll_positions * shape.weight_lines * LINE_BYTES),
         ("home_heads", ll_combine, shape.size * HEAD_BYTES),
     )
     result, offset = RegionMap(), 0

@@ -22,6 +22,11 @@ constexpr i32 kSecond = 448;          // distance of a lane's second vector from
 constexpr i32 kLineInts = 28;         // 32-bit words of a line of numbers
 constexpr i32 kLineMetas = 7;         // 16-byte records of a line
 
+// Index of a position in the arrays of lines, which have room for steps that run LL; other arrays have it for max_tokens.
+__device__ __forceinline__ i64 line_position(const World& world, i32 rank, i32 position) {
+  return static_cast<i64>(rank) * world.ll_tokens + position;
+}
+
 struct alignas(16) Vector {
   u64 low, high;
 };

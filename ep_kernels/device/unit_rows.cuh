@@ -6,13 +6,13 @@ constexpr bool kQuantised = sizeof(X) > 1;
 __device__ __forceinline__ u8* lines_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
   return array_at(args, at, map.lines, map.lines_stride) +
-         position_of(args.world, source, position) * args.world.row_units * kUnitBytes;
+         line_position(args.world, source, position) * args.world.row_units * kUnitBytes;
 }
 
 __device__ __forceinline__ u8* meta_lines_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
   return array_at(args, at, map.meta_lines, map.meta_lines_stride) +
-         position_of(args.world, source, position) * args.world.meta_lines * kLineBytes;
+         line_position(args.world, source, position) * args.world.meta_lines * kLineBytes;
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 at, i32 source) {

@@ -23,7 +23,7 @@ struct LlScratch : Scratch {
 
 __device__ __forceinline__ i32 arrived_stride(const World& world) { return 1 + (kPerExpert ? world.local_stride : 0); }
 
-__device__ __forceinline__ i32 chunks_of(const World& world) { return (world.max_tokens + 31) / 32; }
+__device__ __forceinline__ i32 chunks_of(const World& world) { return (world.ll_tokens + 31) / 32; }
 
 __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bool* twice) {
   LlScratch scratch;

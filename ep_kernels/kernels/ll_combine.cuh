@@ -20,7 +20,8 @@
 
 // ---- send: this rank as owner ----
 
-// What this warp sends; lane r: rows that source r, and source 32 + r, sent.
+// What this warp sends; lane r: rows that source r, and source 32 + r, sent. After a dispatch that was stopped their memory may
+// hold anything, and is looked at before the abort word is here: no more than there can be.
 struct Owed {
   i32 low, high, most;
 };
@@ -29,8 +30,8 @@ __device__ __forceinline__ Owed owed_rows(const CombineArgs& args) {
   const World& world = args.world;
   const i32 lane = lane_idx();
   Owed owed = {0, 0, 0};
-  if (lane < world.size && is_active(lane)) owed.low = args.source_rows[lane];
-  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = args.source_rows[lane + 32];
+  if (lane < world.size && is_active(lane)) owed.low = min(args.source_rows[lane], world.ll_tokens);
+  if (lane + 32 < world.size && is_active(lane + 32)) owed.high = min(args.source_rows[lane + 32], world.ll_tokens);
   owed.most = __reduce_max_sync(~0u, max(owed.low, owed.high));
   return owed;
 }
@@ -96,7 +97,7 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   u32 word[4];
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) word[i] = __float_as_uint(__shfl_sync(~0u, mine, (base + i) & 31));
-  u8* at = weight_lines_at(args, task.source, position_of(world, world.rank, task.position));
+  u8* at = weight_lines_at(args, task.source, line_position(world, world.rank, task.position));
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 
@@ -109,7 +110,7 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, const Owe
     refill(queue, args.world.state->taken + 16);
     more = next_task(args, owed, queue, task);  // its loads run beside this one's
     if (take_rows(args, now)) {
-      const i32 row = KIND == EXACT ? now.landing : static_cast<i32>(position_of(args.world, args.world.rank, now.position));
+      const i32 row = KIND == EXACT ? now.landing : static_cast<i32>(line_position(args.world, args.world.rank, now.position));
       store_unit(home_lines_at(args, now.source, row) + now.index * kUnitBytes, make_partial(args, now), seq);
       if (now.index == 0 && args.row_weights != nullptr) send_weight_lines(args, now, seq);
     }
@@ -169,7 +170,7 @@ __device__ __forceinline__ void take_term(const CombineArgs& args, Terms& terms,
   }
   const i32 k = __ffs(__ballot_sync(~0u, terms.rank == next)) - 1;
   *owner = next;
-  *row = next * args.world.max_tokens + __shfl_sync(~0u, terms.position, k);
+  *row = next * args.world.ll_tokens + __shfl_sync(~0u, terms.position, k);
 }
 
 // Unit `index` of z[token]; false where the wait was ended.
@@ -238,7 +239,7 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const H
   f32 mine = 0.0f;
   for (u32 left = __ballot_sync(~0u, rank >= 0); left != 0;) {
     const i32 lead = __ffs(left) - 1, from = __shfl_sync(~0u, rank, lead);
-    const u8* at = weight_lines_at(args, world.rank, position_of(world, from, __shfl_sync(~0u, position, lead)));
+    const u8* at = weight_lines_at(args, world.rank, line_position(world, from, __shfl_sync(~0u, position, lead)));
     Vector loaded = {};
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] { return *verdict != kSame || peek_lines(at, num_lines, seq, &loaded); }))

@@ -298,7 +298,7 @@ __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlSc
     if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
   if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
   if (asks && lane_idx() == 0) ptx::barrier_arrive(heads_here);
-  if (first.turn.position < args.world.max_tokens) {
+  if (first.turn.position < args.world.ll_tokens) {
     look(args, first, seq);
     while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
     if (LAYOUT == RANK_MAJOR && !is_records(args.world, first) && __all_sync(~0u, first.there))
@@ -343,7 +343,7 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
   move_on(turn, step, world.row_units + 1, world.size);
   const i32 num_rows = LAYOUT == GROUPED || LAYOUT == FLAT ? rows_delivered(args, scratch) : 0;  // else no scales depend on it
   i32 most = 0;
-  for (i32 source = lane_idx(); source < world.size && turn.position < world.max_tokens; source += 32)
+  for (i32 source = lane_idx(); source < world.size && turn.position < world.ll_tokens; source += 32)
     most = max(most, scratch.arrived[source * arrived_stride(world)]);
   most = __reduce_max_sync(~0u, most);
   bool more = (!next.delivered && is_sent(world, scratch, next.turn)) || next_arrival(args, scratch, turn, step, most, next, seq);
@@ -461,7 +461,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
   for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
   Queue queue = queue_of(rows, units, one);
-  const Turn none = {world.max_tokens, 0, 0};
+  const Turn none = {world.ll_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
   __syncthreads();

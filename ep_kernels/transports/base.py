@@ -4,8 +4,9 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 
 * Views of dispatch n (out.tokens, combine_input) stay good until dispatch n + max_in_flight *starts*; a transport lets
   peers overwrite them no earlier. The communicator counts this and raises HandleError; handles themselves (routing)
-  live as long as the caller keeps them. At most max_in_flight dispatches, and as many combines, are pending at once;
-  their `wait` may come in any order.
+  live as long as the caller keeps them. Requests are waited for in any order, but each before the max_in_flight-th
+  later operation of its kind begins: that one the communicator refuses. So at most max_in_flight dispatches, and as
+  many combines, are pending at once, all of them the latest begun, and slots may be taken in turn.
 * Handles leave the transport with owner 0; the communicator stamps owner, rows_shape, topk_ids and topk_weights.
 * Receive capacity is `routing.receive_rows`. A row whose place (`reference.py`) lies past it is dropped: combine leaves
   it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.

@@ -48,7 +48,7 @@ def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback
 @app.command()
 def up(
     model: Annotated[str, typer.Option("--model", "-m", help="Directory of a Hugging Face MoE checkpoint.")] = "",
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
     transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
@@ -132,7 +132,7 @@ def status(
 @app.command()
 def demo(
     transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
-    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers on this host.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ep_kernels import Layout, Mode, MoEConfig
+from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.inspection import PAYLOADS, PaperGroup, arrays
 
 T = TypeVar("T")
@@ -107,11 +108,12 @@ def as_table(config: MoEConfig) -> Group:
 
 
 def _headline(config: MoEConfig) -> Text:
-    payload = str(config.payload_dtype).removeprefix("torch.")
+    payload, mode = str(config.payload_dtype).removeprefix("torch."), config.mode.value
+    if config.mode is Mode.AUTO:
+        mode += f" (LL up to {plan.ll_tokens(config)} tokens)"
     return Text(
         f"nvlink region: {config.group.size} ranks, {config.max_tokens_per_rank} tokens of {config.hidden_size} x "
-        f"{payload} per rank, top {config.topk} of {config.num_experts} experts, {config.mode.value}, "
-        f"{config.resolved_layout.value}"
+        f"{payload} per rank, top {config.topk} of {config.num_experts} experts, {mode}, {config.resolved_layout.value}"
     )
 
 

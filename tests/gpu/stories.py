@@ -56,6 +56,43 @@ def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, rep
         check_step(comm, next_case(case, 1000 + replay))  # eager steps and replays mix
 
 
+def halves_in_a_graph(comm: MoECommunicator, case: RoutingCase, replays: int = 1000, looks: int = 20) -> None:
+    """One graph in which both dispatches send before either receives, and so do both combines; replayed with other
+    routing, counts and payload each time. Nobody waits for the device but to look, now and then; what a replay
+    delivered is poisoned before the next."""
+    device, dtype = comm.capabilities.device_type, comm.config.resolved_output_dtype
+    statics = [Inputs.of(any_kind(case, n), comm.config).arguments(comm.rank, device) for n in range(2)]
+    check_step(comm, case)
+    torch.cuda.synchronize()
+    comm.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dispatching = [comm.dispatch_async(*static) for static in statics]
+        delivered = [request.wait() for request in dispatching]
+        combining = [comm.combine_async(expert(out, dtype), handle) for out, handle in delivered]
+        results = [request.wait() for request in combining]
+    for replay in range(replays):
+        steps = [any_kind(case, 2 * replay + n) for n in range(2)]
+        for static, step in zip(statics, steps, strict=True):
+            fresh = step.x(comm.rank, comm.config.dtype), step.topk_ids(comm.rank), step.topk_weights(comm.rank)
+            for kept, new in zip(static, fresh, strict=True):
+                kept.copy_(new)
+        graph.replay()
+        looked_at = (replay + 1) % (replays // looks) == 0
+        if looked_at:
+            torch.cuda.synchronize()
+            comm.check()
+        for n, (step, (out, _), z) in enumerate(zip(steps, delivered, results, strict=True)):
+            if looked_at:
+                expected = Expected(comm, Inputs.of(step, comm.config))
+                same_dispatch(out, expected.outputs[comm.rank])
+                same_bits(z, expected.combined()[comm.rank], f"z of pair {n} in replay {replay}")
+            poison(out.tokens)
+            poison(z)
+        if looked_at:
+            check_step(comm, next_case(case, 1_000_000 + replay))  # eager steps and replays mix
+
+
 def any_kind(case: RoutingCase, number: int) -> RoutingCase:
     """Fresh routing; the kinds take turns. All ids of a token are distinct."""
     kinds = [kind for kind in KINDS if kind != "repeated"]

@@ -84,6 +84,23 @@ def test_routing(size: int, mode: Mode, layout: Layout) -> None:
     run(steps, mode, {"mode": mode, "layout": layout})
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(("size", "crossover"), [(3, 0), (3, 1), (4, 5), (33, 33)])
+def test_auto_between_its_crossover_and_its_most_tokens(size: int, crossover: int, layout: Layout, exact: bool) -> None:
+    """Lines have room for as many tokens as LL may bring, everything else for those of HT; gradients' weights too."""
+    if exact and not layout.per_expert:
+        pytest.skip("exact_combine is for per-expert layouts")
+    most = 2 * crossover + 3
+    overrides = {"mode": Mode.AUTO, "layout": layout, "ll_max_tokens": crossover, "exact_combine": exact}
+    steps = []
+    for number in range(6):
+        tokens = tuple((crossover, most)[number % 2] - rank % 2 * min(1, crossover) for rank in range(size))
+        steps.append(RoutingCase(2 * size + 1, 3, 136, tokens, "single_none", draw_seed(), max_tokens=most))
+    run(steps, Mode.AUTO, overrides)
+    run(steps, Mode.AUTO, overrides, halves=SPLIT, backward=True)
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_halves_and_backward(mode: Mode, layout: Layout) -> None:

@@ -3,6 +3,7 @@ ranks that mean different routings, latency records."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,7 +63,7 @@ def payload_of_a_dispatch(mode: Mode) -> Loopback:
         region[: engine.flag_bytes].view(torch.int64).view(-1, 2)[abi.FLAGS.index("PAYLOAD"), 1] = 0
     else:
         shape, lines = engine.sizes.shape, int(engine.tables.world.map.lines)
-        row = (shape.max_tokens + case.tokens[1] - 1) * shape.row_units
+        row = (shape.ll_tokens + case.tokens[1] - 1) * shape.row_units
         region[lines + row * abi.UNIT_BYTES :][: abi.UNIT_BYTES] = 0
     loop.launch(calls[:1], RECEIVE)
     return loop
@@ -210,6 +211,50 @@ def test_different_routings_break_nothing(odd: str, size: int, mode: Mode, layou
     for number in range(4):
         check(loop, replace(case, seed=draw_seed()), LL_HT[number % 2])
     check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=mine)
+
+
+@pytest.mark.parametrize("left", [0x7F, 0x00, None])
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize(("size", "halves"), [(2, (BOTH,)), (2, (SEND, RECEIVE)), (40, (BOTH,))])
+def test_what_a_stopped_dispatch_left_is_not_believed(
+    size: int, mode: Mode, layout: Layout, left: int | None, halves: tuple[int, ...]
+) -> None:
+    """Its routing was never written, and its memory holds anything (`left` in each byte; None: noise). Brought again by
+    ranks whose abort word is set, it delivers nothing, and nothing is written but the operation's own outputs."""
+    tokens = tuple((5 * r + 3) % 8 for r in range(size))
+    case = RoutingCase(2 * size + 1, 4, 64, tokens, "uniform", draw_seed(), max_tokens=8)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=PATIENCE_S), size, 3)
+    handles = check(loop, case, mode)
+    for engine, handle in zip(loop.engines, handles, strict=True):
+        for memory in (handle.state.routing, handle.state.carried):
+            memory.copy_(torch.randint(256, memory.shape) if left is None else torch.full(memory.shape, left))
+        engine.tables.stop()
+    before = [whole(loop, rank) for rank in range(size)]
+    xs = [case.x(r, torch.bfloat16) for r in range(size)]
+    ids, weights = [case.topk_ids(r) for r in range(size)], [case.topk_weights(r) for r in range(size)]
+    steps = loop.begin(xs, ids, weights, mode, previous=handles)
+    for step in steps:
+        for name in ("counts", "num_rows"):
+            step.outputs[name].fill_(77)  # type: ignore[union-attr]
+    calls, begin = combine_of(loop, handles), time.monotonic()
+    for launched in ([step.call for step in steps], calls):
+        for half in halves:
+            loop.launch(launched, half)
+    assert time.monotonic() - begin < 3.0, "counts of rows that cannot be are not counted up to"
+    for step in steps:
+        assert not step.outputs["counts"].any()  # type: ignore[union-attr]
+        assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
+    for rank, call in enumerate(calls):
+        assert bool(call.keep[-2].isnan().all())
+        assert all(torch.equal(*pair) for pair in zip(before[rank], whole(loop, rank), strict=True)), rank
+    loop.preset(50)
+    check(loop, replace(case, seed=draw_seed()), mode)
+
+
+def whole(loop: Loopback, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of a rank's region and counters."""
+    return loop.memory[rank].data.clone(), loop.engines[rank].tables.state.clone()
 
 
 def hear(loop: Loopback, op: str) -> None:

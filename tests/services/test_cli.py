@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 import crossdock
 from crossdock.common.announce import Addresses, parse
+from crossdock.common.config import HostConfig
 
 
 def crossdock_command(*args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -46,6 +48,11 @@ def test_help_names_every_command_and_the_exit_is_clean() -> None:
     assert done.returncode == 0
     for name in ("up", "control", "worker", "status", "demo", "topo", "version"):
         assert f" {name} " in done.stdout
+
+
+def test_help_says_how_many_workers_there_are() -> None:
+    (count,) = (field.default for field in msgspec.structs.fields(HostConfig) if field.name == "num_workers")
+    assert f"by default {count}." in " ".join(crossdock_command("up", "--help").stdout.split())
 
 
 def test_no_command_shows_the_help() -> None:

@@ -116,6 +116,31 @@ def too_many_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
     check_step(comm, case)
 
 
+def overtaken(comm: MoECommunicator, case: RoutingCase) -> None:
+    """A request may wait while max_in_flight - 1 later operations come and go; one more would take its slot: it
+    is refused before anything is sent. What waited is whole."""
+    flight, dtype = comm.config.max_in_flight, comm.config.resolved_output_dtype
+    for turn in range(3):
+        cases = [next_case(case, flight * turn + n) for n in range(flight)]
+        request, inputs = start(comm, cases[0])
+        for later in cases[1:]:
+            other, its_inputs = start(comm, later)
+            out, _ = other.wait()
+            check_dispatch(comm, its_inputs, out)
+            poison(out.tokens)
+        with pytest.raises(HandleError, match=r"dispatch: .*max_in_flight"):
+            start(comm, case)
+        out, handle = request.wait()
+        expected = check_dispatch(comm, inputs, out)
+        combining = comm.combine_async(expert(out, dtype), handle)
+        for _ in cases[1:]:
+            check_combine(comm, expected, out, handle)
+        with pytest.raises(HandleError, match=r"combine: .*max_in_flight"):
+            comm.combine(expert(out, dtype), handle)
+        same_bits(combining.wait(), expected.combined()[comm.rank], f"z in turn {turn}")
+        check_step(comm, next_case(case, 1000 + turn))
+
+
 def inputs_may_be_reused(comm: MoECommunicator, case: RoutingCase) -> None:
     """Overwriting x, ids, weights and y right after the send half changes nothing."""
     inputs = Inputs.of(case, comm.config)

@@ -71,6 +71,13 @@ def test_too_many_in_flight(world: Worlds, transport: str, max_in_flight: int) -
     world(3).run(run_story, transport, calls.too_many_in_flight, case_of(3), overrides)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_request_may_be_overtaken(world: Worlds, transport: str, mode: Mode, max_in_flight: int) -> None:
+    overrides = {"mode": mode, "max_in_flight": max_in_flight}
+    world(3).run(run_story, transport, calls.overtaken, case_of(3), overrides)
+
+
 def test_validate(world: Worlds, transport: str) -> None:
     case = case_of(2, tokens=(4, 3))
     world(2).run(run_story, transport, calls.validates, case, {"validate": True})

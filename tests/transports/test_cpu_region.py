@@ -148,11 +148,9 @@ def test_zero_copy_both_ways(world: Worlds) -> None:
 def unfinished_combines(rank: int, size: int, store: dist.Store) -> None:
     """Dispatches may recycle the buffers of combines that nobody has waited for yet."""
     comm = make(store, rank, size)
-    expected, requests = [], []
-    for number in range(2):
-        _, tokens, handle = step(comm, number)
-        expected.append(comm.combine(tokens.clone(), handle))
-        requests.append(comm.combine_async(comm.combine_input(handle).copy_(tokens), handle))
+    begun = [step(comm, number)[1:] for number in range(2)]
+    expected = [comm.combine(tokens.clone(), handle) for tokens, handle in begun]
+    requests = [comm.combine_async(comm.combine_input(handle).copy_(tokens), handle) for tokens, handle in begun]
     for number in range(2, 5):
         step(comm, number)
     for request, z in zip(requests, expected, strict=True):

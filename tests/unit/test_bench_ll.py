@@ -123,6 +123,17 @@ def test_make_knows_the_cases() -> None:
     assert re.search(r"-m benchmarks\.run --device cuda .*--cases ll --seed 5$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_says_in_one_line_that_there_is_no_gpu() -> None:
+    command = ["make", "--silent", "bench-gpu", "DEV=", f"PY={sys.executable}"]  # installed, so to speak
+    nowhere = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=nowhere)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert said == ["make bench-gpu: needs NVIDIA GPUs, this machine has none"]
+    assert not done.stdout
+
+
 @pytest.mark.parametrize("extent", ["full", "core", "quick"])
 def test_every_number_of_multiprocessors_has_both_layouts(extent: str) -> None:
     cases = [measured.case for measured in cases_of("ll_sms", 4, extent)]

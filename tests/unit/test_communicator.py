@@ -306,14 +306,46 @@ def test_in_flight_is_counted(made: list[Script]) -> None:
     with pytest.raises(HandleError, match="max_in_flight = 2"):
         comm.dispatch_async(*arguments())
     out, handle = second.wait()
-    comm.dispatch_async(*arguments())
+    with pytest.raises(HandleError, match="begun 2 before this"):
+        comm.dispatch_async(*arguments())
+    assert made[0].calls.count("dispatch") == 2, "refused before it is sent"
     first.wait()
+    comm.dispatch_async(*arguments()).wait()
     combines = [comm.combine_async(out.tokens, handle) for _ in range(2)]
     with pytest.raises(HandleError, match="combine"):
         comm.combine(out.tokens, handle)
     assert torch.equal(combines[1].wait(), out.tokens)
     with pytest.raises(AttributeError, match="row_weights"):
         _ = combines[1].weights
+
+
+@pytest.mark.parametrize("flight", [1, 2, 3])
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_a_request_may_be_overtaken_so_often(made: list[Script], kind: str, at_once: bool, flight: int) -> None:
+    """Slots are taken in turn, whoever waits for what: an operation that would take a pending one's is not sent. Those
+    of the other kind do not count."""
+    comm = MoECommunicator(config(max_in_flight=flight))
+    out, handle = comm.dispatch(*arguments())
+    operations: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "dispatch": (lambda: comm.dispatch(*arguments()), lambda: comm.dispatch_async(*arguments())),
+        "combine": (lambda: comm.combine(out.tokens, handle), lambda: comm.combine_async(out.tokens, handle)),
+    }
+    now, later = operations.pop(kind)
+    ((other, _),) = operations.values()
+    for _ in range(3):
+        request = later()
+        for _ in range(flight - 1):
+            now() if at_once else later().wait()
+            other()
+        sent = made[0].calls.count(kind)
+        for call in (now, later):
+            with pytest.raises(HandleError, match=rf"^{kind}: expected .* max_in_flight = {flight} .* {flight} before"):
+                call()
+        assert made[0].calls.count(kind) == sent
+        other()
+        request.wait()
+        now()
 
 
 def test_overflow_raise_carries_the_rest(made: list[Script]) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.nvlink import sharing
 from ep_kernels.transports.nvlink.mailbox import Mailbox
+from tests.cases import RoutingCase
+from tests.gpu.loopback_group import LoopGroup
 
 SIZE = 3
 WORDS = [0] * 8
@@ -148,6 +151,39 @@ def test_descriptors_travel() -> None:
         sharing.fetch(1, desk.address, 2, 5)
     for fd in (read, write, *theirs):
         os.close(fd)
+
+
+@pytest.mark.parametrize("missing", [0, 2, None])
+def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
+    """Of `SIZE` ranks, this one is 1; whether or not a peer's region cannot be had."""
+    pytest.importorskip("cuda.bindings.driver")
+    from ep_kernels.transports.nvlink.transport import NvlinkTransport
+
+    config = RoutingCase(3, 1, 16, (1,) * SIZE).config(LoopGroup(1, SIZE), transport="nvlink")
+    transport: Any = NvlinkTransport(config)
+    own, attached = os.open(os.devnull, os.O_RDONLY), list[list[int]]()
+    transport._mailbox = SimpleNamespace(
+        fd=own, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
+    )
+    transport._region = SimpleNamespace(mapping=SimpleNamespace(address=1))
+    transport._engine = SimpleNamespace(attach=lambda mapping, addresses: None)
+    transport._watch = lambda pids: None
+
+    def bring(rank: int, ticket: bytes) -> tuple[int, Any, int]:
+        if rank == missing:
+            raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
+        return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0
+
+    transport._import = bring
+    before = os.listdir("/proc/self/fd")
+    if missing is None:
+        transport.import_regions([b""] * SIZE)
+        assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
+    else:
+        with pytest.raises(TransportError, match=f"rank {missing}"):
+            transport.import_regions([b""] * SIZE)
+    assert os.listdir("/proc/self/fd") == before
+    os.close(own)
 
 
 def test_only_who_knows_the_nonce_gets_them() -> None:

@@ -16,6 +16,7 @@ from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.engine import Engine
+from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
@@ -104,6 +105,37 @@ def test_lines_hold_what_travels(changes: dict[str, Any], row: int, home: int, t
     assert abi.LINE_METAS * (shape.meta_lines - 1) < topk <= abi.LINE_METAS * shape.meta_lines
     assert abi.LINE_INTS * (shape.weight_lines - 1) < topk <= abi.LINE_INTS * shape.weight_lines
     assert shape.meta_lines * abi.LINE_METAS * abi.META_BYTES <= shape.meta_lines * abi.LINE_BYTES
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "asked", "tokens", "held"),
+    [
+        (Mode.LL, None, 4096, 4096),
+        (Mode.LL, 64, 4096, 4096),  # not looked at
+        (Mode.AUTO, None, 4096, plan.LL_MAX_TOKENS[Layout.GROUPED]),
+        (Mode.AUTO, None, 16, 16),
+        (Mode.AUTO, 64, 4096, 64),
+        (Mode.AUTO, 64, 63, 63),
+        (Mode.AUTO, 8192, 4096, 4096),
+        (Mode.AUTO, 0, 4096, 1),  # steps without any token run LL
+    ],
+)
+def test_lines_are_for_steps_that_run_low_latency(
+    mode: Mode, asked: int | None, tokens: int, held: int, exact: bool
+) -> None:
+    """AUTO takes HT past its crossover; the arrays of HT, and what callers see, are for all tokens."""
+    c = config(mode=mode, layout=Layout.GROUPED, max_tokens_per_rank=tokens, ll_max_tokens=asked, exact_combine=exact)
+    shape = plan.sizes_of(c).shape
+    regions, each = abi.region_map(shape), shape.size if not exact else shape.topk
+    assert (shape.max_tokens, shape.ll_tokens, shape.num_partials) == (tokens, held, each)
+    assert regions.lines_stride == held * 8 * 15 * abi.UNIT_BYTES
+    assert regions.meta_lines_stride == held * 8 * 2 * abi.LINE_BYTES
+    assert regions.home_lines_stride == held * each * 15 * abi.UNIT_BYTES
+    assert regions.weight_lines_stride == held * 8 * abi.LINE_BYTES
+    assert regions.rows_stride == tokens * 8 * 8 * 7168 * 2
+    assert regions.home_stride == tokens * each * 7168 * 2
+    assert regions.home_weights_stride == tokens * 8 * 8 * 4
 
 
 def test_map_is_equal_on_all_ranks() -> None:
@@ -249,6 +281,14 @@ def test_header_is_what_ctypes_says() -> None:
 def test_numbers_that_both_sides_name_agree(file: str, name: str, value: int) -> None:
     text = (jit.ROOT / "device" / f"{file}.cuh").read_text()
     assert re.findall(rf"\b{name} = (\d+)[,;]", text) == [str(value)]
+
+
+def test_fingerprint_follows_the_crossovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They size AUTO's buffers: versions that differ in them must not form a group."""
+    before = NvlinkTransport(config()).capabilities.abi
+    assert NvlinkTransport(config()).capabilities.abi == before
+    monkeypatch.setitem(plan.LL_MAX_TOKENS, Layout.FLAT, plan.LL_MAX_TOKENS[Layout.FLAT] + 1)
+    assert NvlinkTransport(config()).capabilities.abi != before
 
 
 def test_fingerprint_follows_sources() -> None:

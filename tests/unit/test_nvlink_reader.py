@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections import deque
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.bindings.driver")
 
 from cuda.bindings import driver as cuda
 
 from ep_kernels.errors import TransportError
-from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink import driver, samples
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -90,12 +93,13 @@ class Driver:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "cuda", made)
+    monkeypatch.setattr(driver, "_retired", deque())
     return made
 
 
 @pytest.mark.parametrize("pending", [0, 1, 5])
 def test_a_copy_is_waited_for(fake: Driver, pending: int) -> None:
-    reader = driver.Reader()
+    reader = driver.Reader(None)
     fake.contexts, fake.pending = ["another thread's"], pending
     assert reader.read(7, 8, 9, 10.0)
     assert fake.copied == [(7, 8, 9)]
@@ -104,7 +108,7 @@ def test_a_copy_is_waited_for(fake: Driver, pending: int) -> None:
 
 
 def test_patience_ends(fake: Driver) -> None:
-    reader = driver.Reader()
+    reader = driver.Reader(None)
     fake.pending = 1 << 40
     assert not reader.read(7, 8, 9, 0.01)
     assert (fake.contexts, fake.mode) == (["own"], GLOBAL)
@@ -112,7 +116,7 @@ def test_patience_ends(fake: Driver) -> None:
 
 @pytest.mark.parametrize("broken", ["copy", "query"])
 def test_a_lost_device_is_said_and_all_is_put_back(fake: Driver, broken: str) -> None:
-    reader = driver.Reader()
+    reader = driver.Reader(None)
     fake.broken = broken
     with pytest.raises(TransportError, match="CUDA_ERROR_ILLEGAL_ADDRESS: its words"):
         reader.read(7, 8, 9, 10.0)
@@ -121,10 +125,42 @@ def test_a_lost_device_is_said_and_all_is_put_back(fake: Driver, broken: str) ->
 
 @pytest.mark.parametrize("broken", ["", "destroy"])
 def test_its_stream_goes_with_it(fake: Driver, broken: str) -> None:
-    reader = driver.Reader()
+    reader = driver.Reader(None)
     assert fake.streams == ["apart"]
     fake.broken = broken
     del reader
     gc.collect()
     assert fake.streams == []
     assert (fake.contexts, fake.mode) == (["own"], GLOBAL)
+
+
+@pytest.mark.parametrize("broken", ["", "query"])
+def test_memory_outlives_a_copy_that_is_late(fake: Driver, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Whoever frees it meanwhile: the device would write to what is somebody else's by then. Until it has written, or
+    is lost; which is looked for when another reader goes."""
+    pinned = {"pin_memory": False}  # there is no device to pin it for
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **how: zeros(*shape, **(how | pinned)))
+    monkeypatch.setattr(samples, "PATIENCE_S", 0.01)
+    copy, source = samples.DeviceCopy(4), torch.empty(3, dtype=torch.int64)
+    memory, address = weakref.ref(copy._words), copy._words.data_ptr()
+    fake.pending = 1 << 40
+    assert copy(source) is None
+    assert fake.copied == [(address, source.data_ptr(), 24)]
+    del copy
+    gc.collect()
+    assert memory() is not None
+    assert fake.streams == ["apart"]
+    another = driver.Reader(None)
+    del another
+    gc.collect()
+    assert memory() is not None
+    assert fake.streams == ["apart", "apart"]
+    fake.pending, fake.broken = 0, broken
+    last = driver.Reader(None)
+    del last
+    gc.collect()
+    assert memory() is None
+    assert fake.streams == []
+    assert (fake.contexts, fake.mode) == (["own"], GLOBAL)
+    assert not driver._retired

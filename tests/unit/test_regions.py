@@ -73,6 +73,16 @@ def test_sizes_by_hand() -> None:
     assert ht["lines"].num_bytes == 0
 
 
+def test_auto_has_room_for_low_latency_up_to_its_crossover() -> None:
+    most = plan.LL_MAX_TOKENS[Layout.GROUPED]
+    for tokens, held in ((most - 1, most - 1), (8 * most, most)):
+        found = {array.name: array for array in arrays(config(mode="auto", layout="grouped", max_tokens=tokens))}
+        assert found["lines"].slot_bytes == found["home_lines"].slot_bytes == 8 * held * 15 * 1024
+        assert found["rows"].slot_bytes == 8 * tokens * 8 * 7168 * 2
+        words = shown("--mode", "auto", "--layout", "grouped", "--max-tokens", str(tokens)).split()
+        assert " ".join(words).find(f"auto (LL up to {held} tokens), grouped") > 0
+
+
 def test_table_and_json_agree() -> None:
     words = ("--ranks", "4", "--mode", "ht", "--layout", "grouped", "--max-tokens", "4096", "--dtype", "fp8")
     facts = json.loads(shown(*words, "--json"))

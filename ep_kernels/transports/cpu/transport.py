@@ -199,9 +199,6 @@ class CpuTransport:
     def combine(self, args: CombineArgs) -> PendingCombine:
         """See `Transport.combine`."""
         pending = PendingCombine(self, args)
-        occupant = self._combines.get(pending.slot)
-        if occupant is not None:
-            occupant.finish()
         pending.send()
         self._combines[pending.slot] = pending
         return pending

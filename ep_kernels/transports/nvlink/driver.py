@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,12 +86,16 @@ def _load(compiler: jit.Compiler, variant: jit.Variant, arch: str, shared_bytes:
 
 class Reader:
     """Copies device memory to the host beside whatever the device does: on a stream of its own, from any thread, also
-    while a thread of this process captures a graph. Made where the device's context is current."""
+    while a thread of this process captures a graph. Made where the device's context is current.
 
-    def __init__(self) -> None:
+    Args:
+        memory: owner of all that is copied to. Kept until no copy is under way, also when the reader is gone.
+    """
+
+    def __init__(self, memory: object) -> None:
         self._context = call("cuCtxGetCurrent")
         self._stream = call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        weakref.finalize(self, _destroy, self._context, self._stream).atexit = False
+        weakref.finalize(self, _retire, self._context, self._stream, memory).atexit = False
 
     def read(self, to: int, address: int, num_bytes: int, patience_s: float) -> bool:
         """Whether the bytes at `address` have come to pinned memory at `to` in time. If not they come later, but
@@ -123,6 +128,26 @@ def _apart(context: Any) -> Iterator[None]:
         call("cuCtxPopCurrent")
 
 
-def _destroy(context: Any, stream: Any) -> None:
-    with contextlib.suppress(TransportError), _apart(context):
+_retired: deque[tuple[Any, Any, object]] = deque()
+"""Context, stream and memory of readers that are gone, where a copy was still to come."""
+
+
+def _retire(context: Any, stream: Any, memory: object) -> None:
+    """Ends the streams of retired readers, this one's among them, whose copies have come; the others' turn comes with a
+    later reader. A garbage collector calls this, in any thread, perhaps amid another call: nothing here waits."""
+    _retired.append((context, stream, memory))
+    for _ in range(len(_retired)):
+        try:
+            oldest = _retired.popleft()
+        except IndexError:  # another thread has taken it
+            return
+        if not _ended(*oldest[:2]):
+            _retired.append(oldest)
+
+
+def _ended(context: Any, stream: Any) -> bool:
+    with contextlib.suppress(TransportError), _apart(context):  # a device that is lost writes no more
+        if cuda.cuStreamQuery(stream)[0] == cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
         call("cuStreamDestroy", stream)
+    return True

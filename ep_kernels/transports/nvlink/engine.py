@@ -177,7 +177,9 @@ class Engine:
 
     def dispatch(self, args: DispatchArgs) -> Dispatch:
         """Everything but the launch."""
-        slot = self._num_dispatches % self.sizes.shape.dispatch_slots
+        shape = self.sizes.shape
+        assert args.mode is Mode.HT or args.x.shape[0] <= shape.ll_tokens, "lines have no room for it"
+        slot = self._num_dispatches % shape.dispatch_slots
         self._num_dispatches += 1
         x, num_tokens = _aligned(args.x), args.x.shape[0]
         state = self._state(args)

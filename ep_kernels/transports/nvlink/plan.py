@@ -45,9 +45,10 @@ faster: LL was ahead at 512 (199 against 244 us) and still at 2048, the largest 
 512 until HT is tuned and the other layouts are measured."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
-SENDERS = {False: (0.2, 0.4), True: (0.3, 0.6)}
-"""By whether rows are per expert: shares of an LL launch's blocks that send, in a dispatch and in a combine. Measured
-on 4 H200: docs/kernels/ll.md."""
+DISPATCH_SENDERS = {(False, False): 0.2, (False, True): 0.35, (True, False): 0.3, (True, True): 0.3}
+COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.5, (True, False): 0.6, (True, True): 0.6}
+"""Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
+quantises needs more hands. Measured on 4 H200: docs/kernels/ll.md."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -96,7 +97,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
     }
     shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
     most = grouped if layout is Layout.EXPERT_MAJOR else 0
-    _check_limits(c, max(shape.home_rows, most, *capacities))
+    _check_limits(c, max(shape.num_partials * c.max_tokens_per_rank, most, *capacities))
     return Sizes(
         shape.num_keys, num_local, num_local if layout.per_expert else ranks, columns, dtype, shape.scale_bytes,
         shape.row_bytes, capacity, capacities, output_rows.get(layout, (capacity,)), shape,
@@ -109,6 +110,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
     return abi.Shape(
         size=ranks,
         max_tokens=c.max_tokens_per_rank,
+        ll_tokens=ll_tokens(c),
         topk=c.topk,
         num_keys=ranks * experts.stride,
         row_bytes=row_bytes,
@@ -121,12 +123,20 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
-        home_rows=c.max_tokens_per_rank * (c.topk if c.exact_combine else ranks),
+        num_partials=c.topk if c.exact_combine else ranks,
         home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
         home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
+
+
+def ll_tokens(c: MoEConfig) -> int:
+    """Most tokens per rank of a step that runs LL; at least 1, so that no table is empty."""
+    if c.mode is not Mode.AUTO:
+        return c.max_tokens_per_rank
+    crossover = LL_MAX_TOKENS[c.resolved_layout] if c.ll_max_tokens is None else c.ll_max_tokens
+    return max(1, min(crossover, c.max_tokens_per_rank))
 
 
 def _check_limits(c: MoEConfig, most_rows: int) -> None:
@@ -209,7 +219,7 @@ class Launch:
 
     def work(self, halves: int) -> Any:
         """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
-        return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves, self.num_senders)
+        return abi.Work(self.piece_bytes, self.stage_offset, halves, self.num_senders)
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
@@ -245,13 +255,13 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
         if c.resolved_layout.per_expert:
             stride = c.resolved_expert_map.stride
             words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
-            seen = sizes.num_keys * -(-c.max_tokens_per_rank // 32)
+            seen = sizes.num_keys * -(-ll_tokens(c) // 32)
             words += seen if seen <= abi.MOST_SEEN else 0
-        wide = -(-c.max_tokens_per_rank // 32) * 32 + 2 * c.group.size
+        wide = -(-ll_tokens(c) // 32) * 32 + 2 * c.group.size
         control = _head_bytes(c) + 8 * wide + 4 * words
         if control > SHARED_BYTES:
             raise ConfigError("max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes")
-        return _ll_launch(num_sms, control, SENDERS[c.resolved_layout.per_expert][0])
+        return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
     control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
@@ -260,7 +270,8 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a combine runs."""
     if mode is Mode.LL:
-        return _ll_launch(num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1])
+        fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
+        return _ll_launch(num_sms, _head_bytes(c), COMBINE_SENDERS[c.resolved_layout.per_expert, fp8])
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
     return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)

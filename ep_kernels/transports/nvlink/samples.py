@@ -33,7 +33,7 @@ class DeviceCopy:
         from ep_kernels.transports.nvlink import driver
 
         self._words = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
-        self._reader = driver.Reader()
+        self._reader = driver.Reader(self._words)
 
     def __call__(self, source: torch.Tensor) -> torch.Tensor | None:
         copied = self._words[: source.numel()].view(source.shape)

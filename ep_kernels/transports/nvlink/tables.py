@@ -128,8 +128,9 @@ class Tables:
         c, shape = self._config, sizes.shape
         return abi.World(
             rank=c.group.rank, size=c.group.size, hidden=c.hidden_size, topk=c.topk, max_tokens=c.max_tokens_per_rank,
-            num_experts=c.num_experts, local_stride=c.resolved_expert_map.stride, num_local=sizes.num_local,
-            capacity=sizes.capacity, alignment=c.expert_alignment, num_in_flight=c.max_in_flight,
+            ll_tokens=shape.ll_tokens, num_experts=c.num_experts, local_stride=c.resolved_expert_map.stride,
+            num_local=sizes.num_local, capacity=sizes.capacity, alignment=c.expert_alignment,
+            num_in_flight=c.max_in_flight,
             report_dropped=int(c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)),
             row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, home_row_bytes=shape.home_row_bytes,
             row_units=shape.row_units, home_units=shape.home_units, meta_lines=shape.meta_lines,

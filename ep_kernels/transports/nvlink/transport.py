@@ -67,7 +67,7 @@ class NvlinkTransport:
 
     def __init__(self, config: MoEConfig) -> None:
         self._config = config
-        fingerprint = abi.fingerprint(jit.all_sources())
+        fingerprint = abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS))  # AUTO's crossover sizes its buffers
         self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, fingerprint)
         self._epoch: int = config.group.epoch
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
@@ -120,19 +120,20 @@ class NvlinkTransport:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         pages, mappings, pids = [], [], {}
-        for rank, ticket in enumerate(tickets):
-            if rank == self._config.group.rank:
-                pages.append(os.dup(self._mailbox.fd))
-                mappings.append(self._region.mapping)
-                continue
-            page, mapping, pids[rank] = self._import(rank, ticket)
-            pages.append(page)
-            mappings.append(mapping)
-        self._mappings = mappings
-        self._engine.attach(self._region.mapping, [m.address for m in mappings])
-        self._mailbox.attach(pages)
-        for fd in pages:
-            os.close(fd)
+        try:
+            for rank, ticket in enumerate(tickets):
+                if rank == self._config.group.rank:
+                    page, mapping = os.dup(self._mailbox.fd), self._region.mapping
+                else:
+                    page, mapping, pids[rank] = self._import(rank, ticket)
+                pages.append(page)
+                mappings.append(mapping)
+            self._mappings = mappings
+            self._engine.attach(self._region.mapping, [m.address for m in mappings])
+            self._mailbox.attach(pages)
+        finally:
+            for fd in pages:
+                os.close(fd)
         self._watch(pids)
 
     def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
