@@ -35,7 +35,9 @@ SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 _COMMON = ("ptx", "spin", "team")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
-    "ll_dispatch": (*_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows"),
+    "ll_dispatch": (
+        *_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows", "told",
+    ),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
     "ht_combine": (*_COMMON, "numeric", "clock", "rows"),

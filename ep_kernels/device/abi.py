@@ -284,7 +284,7 @@ def header() -> str:
     lines += [f"constexpr u64 STOP_{name} = {i};" for i, name in enumerate(STOPS)]
     lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
     lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
-    lines.append(f"constexpr i32 MAX_RANKS = {MAX_RANKS}, MOST_SEEN = {MOST_SEEN};")
+    lines += [f"constexpr i32 MAX_RANKS = {MAX_RANKS};", f"constexpr i32 MOST_SEEN = {MOST_SEEN};"]
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     for name, fields in _RECORDS:
         lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")

@@ -200,7 +200,7 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
   write_totals(args, num_rows, total_sum - kept_sum);
 }
 
-// The same of a rank-major layout, where nothing is dropped and nothing has to be laid out. One warp; rows(source): rows from it.
+// The same of a rank-major layout, where nothing is dropped or has to be laid out. One warp; rows(source): rows from it.
 template <class Rows>
 __device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows rows) {
   const World& world = args.world;

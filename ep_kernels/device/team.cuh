@@ -94,7 +94,7 @@ __device__ __forceinline__ void refill(Queue& queue, u64* taken) {
     queue.number = queue.base + static_cast<i32>(ptx::add_relaxed_gpu_returning(taken, 1));
 }
 
-// One thread of every block calls it once per use of `ticket`// One thread of every block calls it once per use of `ticket`// One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
+// One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
 // whose thread then sees all writes of all blocks. The ticket is used again by a later launch.
 __device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket) {
   u64* count = &world.state->tickets[ticket];

@@ -84,7 +84,8 @@ __device__ __forceinline__ void for_rare_keys(const DispatchArgs& args, const Ll
   const i64 base = static_cast<i64>(token) * args.world.topk;
 #pragma unroll 1
   for (i32 k = 0; k < args.world.topk; ++k)
-    visit(args.cached ? key_of(args.world, args.home[base + k]) : key_of(args.world, scratch.table, args.topk_ids[base + k], token));
+    visit(args.cached ? key_of(args.world, args.home[base + k])
+                      : key_of(args.world, scratch.table, args.topk_ids[base + k], token));
 }
 
 // Ranks to which a token goes (bit r) and how many of its ids are out of range.
@@ -133,8 +134,8 @@ __device__ __forceinline__ u32 ballot_of(u64 mask, i32 rank) {
   return __ballot_sync(~0u, half >> (rank & 31) & 1);
 }
 
-// Calls visit(routed) for each chunk that this warp routes for its block, the last warp the first chunk; masks are there after a
-// block barrier.
+// Calls visit(routed) for each chunk that this warp routes for its block, the last warp the first chunk; masks are there after
+// a block barrier.
 template <class Visit>
 __device__ __forceinline__ void route_chunks(const DispatchArgs& args, const LlScratch& scratch, Visit visit) {
 #pragma unroll 1
@@ -195,7 +196,9 @@ __device__ __forceinline__ void for_ranks(const World& world, const Walk& walk, 
   }
 }
 
-__device__ __forceinline__ i32 index_of(const World& world, i32 key) { return (key >> 16) * world.local_stride + (key & 0xFFFF); }
+__device__ __forceinline__ i32 index_of(const World& world, i32 key) {
+  return (key >> 16) * world.local_stride + (key & 0xFFFF);
+}
 
 // Notes in scratch.seen, which is zero, which tokens want which expert. All threads of a block; a block barrier follows.
 __device__ __forceinline__ void note_wants(const DispatchArgs& args, const LlScratch& scratch, Divisor topk) {

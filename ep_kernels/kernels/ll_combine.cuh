@@ -101,7 +101,7 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 
-// Units of all partials, by position, then by source, side by side with the other blocks'. `task` is the first, if there is one.
+// Units of all partials, by position, then by source, side by side with other blocks. `task` is the first, if there is one.
 __device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task task, bool more,
                                               u64 seq) {
 #pragma unroll 1

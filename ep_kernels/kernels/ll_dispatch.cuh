@@ -95,7 +95,8 @@ __device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team 
 }
 
 // The rows, unit by unit; `unit` is this warp's first.
-__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue, Unit unit, u64 seq) {
+__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue, Unit unit,
+                                          u64 seq) {
   const World& world = args.world;
   Walk walk = start_walk(scratch);
 #pragma unroll 1
@@ -112,124 +113,7 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
   }
 }
 
-// Rows per rank, and ids out of range; rows per expert are in scratch.before.
-struct Told {
-  i32 rows[MAX_RANKS], invalid;
-};
-
-// One block routes and counts everything, into shared memory that is zero. All threads; a block barrier follows. Returns what this
-// warp counted: of a single chunk, all rows per rank.
-__device__ __forceinline__ Walk count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
-  constexpr i32 kAhead = 2;
-  const World& world = args.world;
-  const i32 entries = kPerExpert ? args.num_tokens * world.topk : 0;
-  auto count = [&](i32 key) {
-    if (key >= 0) atomicAdd(&scratch.before[(key >> 16) * world.local_stride + (key & 0xFFFF)], 1);
-  };
-  auto key_at = [&](i32 e, i32 id) {
-    if (args.cached) return key_of(world, args.home[e]);
-    const i32 key = look_up(world, scratch.table, id);
-    return key == kChoose ? choose_copy(world, id, e / world.topk) : key;
-  };
-  i32 ids[kAhead];  // on their way while ranks are counted
-#pragma unroll
-  for (i32 a = 0; a < kAhead; ++a) {
-    const i32 e = threadIdx.x + a * THREADS;
-    ids[a] = e < entries ? args.topk_ids[e] : kNowhere;
-  }
-  Walk mine = {0, 0, 0, 0};
-  route_chunks(args, scratch, [&](Routed routed) {
-    if (routed.invalid != 0) atomicAdd(&told.invalid, routed.invalid);
-    mine.mask = routed.ranks;
-    count_chunk(world, mine);
-  });
-  if (mine.low != 0) atomicAdd(&told.rows[lane_idx()], mine.low);
-  if (mine.high != 0) atomicAdd(&told.rows[lane_idx() + 32], mine.high);
-#pragma unroll
-  for (i32 a = 0; a < kAhead; ++a)
-    if (threadIdx.x + a * THREADS < entries) count(key_at(threadIdx.x + a * THREADS, ids[a]));
-#pragma unroll 1
-  for (i32 e = threadIdx.x + kAhead * THREADS; e < entries; e += THREADS) count(key_at(e, args.topk_ids[e]));
-  return mine;
-}
-
-// One warp tells everybody how many rows come, before rows fill the links: `low` to rank `lane`, `high` to rank 32 + lane.
-__device__ __forceinline__ void tell_heads(const DispatchArgs& args, i32 low, i32 high, u64 origin, u64 seq) {
-  for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
-    if (is_active(peer))
-      ptx::store_pair(head_at(args, peer, args.world.rank), static_cast<u32>(peer < 32 ? low : high) | (seq - origin) << 32, seq);
-}
-
-// One block tells how many for each expert.
-__device__ __forceinline__ void tell_counts(const DispatchArgs& args, const LlScratch& scratch, u64 seq) {
-  const World& world = args.world;
-#pragma unroll 1
-  for (i32 peer = warp_idx(); kPerExpert && peer < world.size; peer += num_warps()) {
-    if (!is_active(peer)) continue;
-    const i32* counts = scratch.before + peer * world.local_stride;
-    auto word = [&](i32 i) -> u32 { return i < world.local_stride ? counts[i] : 0; };
-#pragma unroll 1
-    for (i32 line = 0; line < world.count_lines; line += 4) {
-      const i32 at = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
-      store_lines(count_lines_at(args, peer, world.rank) + line * kLineBytes, min(4, world.count_lines - line),
-                  vector_of(word(at), word(at + 1), word(at + 2), word(at + 3)), seq);
-    }
-  }
-}
-
 // ---- receive ----
-
-constexpr i32 kHere = 0, kFailed = 1, kDiffers = 2;  // counts of all sources: are here, a wait failed, another routing
-
-__device__ __forceinline__ u64 origin_told(const Vector& head) { return head.high - (head.low >> 32); }
-
-// Row counts of all sources to scratch.arrived. One warp.
-__device__ __forceinline__ i32 await_heads(const DispatchArgs& args, const LlScratch& scratch, u64 origin, u64 seq, u64 start,
-                                           u64* waits) {
-  const World& world = args.world;
-  bool differs = false;
-#pragma unroll 1
-  for (i32 base = 0; base < world.size; base += 32) {
-    const i32 source = base + lane_idx();
-    const bool asked = source < world.size && is_active(source);
-    Vector head = {0, seq};
-    u64 waited = 0;
-    const u8* at = head_at(args, world.rank, asked ? source : world.rank);
-    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
-          if (asked) head = ptx::load_pair<Vector>(at);
-          if (head.high != seq) waited = ptx::now_ns() - start;
-          return head.high == seq;
-        }))
-      return kFailed;
-    if (asked && source != world.rank) note_wait(waits, source, waited);
-    differs |= asked && origin_told(head) != origin;
-    if (source < world.size) scratch.arrived[source * arrived_stride(world)] = asked ? static_cast<i32>(head.low) : 0;
-  }
-  return __any_sync(~0u, differs) ? kDiffers : kHere;
-}
-
-// Rows per local expert of one source. One warp; false after a failed wait.
-__device__ __forceinline__ bool await_count_lines(const DispatchArgs& args, const LlScratch& scratch, i32 source, u64 seq) {
-  const World& world = args.world;
-  i32* to = scratch.arrived + source * arrived_stride(world) + 1;
-  if (!is_active(source)) {
-    for (i32 i = lane_idx(); i < world.local_stride; i += 32) to[i] = 0;
-    return true;
-  }
-#pragma unroll 1
-  for (i32 line = 0; line < world.count_lines; line += 4) {
-    Vector mine = {};
-    const u8* at = count_lines_at(args, world.rank, source) + line * kLineBytes;
-    const i32 lines = min(4, world.count_lines - line);
-    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] { return peek_lines(at, lines, seq, &mine); }))
-      return false;
-    const i32 first = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i)
-      if (!is_tag_lane() && lane_idx() < 8 * lines && first + i < world.local_stride) to[first + i] = word_of(mine, i);
-  }
-  return true;
-}
 
 // Final row of a position, rank-wise layouts; kDropped past the capacity.
 __device__ __forceinline__ i32 row_of(const DispatchArgs& args, const LlScratch& scratch, i32 source, i32 position) {
@@ -346,7 +230,8 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
   for (i32 source = lane_idx(); source < world.size && turn.position < world.ll_tokens; source += 32)
     most = max(most, scratch.arrived[source * arrived_stride(world)]);
   most = __reduce_max_sync(~0u, most);
-  bool more = (!next.delivered && is_sent(world, scratch, next.turn)) || next_arrival(args, scratch, turn, step, most, next, seq);
+  bool more = !next.delivered && is_sent(world, scratch, next.turn);
+  if (!more) more = next_arrival(args, scratch, turn, step, most, next, seq);
 #pragma unroll 1
   while (more) {
     Arrival now = next;
@@ -496,7 +381,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted())
     tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);
   if (tells && kPerExpert && granted()) tell_counts(args, scratch, seq);
-  if (notes && first_item(records) < args.num_tokens * world.size && granted()) send_all_records(args, records, scratch, entry, sources, seq);
+  if (notes && first_item(records) < args.num_tokens * world.size && granted())
+    send_all_records(args, records, scratch, entry, sources, seq);
   if (carries && granted()) send_rows(args, scratch, queue, unit, seq);
   if (here) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)

@@ -24,7 +24,6 @@ OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_li
 OF_HT = ("counts", "origins", "meta", "scales", "home", "home_scales", "home_weights", "home_origins")
 OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
 MAKERS = (plan.dispatch_launch, plan.combine_launch)
-BOUNDARY = (plan.FEW_TOKENS, plan.FEW_TOKENS + 1)
 
 
 def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
@@ -160,70 +159,57 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
     c = config(max_tokens_per_rank=tokens, hidden_size=hidden, quantize=quantize)
     sizes = plan.sizes_of(c)
     for mode in (Mode.LL, Mode.HT):
-        for launch in (make(c, sizes, mode, 132, tokens) for make in MAKERS):
+        for launch in (make(c, sizes, mode, 132) for make in MAKERS):
             assert launch.shared_bytes <= plan.SHARED_BYTES
             assert launch.work(3).halves == 3
-            assert 1 <= launch.num_sms <= 132
+            assert 1 <= launch.num_blocks <= 132
             if mode is Mode.LL:
                 assert 1 <= launch.num_senders < launch.num_blocks
                 assert launch.work(1).num_senders == launch.num_senders
                 continue
-            assert launch.num_sms == launch.num_blocks
             assert launch.piece_bytes % plan.PIECE_UNIT == 0
             assert launch.piece_bytes <= plan.MAX_PIECE
             stages = plan.WARPS * jit.NUM_STAGES * (launch.piece_bytes + plan.STAGE_EXTRA)
             assert launch.stage_offset + stages == launch.shared_bytes
 
 
-@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 132, 148])
+@pytest.mark.parametrize("num_sms", [2, 3, 7, 64, 132, 148])
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("layout", list(Layout))
-def test_blocks_follow_the_number_of_tokens(layout: Layout, num_sms: int) -> None:
-    """One on a multiprocessor in small LL steps, two past the boundary where the whole GPU may be filled, else one:
-    two blocks need not share a multiprocessor. Both kinds of blocks wherever there are two. Nothing but the grid
-    differs: one kernel serves both. HT does not care."""
-    c, capped = config(layout=layout), config(layout=layout, num_sms=num_sms)
-    sizes = plan.sizes_of(c)
+def test_ll_blocks_send_or_receive(layout: Layout, quantize: bool, num_sms: int) -> None:
+    """One block on each multiprocessor; some send, some receive, however few there are."""
+    c = config(layout=layout, quantize=quantize, combine_dtype=torch.float8_e4m3fn if quantize else None)
     for make in MAKERS:
-        few, many = (make(c, sizes, Mode.LL, num_sms, tokens) for tokens in BOUNDARY)
-        assert [make(c, sizes, Mode.LL, num_sms, tokens) for tokens in (0, 1, 128)] == [few, few, many]
-        assert (few.num_blocks, few.per_sm, few.num_sms) == (num_sms, 1, num_sms)
-        assert (many.num_blocks, many.per_sm, many.num_sms) == (2 * num_sms, 2, num_sms)
-        for tokens in (*BOUNDARY, 128):
-            assert make(capped, sizes, Mode.LL, num_sms, tokens) == few
-        for launch in (few, many):
-            assert 1 <= launch.num_senders <= max(1, launch.num_blocks - 1)
-            assert not launch.cooperative
-        assert few.shared_bytes == many.shared_bytes
-        fast = [make(capped, sizes, Mode.HT, num_sms, tokens) for tokens in (1, 4096)]
-        assert fast[0] == fast[1]
-        assert fast[0].num_sms == num_sms
+        launch = make(c, plan.sizes_of(c), Mode.LL, num_sms)
+        assert launch.num_blocks == num_sms
+        assert 1 <= launch.num_senders < num_sms
+        assert not launch.cooperative
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_two_blocks_only_where_both_fit(layout: Layout) -> None:
-    """Tables of many experts leave room for one dispatch block; combine needs none of them."""
-    seen = set()
-    for experts in (256, 1 << 12, 5 << 10, 1 << 13, 9 << 10, 1 << 14, 24 << 10, 48 << 10):
-        c = config(layout=layout, num_experts=experts)
-        sizes = plan.sizes_of(c)
-        assert plan.combine_launch(c, sizes, Mode.LL, 132, 128).per_sm == 2
-        try:
-            launch = plan.dispatch_launch(c, sizes, Mode.LL, 132, 128)
-        except ConfigError:
-            seen.add(0)
-            continue
-        assert launch.per_sm * launch.shared_bytes <= plan.SHARED_BYTES
-        assert (launch.per_sm == 1) == (2 * launch.shared_bytes > plan.SHARED_BYTES)
-        assert launch.num_blocks == 132 * launch.per_sm
-        seen.add(launch.per_sm)
-    assert {1, 2} <= seen
+def test_tables_of_an_ll_block_fit_or_are_refused() -> None:
+    """They grow with experts and tokens; what AUTO never runs in LL takes no room."""
+    most = {"experts": 0, "tokens": 0}
+    for shift in range(5, 18):
+        for name, changes in (("experts", {"num_experts": 1 << shift}), ("tokens", {"max_tokens_per_rank": 1 << shift})):
+            c = config(mode=Mode.LL, **changes)
+            try:
+                launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
+            except ConfigError as error:
+                assert "max_tokens_per_rank, num_experts" in str(error)
+                continue
+            assert launch.shared_bytes <= plan.SHARED_BYTES
+            most[name] = 1 << shift
+    assert most["experts"] >= 1 << 12
+    assert most["tokens"] == 1 << 14
+    large = config(mode=Mode.AUTO, max_tokens_per_rank=1 << 17)
+    assert plan.dispatch_launch(large, plan.sizes_of(large), Mode.LL, 132).shared_bytes < plan.SHARED_BYTES
 
 
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_lone_block_sends_and_receives(layout: Layout) -> None:
     c = config(layout=layout)
     for make in MAKERS:
-        launch = make(c, plan.sizes_of(c), Mode.LL, 1, plan.FEW_TOKENS)
+        launch = make(c, plan.sizes_of(c), Mode.LL, 1)
         assert (launch.num_blocks, launch.num_senders) == (1, 1)
 
 
@@ -236,8 +222,11 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     keys = size * stride
     table, row_start, before, start, total, offset = experts, size + 1, keys, keys, stride, stride + 1
     words = table + row_start + before + start + total + offset + size * (1 + stride)
-    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132, 128)
-    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 4 * words
+    chunks = -(-plan.ll_tokens(c) // 32)
+    seen = keys * chunks if keys * chunks <= abi.MOST_SEEN else 0
+    pointers = 2 * size
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
+    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + seen)
 
 
 def test_crossover_is_known_for_every_layout() -> None:
@@ -253,7 +242,7 @@ def test_more_ranks_than_a_launch_carries_are_refused() -> None:
 def test_too_many_experts_are_refused() -> None:
     c = config(num_experts=1 << 16)
     with pytest.raises(ConfigError, match="num_experts"):
-        plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132, 1)
+        plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
 
 
 def test_header_is_what_ctypes_says() -> None:
