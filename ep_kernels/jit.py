@@ -27,6 +27,8 @@ from ep_kernels.errors import TransportError
 
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
+COMBINE_THREADS = 512
+"""Of HT combine: one block on a multiprocessor, a warp for each of its tasks."""
 NUM_STAGES = 3
 SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
@@ -36,7 +38,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     "ll_dispatch": (*_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows"),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
-    "ht_combine": (*_COMMON, "numeric", "clock", "rows"),
+    "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)
@@ -68,6 +70,11 @@ class Variant:
         """Readable and unique: kernel and the values of its constants."""
         parts = [self.kernel, *(value for _, value in self.constants)]
         return "-".join([*parts, "loopback"] if self.loopback else parts)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return COMBINE_THREADS if self.kernel == "ht_combine" else NUM_THREADS
 
 
 def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
@@ -111,7 +118,7 @@ def all_variants() -> Iterator[Variant]:
 def source(variant: Variant) -> str:
     """The whole C++ text of a variant."""
     constants = dict(variant.constants)
-    parts = [abi.header(), f"#define THREADS {NUM_THREADS}\n#define STAGES {NUM_STAGES}\n"]
+    parts = [abi.header(), f"#define THREADS {variant.num_threads}\n#define STAGES {NUM_STAGES}\n"]
     if variant.loopback:
         parts.append("#define LOOPBACK\n")
     for header in _HEADERS[variant.kernel]:

@@ -71,7 +71,7 @@ class Loopback:
         packed = torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8).cuda()
         blocks = max(call.launch.num_blocks for call in calls)
         function.launch(
-            blocks * len(calls) - missing_blocks, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream,
+            blocks * len(calls) - missing_blocks, first.variant.num_threads, torch.cuda.current_stream().cuda_stream,
             ctypes.c_uint64(packed.data_ptr()), ctypes.c_int32(blocks), cooperative=True,
         )  # fmt: skip
         torch.cuda.synchronize()

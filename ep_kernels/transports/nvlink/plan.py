@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ep_kernels import jit, quant
-from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.routing import receive_rows
+from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
 SHARED_BYTES = 227 * 1024 - 1024
@@ -109,7 +110,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
 
 
 def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
-    experts, ranks, moved = c.resolved_expert_map, c.group.size, c.resolved_combine_dtype
+    experts, ranks = c.resolved_expert_map, c.group.size
     row_bytes = c.hidden_size * c.payload_dtype.itemsize
     return abi.Shape(
         size=ranks,
@@ -127,8 +128,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
         home_rows=c.max_tokens_per_rank * (c.topk if c.exact_combine else ranks),
-        home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
-        home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
+        home_row_bytes=combine_rings(c).home_row_bytes,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
@@ -274,5 +274,13 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tok
     if mode is Mode.LL:
         return _ll_launch(c, num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
-    rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
-    return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)
+    found = combine_rings(c)
+    return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
+
+
+def combine_rings(c: MoEConfig) -> rings.Rings:
+    """What a block of an HT combine holds in shared memory."""
+    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.MOST_ITEMS
+    moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
+    copies = moved is output and (c.exact_combine or not c.resolved_layout.per_expert)
+    return rings.rings_of(c.hidden_size, output.itemsize, moved.itemsize, copies, control, SHARED_BYTES)

@@ -175,8 +175,8 @@ class Tables:
         """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
         words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
         words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
-        for name, value in (("dispatch", dispatch), ("combine", combine)):
-            words[_WORD[f"{name}_seq"]] = words[_WORD[f"{name}_shared"]] = value  # see Engine.restart_flags
+        words[_WORD["dispatch_seq"]] = words[_WORD["dispatch_shared"]] = dispatch  # see Engine.restart_flags
+        words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
         self.state.copy_(words)
         self._ring.skip()

@@ -212,7 +212,7 @@ class NvlinkTransport:
         stream = self._streams.enter()
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         function.launch(
-            launch.num_blocks, jit.NUM_THREADS, stream, args, cooperative=launch.cooperative,
+            launch.num_blocks, call.variant.num_threads, stream, args, cooperative=launch.cooperative,
             overlapped=launch.overlapped,
         )  # fmt: skip
         self._streams.leave(call.keep)
