@@ -38,7 +38,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     "ll_dispatch": (*_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows"),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
-    "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials"),
+    "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials", "combine", "owner", "home"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)

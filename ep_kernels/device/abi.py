@@ -103,6 +103,8 @@ State = _record(
     ("combine_seq", "u64", "combines sent"),
     ("barrier_seq", "u64", "barriers entered"),
     ("dispatch_shared", "u64", "seq of the last dispatch that added shares: LL needs none, and HT makes up for it"),
+    ("chunks_taken", "u64", "HT combine: chunks of rows that blocks have taken to send; 0 between launches"),
+    ("tokens_taken", "u64", "the same of tokens that they have taken to sum"),
     ("aborted", "u64", "sticky: index into STOPS"),
     ("meet_count", "u64", "grid barrier: blocks that arrived"),
     ("meet_generation", "u64", "grid barrier: times that all blocks met"),

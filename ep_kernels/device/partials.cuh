@@ -1,10 +1,8 @@
-// Sums of HT combine, from rows in shared memory: of expert rows into a partial
-// as it travels, and of partials into z. Several warps share a row: 32 x N
-// columns at a time, in turn. A lane keeps its columns' sums in registers from
-// the first row to the last.
+// Sums of HT combine, from rows in shared memory: of expert rows into a partial as it travels, and of partials into z.
+// Several warps share a row: 32 x N columns at a time, in turn. A lane keeps its columns' sums in registers from the
+// first row to the last.
 //
-// A piece of a partial as it travels: its columns, padded to 16 bytes; fp8:
-// then its scales, fp32, one per 128 columns.
+// A piece of a partial as it travels: its columns, padded to 16 bytes; fp8: then its scales, fp32, one per 128 columns.
 #pragma once
 
 constexpr bool kFp8 = sizeof(C) == 1;
@@ -31,8 +29,8 @@ struct Sums {
   __device__ __forceinline__ i32 group(i32 g) const { return (g * W + warp) * 32 * N; }
   __device__ __forceinline__ i32 column(i32 g) const { return group(g) + lane_idx() * N; }
 
-  // Adds a row: load(column) -> Values; widen_values(Values, f32[N]) makes numbers of them. The first row sets the sums, so
-  // that -0 stays -0; columns that are not there are 0 or, weighted, anything.
+  // Adds a row: load(column) -> Values; widen_values(Values, f32[N]) makes numbers of them. The first row sets the
+  // sums, so that -0 stays -0; columns that are not there are 0 or, weighted, anything.
   template <class Values, bool kWeighted, class Load, class Widen>
   __device__ __forceinline__ void add(const Item& item, Load load, Widen widen_values) {
     if (item.what & kFirst)

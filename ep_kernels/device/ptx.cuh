@@ -82,6 +82,13 @@ __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
   return old;
 }
 
+// Orders nothing.
+__device__ __forceinline__ u64 take_relaxed_gpu(u64* address, u64 value) {
+  u64 old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+  return old;
+}
+
 // Nothing is returned, so nothing is waited for.
 __device__ __forceinline__ void add_relaxed_gpu(u64* address, u64 value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");

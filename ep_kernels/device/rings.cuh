@@ -1,23 +1,21 @@
-// Stages of shared memory between the warps of a block that have one task each:
-// one side fills them in order, the other empties them in the same order.
-// Beside each stage lies an item that says what is in it.
-// transports/nvlink/rings.py decides how many stages there are.
+// Stages of shared memory between the warps of a block that have one task each: one side fills them in order, the other
+// empties them in the same order. Beside each stage lies an item that says what is in it. transports/nvlink/rings.py
+// decides how many stages there are.
 //
-//   rows    loader -> makers (or, where rows travel as they are, the storing
-//   warp)     pieces of y made    makers -> storing warp pieces of partials
-//   home    home loader -> summing warps pieces that have come home
+//   rows    loader -> makers (or, where rows travel as they are, the storing warp)    pieces of y
+//   made    makers -> storing warp                                                    pieces of partials
+//   home    home loader -> summing warps                                              pieces that have come home
 //
-// A stage is handed over by two mbarriers. `full`: filled (a bulk load
-// completes on it; makers arrive on it); `empty`: read. Arrivals release and
-// waits acquire, so an item, and whatever its writer had seen, is visible to
-// who takes the stage. Waits here are for warps of this block and for local
-// copies: the former wait for peers only in spin.cuh, which ends.
+// A stage is handed over by two mbarriers. `full`: filled (a bulk load completes on it; makers arrive on it); `empty`:
+// read. Arrivals release and waits acquire, so an item, and whatever its writer had seen, is visible to who takes the
+// stage. Waits here are for warps of this block and for local copies: the former wait for peers only in spin.cuh, which
+// ends.
 #pragma once
 
 constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12;
 constexpr u32 kMostItems = kMostRows + kMostMade + kMostHome;
 constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
-              kNoMore = 8;  // first / last row of a sum, last of a chunk; no more items
+              kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items
 constexpr u32 kColumnsShift = 8;
 
 struct alignas(16) Item {
@@ -50,7 +48,8 @@ struct Rooms {
   Ring rows, made, home;
 };
 
-__device__ __forceinline__ Ring carve_ring(u8* stages, u32 stage_bytes, u32 size, Item* items, u64* barriers, u32 most) {
+__device__ __forceinline__ Ring carve_ring(u8* stages, u32 stage_bytes, u32 size, Item* items, u64* barriers,
+                                           u32 most) {
   return {stages, items, barriers, barriers + most, stage_bytes, size, 0, 0};
 }
 

@@ -117,7 +117,7 @@ class Tables:
         self._capacities = torch.tensor(sizes.capacities, dtype=torch.int32, device=device)
         counters = sizes.num_keys + config.group.size
         self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(config.hidden_size * 4, dtype=torch.uint8, device=device)
+        self._zeros = torch.zeros(config.hidden_size * 4 + 16, dtype=torch.uint8, device=device)
         num_copies = sum(map(len, config.resolved_expert_map.replicas))
         self._experts = torch.zeros(config.num_experts, 4, dtype=torch.int32, device=device)
         self._copies = torch.zeros(2, num_copies + 1, dtype=torch.int32, device=device)
