@@ -46,56 +46,60 @@ __device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& 
   return home;
 }
 
-// The rows that make up the tokens of a batch, as its lanes know them.
-struct Terms {
-  u32 present;     // lanes that have one
-  i32 index;       // this one's place in the sum of its token
-  const u8* from;  // its row
+// The row that a lane knows of those that make up its token.
+struct Term {
+  bool present, zeros;  // zeros: nothing is there to load but zeros
+  i32 index, count;     // its place in the sum, and of how many
+  f32 weight;
+  const u8* from;
 };
 
-__device__ __forceinline__ Terms terms_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i64 first) {
+// A token that no row serves has one of zeros.
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i64 first) {
   const World& world = args.world;
   const bool served = home.rank >= 0;
   const u32 same = __match_any_sync(~0u, served ? lanes.index * MAX_RANKS + home.rank : -1);
-  const bool term = served && (KIND == EXACT || __ffs(same) - 1 == lane_idx());
-  Terms terms = {__ballot_sync(~0u, term), 0, world.zeros};
+  Term term = {served && (KIND == EXACT || __ffs(same) - 1 == lane_idx()), true, 0, 1, 1.0f, world.zeros};
+  const u32 here = __ballot_sync(~0u, term.present) & lanes.of(lanes.index);
   for (i32 k = 0; k < lanes.width; ++k) {
     const i32 other = lanes.index * lanes.width + k, rank = __shfl_sync(~0u, home.rank, other);
-    if (terms.present >> other & 1) terms.index += KIND == EXACT ? k < lanes.k : rank < home.rank;
+    if (here >> other & 1) term.index += KIND == EXACT ? k < lanes.k : rank < home.rank;
   }
-  if (!term) return terms;
+  term.count = max(1, __popc(here));
+  if (here == 0 && lanes.k == 0 && lanes.index < lanes.count) {
+    term.present = true;
+    term.index = 0;
+  }
+  if (!served || !term.present) return term;
+  const i64 token = first + lanes.index;
+  if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
   if (reads_own(args) && home.rank == world.rank) {
-    if (home.place >= 0) terms.from = args.y + static_cast<i64>(home.place) * world.hidden * sizeof(Y);
+    term.zeros = home.place < 0;
+    if (!term.zeros) term.from = args.y + static_cast<i64>(home.place) * world.hidden * sizeof(Y);
   } else {
-    const i64 row =
-        KIND == EXACT ? (first + lanes.index) * world.topk + lanes.k : position_of(world, home.rank, home.position);
-    terms.from = home_at(args, world.rank, row);
+    const i64 row = KIND == EXACT ? token * world.topk + lanes.k : position_of(world, home.rank, home.position);
+    term.zeros = false;
+    term.from = home_at(args, world.rank, row);
   }
-  return terms;
+  return term;
 }
 
-// The next token of a batch: its rows to stages, piece by piece.
-__device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Terms& terms,
-                                           i32 token, f32 weight, u8* z) {
+// The rows of a token, `token` of this batch, to stages, piece by piece, in the order of its sum.
+__device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
+                                           i32 token, u8* z) {
   const Rings& rings = args.rings;
-  const u32 mine = lanes.of(token), here = terms.present & mine;
-  const i32 count = max(1, __popc(here));
+  const i32 count = __shfl_sync(~0u, term.count, token * lanes.width);
+  const bool mine = term.present && lanes.index == token;
 #pragma unroll 1
   for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
     const i32 columns = columns_of(args.world, rings, piece);
-    const u32 what = static_cast<u32>(columns) << kColumnsShift;
+    const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == count - 1 ? kLast : 0);
+    const Item item = {term.weight, place_in_sum | static_cast<u32>(columns) << kColumnsShift,
+                       z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
+    const u8* from = term.zeros ? term.from : term.from + static_cast<i64>(piece) * rings.home_bytes;
+    const u32 num_bytes = home_bytes_of(rings, columns);
 #pragma unroll 1
-    for (i32 i = 0; i < count; ++i) {
-      const u32 found = __ballot_sync(~0u, (here >> lane_idx() & 1) && terms.index == i);
-      const i32 lane = found == 0 ? 0 : __ffs(found) - 1;
-      const u8* row = reinterpret_cast<const u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(terms.from), lane));
-      const f32 of_row = __shfl_sync(~0u, weight, lane);
-      const bool zero = found == 0 || row == args.world.zeros;
-      const Item item = {found == 0 ? 1.0f : of_row, what | (i == 0 ? kFirst : 0) | (i == count - 1 ? kLast : 0),
-                         z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
-      load_stage(ring, item, zero ? row : row + static_cast<i64>(piece) * rings.home_bytes,
-                 home_bytes_of(rings, columns));
-    }
+    for (i32 i = 0; i < count; ++i) load_stage(ring, mine && term.index == i, item, from, num_bytes);
   }
 }
 
@@ -119,19 +123,17 @@ __device__ __forceinline__ void receive_weights(const CombineArgs& args, const L
 __device__ __forceinline__ bool load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Home& home,
                                             i64 first, u64 seq, u64 start, u64* waited) {
   const World& world = args.world;
-  const i64 entry = (first + lanes.index) * world.topk + lanes.k;
-  const f32 weight = KIND == EXACT && home.rank >= 0 && args.apply_weights ? args.topk_weights[entry] : 1.0f;
   const bool comes = home.rank >= 0 && !(reads_own(args) && home.rank == world.rank);
   const i32 from = max(home.rank, 0);
   const u64* word = progress_at(world, world.rank, from, max(home.position, 0));
   if (!await_words(world, comes, from, word, seq, start, waited)) return false;
   __syncwarp();
-  ptx::fence_proxy_async();
-  const Terms terms = terms_of(args, lanes, home, first);
+  ptx::fence_proxy_global();
+  const Term term = term_of(args, lanes, home, first);
   if (args.z_weights != nullptr) receive_weights(args, lanes, home, first);
 #pragma unroll 1
   for (i32 i = 0; i < lanes.count && first + i < args.num_tokens; ++i)
-    load_token(args, lanes, ring, terms, i, weight, args.z + (first + i) * world.hidden * sizeof(Y));
+    load_token(args, lanes, ring, term, i, args.z + (first + i) * world.hidden * sizeof(Y));
   return true;
 }
 

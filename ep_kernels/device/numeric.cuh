@@ -26,7 +26,7 @@ namespace quant {
 
 constexpr i32 kBlock = 128;       // columns that share a scale: 4 per lane of a warp
 constexpr i32 kLaneColumns = 4;
-constexpr u32 kNan = 0x7F;
+constexpr u32 kNan = 0x7F, kInfinity = 0x7F800000;  // of fp8, of fp32
 constexpr f32 kMax = 448.0f, kMinScale = 1.17549435e-38f, kLargest = 3.40282347e38f;
 
 // Scale formats, as in args.power_of_two.
@@ -38,6 +38,10 @@ __device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLarg
 template <i32 N>
 __device__ __forceinline__ u32 finite_amax(const f32 (&value)[N]) {
   u32 amax = 0;
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) amax = max(amax, __float_as_uint(fabsf(value[i])));
+  if (amax < kInfinity) return amax;
+  amax = 0;
 #pragma unroll
   for (i32 i = 0; i < N; ++i)
     if (finite(value[i])) amax = max(amax, __float_as_uint(fabsf(value[i])));
@@ -52,12 +56,13 @@ __device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {
 
 // Four values as fp8, the first in the low byte.
 __device__ __forceinline__ u32 encode4(const f32* value, f32 inverse) {
-  u32 packed = 0;
+  const u32 low = ptx::e4m3x2_from_f32(__fmul_rn(value[1], inverse), __fmul_rn(value[0], inverse));
+  const u32 high = ptx::e4m3x2_from_f32(__fmul_rn(value[3], inverse), __fmul_rn(value[2], inverse));
+  u32 packed = low | high << 16;
+  if (finite(value[0]) && finite(value[1]) && finite(value[2]) && finite(value[3])) return packed;
 #pragma unroll
-  for (i32 i = 0; i < 4; ++i) {
-    const u32 q = ptx::e4m3x2_from_f32(0.0f, __fmul_rn(value[i], inverse)) & 0xFF;
-    packed |= (finite(value[i]) ? q : kNan) << (8 * i);
-  }
+  for (i32 i = 0; i < 4; ++i)
+    if (!finite(value[i])) packed = (packed & ~(0xFFu << (8 * i))) | kNan << (8 * i);
   return packed;
 }
 

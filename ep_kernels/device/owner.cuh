@@ -41,7 +41,8 @@ struct Chunks {
     const i32 rest = index < num_low ? index : index - num_low;
     const bool found = (among >> lane_idx() & 1) && __popc(among & ((1u << lane_idx()) - 1)) == rest;
     const i32 turn = __ffs(__ballot_sync(~0u, found)) - 1 + (index < num_low ? 0 : 32);
-    const i32 source = (world.rank + 1 + turn) % world.size, first = number * CHUNK;
+    const i32 later = world.rank + 1 + turn, first = number * CHUNK;
+    const i32 source = later < world.size ? later : later - world.size;
     return {source, first, min(CHUNK, rows[source] - first)};
   }
 };
@@ -102,51 +103,37 @@ __device__ __forceinline__ void send_weights(const CombineArgs& args, const Lane
   __syncwarp();
 }
 
-// Rows of y that make one row of `home`, piece by piece: those of the lanes in `taken`, ascending; none: zeros.
-__device__ __forceinline__ void load_rows(const CombineArgs& args, Ring& rows, const Batch& batch, u32 taken, u8* to,
-                                          bool ends) {
-  const World& world = args.world;
-  const Rings& rings = args.rings;
-#pragma unroll 1
-  for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
-    const i32 columns = columns_of(world, rings, piece);
-    const u32 end = kLast | (ends && piece == rings.num_pieces - 1 ? kChunkEnd : 0);
-    u32 left = taken, what = kFirst | static_cast<u32>(columns) << kColumnsShift;
-    u8* home = to + static_cast<i64>(piece) * rings.home_bytes;
-    do {
-      const i32 lane = left == 0 ? 0 : __ffs(left) - 1;
-      const i32 place = __shfl_sync(~0u, batch.place, lane);
-      const f32 weight = __shfl_sync(~0u, batch.weight, lane);
-      const u8* row = args.y + (static_cast<i64>(place) * world.hidden + piece * rings.columns) * sizeof(Y);
-      const bool last = (left & (left - 1)) == 0;
-      load_stage(rows, {left == 0 ? 1.0f : weight, what | (last ? end : 0), home}, left == 0 ? world.zeros : row,
-                 columns * sizeof(Y));
-      what &= ~kFirst;
-      left &= left - 1;
-    } while (left != 0);
-  }
-}
-
+// Rows of a batch to stages, position by position, piece by piece, in ascending k; nothing for rows that were all
+// dropped but zeros. Each lane finds out what becomes of its own row; then they take turns.
 __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
                                            const Batch& batch) {
   const World& world = args.world;
+  const Rings& rings = args.rings;
   if (args.row_weights != nullptr) send_weights(args, lanes, batch);
-  const u32 served = __ballot_sync(~0u, batch.place != -1), kept = __ballot_sync(~0u, batch.place >= 0);
+  const bool kept = batch.place >= 0;
+  const u32 here = __ballot_sync(~0u, kept) & lanes.of(lanes.index), before = (1u << lane_idx()) - 1;
+  const bool first = (here & before) == 0, stands_in = here == 0 && lanes.k == 0 && lanes.index < batch.count;
+  const bool last = (here & ~before & ~(1u << lane_idx())) == 0;
+  const bool loads = KIND == EXACT ? batch.place != -1 : stands_in || (kept && (KIND == PER_EXPERT || first));
+  const u32 loading = __ballot_sync(~0u, loads);
+  const bool ends = batch.ends_chunk && lane_idx() == 31 - __clz(loading);
+  const i64 row = KIND == EXACT ? static_cast<i64>(batch.token) * world.topk + lanes.k
+                                : position_of(world, world.rank, batch.first + lanes.index);
+  u8* to = home_at(args, batch.source, row);
+  const u8* from = kept ? args.y + static_cast<i64>(batch.place) * world.hidden * sizeof(Y) : world.zeros;
+  const u32 place_in_sum = KIND == PER_EXPERT ? (first ? kFirst : 0) | (last ? kLast : 0) : kFirst | kLast;
 #pragma unroll 1
   for (i32 i = 0; i < batch.count; ++i) {
-    const bool ends = batch.ends_chunk && i == batch.count - 1;
-    if constexpr (KIND == EXACT) {
-      for (u32 left = served & lanes.of(i); left != 0; left &= left - 1) {
-        const i32 lane = __ffs(left) - 1;
-        const i64 row = static_cast<i64>(__shfl_sync(~0u, batch.token, lane)) * world.topk + lane % lanes.width;
-        load_rows(args, rows, batch, kept & 1u << lane, home_at(args, batch.source, row),
-                  ends && (left & (left - 1)) == 0);
-      }
-    } else {
-      u32 taken = kept & lanes.of(i);
-      if (KIND == PER_RANK) taken &= 0u - taken;
-      const i64 row = position_of(world, world.rank, batch.first + i);
-      load_rows(args, rows, batch, taken, home_at(args, batch.source, row), ends);
+#pragma unroll 1
+    for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
+      const i32 columns = columns_of(world, rings, piece);
+      const u32 end = ends && piece == rings.num_pieces - 1 ? kChunkEnd : 0;
+      const Item item = {kept ? batch.weight : 1.0f, place_in_sum | end | static_cast<u32>(columns) << kColumnsShift,
+                         to + static_cast<i64>(piece) * rings.home_bytes};
+      const u8* piece_of_row = kept ? from + static_cast<i64>(piece) * rings.columns * sizeof(Y) : from;
+#pragma unroll 1
+      for (u32 left = loading & lanes.of(i); left != 0; left &= left - 1)
+        load_stage(rows, lane_idx() == __ffs(left) - 1, item, piece_of_row, columns * sizeof(Y));
     }
   }
 }
@@ -190,7 +177,7 @@ __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows
     made.await_empty();
     if (item.what & kLast) write_partial(sums, args.rings, item.columns(), made.stage());
     if (sums.warp == 0 && lane_idx() == 0) made.items[made.at] = item;
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_shared();
     __syncwarp();
     if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
     made.move_on();

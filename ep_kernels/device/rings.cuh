@@ -72,9 +72,9 @@ __device__ __forceinline__ void open_ring(const Ring& ring, u32 fillers, u32 rea
   }
 }
 
-// The loading warp, all lanes alike: the next stage gets `num_bytes` (a multiple of 16) of `from`.
-__device__ __forceinline__ void load_stage(Ring& ring, const Item& item, const u8* from, u32 num_bytes) {
-  if (lane_idx() == 0) {
+// The loading warp; the lane that has it at hand fills the next stage with `num_bytes` (a multiple of 16) of `from`.
+__device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes) {
+  if (at_hand) {
     ring.await_empty();
     ring.items[ring.at] = item;
     ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
