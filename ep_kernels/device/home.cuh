@@ -37,12 +37,16 @@ __device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 orig
   return !differs;
 }
 
-// Of the lane's (token, k); none past the last token.
+// Of the lane's (token, k); none past the last token. Only fields that are used: what is loaded
+// beside them would have to arrive before its register served for something else.
 __device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& lanes, i64 first) {
   const i64 token = first + lanes.index;
   Home home = {-1, -1, -1, -1};
-  if (lanes.index < lanes.count && lanes.k < args.world.topk && token < args.num_tokens)
-    home = args.home[token * args.world.topk + lanes.k];
+  if (lanes.index >= lanes.count || lanes.k >= args.world.topk || token >= args.num_tokens) return home;
+  const Home* at = args.home + token * args.world.topk + lanes.k;
+  home.rank = at->rank;
+  home.position = at->position;
+  if (kCopies) home.place = *const_cast<const volatile i32*>(&at->place);
   return home;
 }
 
@@ -119,9 +123,8 @@ __device__ __forceinline__ void receive_weights(const CombineArgs& args, const L
   args.z_weights[token * world.topk + lanes.k] = weight;
 }
 
-// One warp, a few tokens: waits for their rows, then loads them. False where the rank was stopped.
-__device__ __forceinline__ bool load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Home& home,
-                                            i64 first, u64 seq, u64 start, u64* waited) {
+// One warp, a few tokens: waits for their rows; loads may follow. False where the rank was stopped.
+__device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& home, u64 seq, u64 start, u64* waited) {
   const World& world = args.world;
   const bool comes = home.rank >= 0 && !(reads_own(args) && home.rank == world.rank);
   const i32 from = max(home.rank, 0);
@@ -129,11 +132,6 @@ __device__ __forceinline__ bool load_tokens(const CombineArgs& args, const Lanes
   if (!await_words(world, comes, from, word, seq, start, waited)) return false;
   __syncwarp();
   ptx::fence_proxy_global();
-  const Term term = term_of(args, lanes, home, first);
-  if (args.z_weights != nullptr) receive_weights(args, lanes, home, first);
-#pragma unroll 1
-  for (i32 i = 0; i < lanes.count && first + i < args.num_tokens; ++i)
-    load_token(args, lanes, ring, term, i, args.z + (first + i) * world.hidden * sizeof(Y));
   return true;
 }
 
@@ -148,12 +146,19 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Claims cl
   bool ok = agree(args, seq, origin, start, waited);
 #pragma unroll 1
   while (ok && unit >= 0) {
-    const i32 next = claims.next();
-    const Home home_of_next = load_home(args, lanes, first_of(next));
-    ok = load_tokens(args, lanes, ring, home, first_of(unit), seq, start, waited);
-    if (!ok && lane_idx() == 0) verdict = kFailed;
-    unit = next;
-    home = home_of_next;
+    const i64 first = first_of(unit);
+    ok = await_rows(args, home, seq, start, waited);
+    if (!ok) {
+      if (lane_idx() == 0) verdict = kFailed;
+      break;
+    }
+    const Term term = term_of(args, lanes, home, first);
+    if (args.z_weights != nullptr) receive_weights(args, lanes, home, first);
+    unit = claims.next();  // asked for after the last look at this one: one scoreboard
+    home = load_home(args, lanes, first_of(unit));
+#pragma unroll 1
+    for (i32 i = 0; i < lanes.count && first + i < args.num_tokens; ++i)
+      load_token(args, lanes, ring, term, i, args.z + (first + i) * args.world.hidden * sizeof(Y));
   }
   while (unit >= 0) unit = claims.next();
   close_ring(ring);

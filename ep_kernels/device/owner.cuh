@@ -103,37 +103,54 @@ __device__ __forceinline__ void send_weights(const CombineArgs& args, const Lane
   __syncwarp();
 }
 
-// Rows of a batch to stages, position by position, piece by piece, in ascending k; nothing for rows that were all
-// dropped but zeros. Each lane finds out what becomes of its own row; then they take turns.
-__device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
-                                           const Batch& batch) {
+// What becomes of a batch: each lane knows its own row, if it loads one.
+struct Loads {
+  u32 loading;  // lanes that load
+  i32 count;    // positions
+  bool kept;    // else zeros stand in for rows that were all dropped
+  u32 what;     // its place in the sum, and whether it ends the chunk
+  f32 weight;
+  const u8* from;
+  u8* to;
+};
+
+__device__ __forceinline__ Loads loads_of(const CombineArgs& args, const Lanes& lanes, const Batch& batch) {
   const World& world = args.world;
-  const Rings& rings = args.rings;
-  if (args.row_weights != nullptr) send_weights(args, lanes, batch);
   const bool kept = batch.place >= 0;
-  const u32 here = __ballot_sync(~0u, kept) & lanes.of(lanes.index), before = (1u << lane_idx()) - 1;
-  const bool first = (here & before) == 0, stands_in = here == 0 && lanes.k == 0 && lanes.index < batch.count;
-  const bool last = (here & ~before & ~(1u << lane_idx())) == 0;
+  const u32 here = __ballot_sync(~0u, kept) & lanes.of(lanes.index), me = 1u << lane_idx();
+  const bool first = (here & (me - 1)) == 0, last = (here & ~(me | (me - 1))) == 0;
+  const bool stands_in = here == 0 && lanes.k == 0 && lanes.index < batch.count;
   const bool loads = KIND == EXACT ? batch.place != -1 : stands_in || (kept && (KIND == PER_EXPERT || first));
   const u32 loading = __ballot_sync(~0u, loads);
   const bool ends = batch.ends_chunk && lane_idx() == 31 - __clz(loading);
   const i64 row = KIND == EXACT ? static_cast<i64>(batch.token) * world.topk + lanes.k
                                 : position_of(world, world.rank, batch.first + lanes.index);
-  u8* to = home_at(args, batch.source, row);
-  const u8* from = kept ? args.y + static_cast<i64>(batch.place) * world.hidden * sizeof(Y) : world.zeros;
   const u32 place_in_sum = KIND == PER_EXPERT ? (first ? kFirst : 0) | (last ? kLast : 0) : kFirst | kLast;
+  return {loading,
+          batch.count,
+          kept,
+          place_in_sum | (ends ? kChunkEnd : 0),
+          kept ? batch.weight : 1.0f,
+          kept ? args.y + static_cast<i64>(batch.place) * world.hidden * sizeof(Y) : world.zeros,
+          home_at(args, batch.source, row)};
+}
+
+// Position by position, piece by piece, in ascending k: the lanes take turns.
+__device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
+                                           const Loads& loads) {
+  const Rings& rings = args.rings;
 #pragma unroll 1
-  for (i32 i = 0; i < batch.count; ++i) {
+  for (i32 i = 0; i < loads.count; ++i) {
 #pragma unroll 1
     for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
-      const i32 columns = columns_of(world, rings, piece);
-      const u32 end = ends && piece == rings.num_pieces - 1 ? kChunkEnd : 0;
-      const Item item = {kept ? batch.weight : 1.0f, place_in_sum | end | static_cast<u32>(columns) << kColumnsShift,
-                         to + static_cast<i64>(piece) * rings.home_bytes};
-      const u8* piece_of_row = kept ? from + static_cast<i64>(piece) * rings.columns * sizeof(Y) : from;
+      const i32 columns = columns_of(args.world, rings, piece);
+      const u32 what = piece == rings.num_pieces - 1 ? loads.what : loads.what & ~kChunkEnd;
+      const Item item = {loads.weight, what | static_cast<u32>(columns) << kColumnsShift,
+                         loads.to + static_cast<i64>(piece) * rings.home_bytes};
+      const u8* from = loads.kept ? loads.from + static_cast<i64>(piece) * rings.columns * sizeof(Y) : loads.from;
 #pragma unroll 1
-      for (u32 left = loading & lanes.of(i); left != 0; left &= left - 1)
-        load_stage(rows, lane_idx() == __ffs(left) - 1, item, piece_of_row, columns * sizeof(Y));
+      for (u32 left = loads.loading & lanes.of(i); left != 0; left &= left - 1)
+        load_stage(rows, lane_idx() == __ffs(left) - 1, item, from, columns * sizeof(Y));
     }
   }
 }
@@ -157,8 +174,10 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims cl
     const Batch batch = next;
     if (batch.ends_chunk && lane_idx() == 0) name_chunk(args.world, batch, named);
     named += batch.ends_chunk;
-    next = next_batch(args, lanes, chunks, claims, chunk);
-    load_batch(args, lanes, rows, batch);
+    if (args.row_weights != nullptr) send_weights(args, lanes, batch);
+    const Loads loads = loads_of(args, lanes, batch);
+    next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
+    load_batch(args, lanes, rows, loads);
   }
   close_ring(rows);
 }
