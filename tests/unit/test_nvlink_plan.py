@@ -210,6 +210,28 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 4 * words
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 64])
+def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
+    """More where rows are summed on their way out, or where less travels; as many as given where a number is given."""
+
+    def blocks(**changes: Any) -> int:
+        c = config(size=size, mode=Mode.HT, **changes)
+        return plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132, 4096).num_blocks
+
+    flat, grouped = blocks(layout=Layout.FLAT), blocks(layout=Layout.GROUPED)
+    assert 0 < flat <= grouped <= plan.HT_BLOCKS
+    assert size > 8 or flat < grouped
+    assert flat < blocks(layout=Layout.FLAT, combine_dtype=torch.float8_e4m3fn) <= plan.HT_BLOCKS
+    assert {n % plan.BLOCK_UNIT for n in (flat, grouped)} == {0}
+    assert blocks(layout=Layout.FLAT, num_sms=132) == 132
+
+
+def test_a_lone_rank_has_no_links_to_wait_for() -> None:
+    c = config(size=1, mode=Mode.HT)
+    assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132, 1).num_blocks == plan.HT_BLOCKS
+    assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 5, 1).num_blocks == 5
+
+
 def test_crossover_is_known_for_every_layout() -> None:
     assert plan.LL_MAX_TOKENS.keys() == set(Layout)
 

@@ -5,6 +5,7 @@ GPU.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,11 @@ MAX_PIECE = 16384
 SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
-"""Blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
+"""Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
+LINK_GBPS, BLOCK_GBPS = 350, 60
+"""What NVLink of a GPU carries one way, and what a block of HT combine moves through its shared memory (in and out),
+measured on H200: docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
+BLOCK_UNIT = 4
 TILE_BYTES = 6 * 4 * 1024
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
@@ -273,9 +278,29 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tok
     """How a combine runs."""
     if mode is Mode.LL:
         return _ll_launch(c, num_sms, _head_bytes(c), SENDERS[c.resolved_layout.per_expert][1], num_tokens)
-    blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
+    blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_rings(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
+
+
+def combine_blocks(c: MoEConfig) -> int:
+    """Blocks of an HT combine with which the links, not the blocks, are what limits a step of uniform routing.
+
+    Per token, a rank moves through shared memory: rows of y, the partials that leave, the partials that come, and z.
+    Over the links go the partials of other ranks. With more blocks nothing is gained, with fewer the links idle.
+    """
+    size, found, output = c.group.size, combine_rings(c), c.resolved_output_dtype.itemsize
+    ranks = size * (1 - (1 - 1 / size) ** c.topk)  # that a token goes to, on average
+    partials = c.topk if c.exact_combine else ranks
+    rows = c.topk if c.resolved_layout.per_expert else ranks
+    own = 1 / size if found.num_made == 0 else 0.0  # read where they lie
+    row, moved = c.hidden_size * output, found.home_row_bytes
+    through = row * rows * (1 - own) + moved * partials * (2 - own) + row
+    over_links = moved * partials * (size - 1) / size
+    if over_links == 0:
+        return HT_BLOCKS
+    blocks = through / over_links * LINK_GBPS / BLOCK_GBPS
+    return min(HT_BLOCKS, math.ceil(blocks / BLOCK_UNIT) * BLOCK_UNIT)
 
 
 def combine_rings(c: MoEConfig) -> rings.Rings:
