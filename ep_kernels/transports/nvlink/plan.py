@@ -289,7 +289,8 @@ def combine_blocks(c: MoEConfig) -> int:
     Per token, a rank moves through shared memory: rows of y, the partials that leave, the partials that come, and z.
     Over the links go the partials of other ranks. With more blocks nothing is gained, with fewer the links idle.
     """
-    size, found, output = c.group.size, combine_rings(c), c.resolved_output_dtype.itemsize
+    size: int = c.group.size
+    found, output = combine_rings(c), c.resolved_output_dtype.itemsize
     ranks = size * (1 - (1 - 1 / size) ** c.topk)  # that a token goes to, on average
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
@@ -299,7 +300,7 @@ def combine_blocks(c: MoEConfig) -> int:
     over_links = moved * partials * (size - 1) / size
     if over_links == 0:
         return HT_BLOCKS
-    blocks = through / over_links * LINK_GBPS / BLOCK_GBPS
+    blocks: float = through / over_links * LINK_GBPS / BLOCK_GBPS
     return min(HT_BLOCKS, math.ceil(blocks / BLOCK_UNIT) * BLOCK_UNIT)
 
 
