@@ -99,7 +99,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder name under `ep_kernels/transports`."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL, with up to two on
-    each, and 64 for HT, which fill the links. Results do not depend on it."""
+    each; for HT 64 in dispatch, and in combine as many as keep the links busy. Results do not depend on it."""
     kernel_cache_dir: str | None = None
     """GPUs: folder for kernels compiled at first use, shared by processes; may differ between ranks. None:
     `.cache/crossdock/kernels` in the home of this process's user."""

@@ -27,8 +27,8 @@ from ep_kernels.errors import TransportError
 
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
-LL_THREADS = 512
-"""One block of so many fills a multiprocessor's registers."""
+WIDE_THREADS = 512
+"""Of LL, and of HT combine with a warp for each of its tasks: one block fills a multiprocessor's registers."""
 NUM_STAGES = 3
 SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
@@ -40,7 +40,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     ),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
-    "ht_combine": (*_COMMON, "numeric", "clock", "rows"),
+    "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials", "combine", "owner", "home"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)
@@ -70,7 +70,7 @@ class Variant:
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
-        return LL_THREADS if self.kernel.startswith("ll_") else NUM_THREADS
+        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier") else WIDE_THREADS
 
     @property
     def name(self) -> str:

@@ -5,7 +5,8 @@
 
 A rank's region, which its peers write (D dispatch slots, C combine slots; each array 256-byte aligned):
 
-    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD, COMBINE: * WHOLE
+    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD: * WHOLE
+             u64 [R, ceil(M / CHUNK)]   HT, behind them: last seq whose partials of CHUNK positions `owner` has brought
     rows         [D, capacity, H]       rows in their final place: output
 
 HT:
@@ -14,8 +15,8 @@ HT:
     origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
     scales       [D, R, M, S]           scales beside the rows, by (source, position)
-    home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]
-    home_scales  [C, .., ceil(H/128)]   their scales when they travel as fp8
+    home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]; fp8
+                                        with their scales (device/partials.cuh)
     home_weights f32 [C, R, M, K]       numbers carried home beside them
     home_origins u64 [C, R]             by owner: as origins
 
@@ -59,7 +60,9 @@ SAMPLE_WORDS = 9
 WHOLE_RECORD = 1 << 32
 """Last word of a latency record that is whole."""
 WHOLE = 1 << 20
-"""What an operation adds to a counter of shares (flags PAYLOAD and COMBINE), all blocks together."""
+"""What an operation adds to a counter of shares (flag PAYLOAD), all blocks together."""
+CHUNK = 4
+"""HT combine: positions of a source that are announced together."""
 META_BYTES = 16
 ALIGN = 256
 
@@ -103,7 +106,8 @@ State = _record(
     ("combine_seq", "u64", "combines sent"),
     ("barrier_seq", "u64", "barriers entered"),
     ("dispatch_shared", "u64", "seq of the last dispatch that added shares: LL needs none, and HT makes up for it"),
-    ("combine_shared", "u64", "the same of combines"),
+    ("chunks_taken", "u64", "HT combine: chunks of rows that blocks have taken to send; 0 between launches"),
+    ("tokens_taken", "u64", "the same of tokens that they have taken to sum"),
     ("aborted", "u64", "sticky: index into STOPS"),
     ("meet_count", "u64", "grid barrier: blocks that arrived"),
     ("meet_generation", "u64", "grid barrier: times that all blocks met"),
@@ -148,7 +152,7 @@ Home = _record(
     align=16,
 )
 ARRAYS = (
-    "counts", "origins", "meta", "scales", "rows", "home", "home_scales", "home_weights", "home_origins",
+    "counts", "origins", "meta", "scales", "rows", "home", "home_weights", "home_origins",
     "lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads",
 )  # fmt: skip
 """The arrays that have slots, in the order in which they lie."""
@@ -175,7 +179,7 @@ World = _record(
     ("report_dropped", "i32", "1 = the host is told of dropped rows; it does not read num_dropped"),
     ("row_bytes", "i32", "payload bytes of a row as it travels"),
     ("scale_bytes", "i32", "bytes of a row's scales, 0 = none"),
-    ("home_row_bytes", "i32", "bytes of a combine row, padded to 16"),
+    ("home_row_bytes", "i32", "bytes of a combine row with its scales, padded to 16"),
     ("row_units", "i32", "LL: units of a row"),
     ("home_units", "i32", "LL: units of a combine row"),
     ("meta_lines", "i32", "LL: lines of a row's records"),
@@ -201,6 +205,17 @@ Work = _record(
     ("stage_offset", "u32", "where the pieces start in shared memory"),
     ("halves", "u32", "1 = send, 2 = receive, 3 = both"),
     ("num_senders", "u32", "LL: blocks that send; the others receive. All of them: each does both"),
+)
+Rings = _record(
+    "Rings",
+    ("num_pieces", "i32", "HT combine: pieces of a row"),
+    ("columns", "i32", "columns of a piece; the last may have less"),
+    ("row_bytes", "u32", "of a stage for a piece of y"),
+    ("home_bytes", "u32", "of a piece as it travels, scales included"),
+    ("made_bytes", "u32", "of a stage for one"),
+    ("num_rows", "u32", "stages for pieces of y"),
+    ("num_made", "u32", "stages for pieces that this block makes; 0 = they travel as they are"),
+    ("num_home", "u32", "stages for pieces that have come home"),
 )
 DispatchArgs = _record(
     "DispatchArgs",
@@ -245,6 +260,7 @@ CombineArgs = _record(
     ("mode", "i32", "0 = LL, 1 = HT: for the latency record"),
     ("positional", "i32", "LL: 1 = the row of y is source * M + position"),
     ("spare", "i32", ""),
+    ("rings", "Rings", "HT: what lies in shared memory"),
     ("op", "u64*", "[2] device words of this operation"),
     ("origin", "u64*", "[1] seq of the dispatch that made the routing"),
     ("y", "u8*", "[rows, H] expert output, output dtype"),
@@ -285,6 +301,7 @@ def header() -> str:
     lines += [f"constexpr u32 PHASE_{name.upper()} = {i};" for i, name in enumerate(PHASES)]
     lines += [f"constexpr u32 TICKET_{name} = {i};" for i, name in enumerate(TICKETS)]
     lines += [f"constexpr i32 MAX_RANKS = {MAX_RANKS};", f"constexpr i32 MOST_SEEN = {MOST_SEEN};"]
+    lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     for name, fields in _RECORDS:
         lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")
@@ -317,7 +334,7 @@ class Shape:
         count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
         home_units, weight_lines: LL: of a combine row, of the numbers beside it.
         num_partials: rows of a token in a combine slot: R, or K (exact).
-        home_row_bytes, home_scale_bytes: bytes of each.
+        home_row_bytes: bytes of each.
         dispatch_slots, combine_slots: D, C.
     """
 
@@ -338,7 +355,6 @@ class Shape:
     weight_lines: int
     num_partials: int
     home_row_bytes: int
-    home_scale_bytes: int
     dispatch_slots: int
     combine_slots: int
 
@@ -350,14 +366,13 @@ def region_map(shape: Shape) -> Any:
     ll_dispatch, ll_combine = shape.dispatch_slots * shape.ll, shape.combine_slots * shape.ll
     ht_dispatch, ht_combine = shape.dispatch_slots * shape.ht, shape.combine_slots * shape.ht
     arrays = (
-        ("flags", 1, len(FLAGS) * shape.size * 8),
+        ("flags", 1, (len(FLAGS) + -(-shape.max_tokens // CHUNK) * shape.ht) * shape.size * 8),
         ("counts", ht_dispatch, shape.size * (shape.num_keys + shape.size) * 4),
         ("origins", ht_dispatch, shape.size * 8),
         ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
         ("scales", ht_dispatch, positions * shape.scale_bytes),
         ("rows", shape.dispatch_slots, shape.capacity_rows * shape.row_bytes),
         ("home", ht_combine, home_rows * shape.home_row_bytes),
-        ("home_scales", ht_combine, home_rows * shape.home_scale_bytes),
         ("home_weights", ht_combine, positions * shape.topk * 4),
         ("home_origins", ht_combine, shape.size * 8),
         ("lines", ll_dispatch, ll_positions * shape.row_units * UNIT_BYTES),

@@ -56,6 +56,17 @@ __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Between threads of a block, for words that no barrier fits: counters.
+__device__ __forceinline__ u32 load_acquire_block(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_block(u32* address, u32 value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
   u64 value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -69,6 +80,13 @@ __device__ __forceinline__ void store_release_gpu(u64* address, u64 value) {
 __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
   u64 old;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+  return old;
+}
+
+// Orders nothing.
+__device__ __forceinline__ u64 take_relaxed_gpu(u64* address, u64 value) {
+  u64 old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
   return old;
 }
 
@@ -94,6 +112,8 @@ __device__ __forceinline__ u64 compare_and_swap_gpu(u64* address, u64 expected, 
   return old;
 }
 
+__device__ __forceinline__ void sleep_ns(u32 duration) { asm volatile("nanosleep.u32 %0;" ::"r"(duration)); }
+
 __device__ __forceinline__ u64 now_ns() {
   u64 time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
@@ -113,8 +133,8 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void barrier_init(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 // One thread of a block tells its others, without a block barrier.
@@ -164,11 +184,22 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// At most `kPending` of this thread's store groups are not complete; the writes of the others are ordered before what it does next.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // All of this thread's store groups are complete: their writes are ordered before what the thread does next.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Between ordinary accesses and the copy engine's accesses to the same bytes.
+// Between ordinary accesses and the copy engine's accesses to the same bytes. Compiles to a fence of the whole GPU; those
+// that name where the bytes lie do not.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- numbers ----
 

@@ -21,7 +21,7 @@ from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
 OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads")
-OF_HT = ("counts", "origins", "meta", "scales", "home", "home_scales", "home_weights", "home_origins")
+OF_HT = ("counts", "origins", "meta", "scales", "home", "home_weights", "home_origins")
 OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
 MAKERS = (plan.dispatch_launch, plan.combine_launch)
 
@@ -167,6 +167,8 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
                 assert 1 <= launch.num_senders < launch.num_blocks
                 assert launch.work(1).num_senders == launch.num_senders
                 continue
+            if mode is Mode.HT and launch == plan.combine_launch(c, sizes, mode, 132):
+                continue
             assert launch.piece_bytes % plan.PIECE_UNIT == 0
             assert launch.piece_bytes <= plan.MAX_PIECE
             stages = plan.WARPS * jit.NUM_STAGES * (launch.piece_bytes + plan.STAGE_EXTRA)
@@ -227,6 +229,28 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     pointers = 2 * size
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + seen)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 64])
+def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
+    """More where rows are summed on their way out, or where less travels; as many as given where a number is given."""
+
+    def blocks(**changes: Any) -> int:
+        c = config(size=size, mode=Mode.HT, **changes)
+        return plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks
+
+    flat, grouped = blocks(layout=Layout.FLAT), blocks(layout=Layout.GROUPED)
+    assert 0 < flat <= grouped <= plan.HT_BLOCKS
+    assert size > 8 or flat < grouped
+    assert flat < blocks(layout=Layout.FLAT, combine_dtype=torch.float8_e4m3fn) <= plan.HT_BLOCKS
+    assert {n % plan.BLOCK_UNIT for n in (flat, grouped)} == {0}
+    assert blocks(layout=Layout.FLAT, num_sms=132) == 132
+
+
+def test_a_lone_rank_has_no_links_to_wait_for() -> None:
+    c = config(size=1, mode=Mode.HT)
+    assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks == plan.HT_BLOCKS
+    assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 5).num_blocks == 5
 
 
 def test_crossover_is_known_for_every_layout() -> None:

@@ -104,6 +104,7 @@ class Engine:
         self._combine = {
             mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms)) for mode in modes
         }
+        self._rings = plan.combine_rings(config).record()
         self._memory: Memory | None = None
         self._num_dispatches = self._num_combines = 0
 
@@ -147,7 +148,7 @@ class Engine:
         kinds, size = len(abi.FLAGS), self._config.group.size
         flags = self._memory.view(self.tables.world.map.flags, (kinds, size), torch.int64)
         flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
-        flags[abi.FLAGS.index("COMBINE")] = combine * abi.WHOLE
+        flags[abi.FLAGS.index("COMBINE")] = combine
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
 
     def variants(self) -> dict[jit.Variant, plan.Launch]:
@@ -258,6 +259,7 @@ class Engine:
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
             mode=int(handle.mode is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
             topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
+            rings=self._rings,
             **self._addresses(state),
         )  # fmt: skip
         variant, launch = self._combine[handle.mode]

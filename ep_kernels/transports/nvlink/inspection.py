@@ -163,24 +163,27 @@ class Report:
     faults: tuple[str, ...]
 
 
-MOST_REGISTERS = 224
-"""65536 registers of an SM / 256 threads of its one block, less a margin."""
+MOST_REGISTERS = {jit.NUM_THREADS: 224, jit.WIDE_THREADS: 128}
+"""65536 registers of an SM / threads of its one block; less a margin where that is more than fits an instruction."""
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
+_TOLD = "STG.E.64.STRONG.SYS"
 _STORE_LINE, _PEEK_LINE = "STG.E.128.STRONG.SYS", "LDG.E.128.STRONG.SYS"
 _LOCAL_MEMORY = "LDL"
 
 
 def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
     """What nvdisasm must show. LL: 16 bytes of a line, stored and loaded by one instruction each, in front of every
-    cache. HT: bulk copies from and to shared memory and the mbarrier that loads complete on; the release of a share at
-    a peer, which is one reduction, ordered after all stores."""
+    cache. HT: bulk copies from and to shared memory and the mbarrier that loads complete on; dispatch: the release of a
+    share at a peer, which is one reduction, ordered after all stores; combine: words of progress behind a fence."""
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
     if variant.kernel.startswith("ll_"):
         return (_STORE_LINE, _PEEK_LINE)
+    if variant.kernel == "ht_combine":
+        return (_STORE, _TOLD, _FENCE, _LOAD, _WAIT)
     constants = dict(variant.constants)
-    whole_rows = constants.get("X") == "u8" or (constants.get("KIND") == "1" and constants["C"] == constants["Y"])
+    whole_rows = constants.get("X") == "u8"
     return (_STORE, _SHARE, _FENCE, *((_LOAD, _WAIT) if whole_rows else ()))
 
 
@@ -241,8 +244,9 @@ def report_of(job: Job, binary: jit.Binary) -> Report:
 
 
 def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
-    if not 0 < found.registers <= MOST_REGISTERS:
-        yield f"{found.registers} registers, at most {MOST_REGISTERS}"
+    most = MOST_REGISTERS[job.variant.num_threads]
+    if not 0 < found.registers <= most:
+        yield f"{found.registers} registers, at most {most}"
     if found.spill_bytes:
         yield f"{found.spill_bytes} bytes spilled"
     if found.stack_bytes:

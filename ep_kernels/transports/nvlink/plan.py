@@ -5,16 +5,18 @@ GPU.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ep_kernels import jit, quant
-from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.routing import receive_rows
+from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
 SHARED_BYTES = 227 * 1024 - 1024
@@ -27,7 +29,11 @@ MAX_PIECE = 16384
 SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
-"""Blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
+"""Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
+LINK_GBPS, BLOCK_GBPS = 350, 60
+"""What NVLink of a GPU carries one way, and what a block of HT combine moves through its shared memory (in and out),
+measured on H200: docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
+BLOCK_UNIT = 4
 TILE_BYTES = 6 * 4 * 1024
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
@@ -105,7 +111,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
 
 
 def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
-    experts, ranks, moved = c.resolved_expert_map, c.group.size, c.resolved_combine_dtype
+    experts, ranks = c.resolved_expert_map, c.group.size
     row_bytes = c.hidden_size * c.payload_dtype.itemsize
     return abi.Shape(
         size=ranks,
@@ -124,8 +130,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
         num_partials=c.topk if c.exact_combine else ranks,
-        home_row_bytes=-(-c.hidden_size * moved.itemsize // 16) * 16,
-        home_scale_bytes=-(-c.hidden_size // FP8_BLOCK) * 4 if moved is torch.float8_e4m3fn else 0,
+        home_row_bytes=combine_rings(c).home_row_bytes,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
@@ -272,6 +277,35 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Laun
     if mode is Mode.LL:
         fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
         return _ll_launch(num_sms, _head_bytes(c), COMBINE_SENDERS[c.resolved_layout.per_expert, fp8])
-    blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
-    rows = c.max_tokens_per_rank * min(c.group.size, c.topk)
-    return _launch(blocks, _head_bytes(c) + 4 * c.group.size, sizes.shape.home_row_bytes, rows, False)
+    blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
+    found = combine_rings(c)
+    return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
+
+
+def combine_blocks(c: MoEConfig) -> int:
+    """Blocks of an HT combine with which the links, not the blocks, are what limits a step of uniform routing.
+
+    Per token, a rank moves through shared memory: rows of y, the partials that leave, the partials that come, and z.
+    Over the links go the partials of other ranks. With more blocks nothing is gained, with fewer the links idle.
+    """
+    size: int = c.group.size
+    found, output = combine_rings(c), c.resolved_output_dtype.itemsize
+    ranks = size * (1 - (1 - 1 / size) ** c.topk)  # that a token goes to, on average
+    partials = c.topk if c.exact_combine else ranks
+    rows = c.topk if c.resolved_layout.per_expert else ranks
+    own = 1 / size if found.num_made == 0 else 0.0  # read where they lie
+    row, moved = c.hidden_size * output, found.home_row_bytes
+    through = row * rows * (1 - own) + moved * partials * (2 - own) + row
+    over_links = moved * partials * (size - 1) / size
+    if over_links == 0:
+        return HT_BLOCKS
+    blocks: float = through / over_links * LINK_GBPS / BLOCK_GBPS
+    return min(HT_BLOCKS, math.ceil(blocks / BLOCK_UNIT) * BLOCK_UNIT)
+
+
+def combine_rings(c: MoEConfig) -> rings.Rings:
+    """What a block of an HT combine holds in shared memory."""
+    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.MOST_ITEMS
+    moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
+    copies = moved is output and (c.exact_combine or not c.resolved_layout.per_expert)
+    return rings.rings_of(c.hidden_size, output.itemsize, moved.itemsize, copies, control, SHARED_BYTES)

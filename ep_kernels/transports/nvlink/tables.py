@@ -117,7 +117,7 @@ class Tables:
         self._capacities = torch.tensor(sizes.capacities, dtype=torch.int32, device=device)
         counters = sizes.num_keys + config.group.size
         self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(config.hidden_size * 4, dtype=torch.uint8, device=device)
+        self._zeros = torch.zeros(config.hidden_size * 4 + 16, dtype=torch.uint8, device=device)
         num_copies = sum(map(len, config.resolved_expert_map.replicas))
         self._experts = torch.zeros(config.num_experts, 4, dtype=torch.int32, device=device)
         self._copies = torch.zeros(2, num_copies + 1, dtype=torch.int32, device=device)
@@ -176,8 +176,8 @@ class Tables:
         """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
         words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
         words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
-        for name, value in (("dispatch", dispatch), ("combine", combine)):
-            words[_WORD[f"{name}_seq"]] = words[_WORD[f"{name}_shared"]] = value  # see Engine.restart_flags
+        words[_WORD["dispatch_seq"]] = words[_WORD["dispatch_shared"]] = dispatch  # see Engine.restart_flags
+        words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
         self.state.copy_(words)
         self._ring.skip()

@@ -1,0 +1,189 @@
+// The receiving half of HT combine: this rank as home of tokens. One warp waits for what makes up a token and loads it,
+// the summing warps add.
+#pragma once
+
+enum Verdict : i32 { kSame, kFailed, kDiffers };  // one routing; a wait failed; ranks bring different routings
+__shared__ i32 verdict;                           // of this block
+
+// One warp: every lane waits until the word of its peer is there, if it waits at all. False where the rank was stopped.
+__device__ __forceinline__ bool await_words(const World& world, bool waits, i32 peer, const u64* word, u64 seq,
+                                            u64 start, u64* waited) {
+  bool there = !waits, late = false;
+  return spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, peer, [&] {
+    if (there) return true;
+    there = ptx::load_acquire_sys(word) >= seq;
+    if (there && late && peer != world.rank) note_wait(waited, peer, ptx::now_ns() - start);
+    late = !there;
+    return there;
+  });
+}
+
+// One warp: waits for all owners to say which routing they combine. False where one says another, or none.
+__device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 origin, u64 start, u64* waited) {
+  const World& world = args.world;
+  bool differs = false;
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 peer = min(base + lane_idx(), world.size - 1);
+    const bool asked = is_active(peer);
+    if (!await_words(world, asked, peer, flag_at(world, world.rank, FLAG_COMBINE, peer), seq, start, waited)) {
+      if (lane_idx() == 0) verdict = kFailed;
+      return false;
+    }
+    differs |= asked && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != origin;
+  }
+  differs = __any_sync(~0u, differs);
+  if (differs && lane_idx() == 0) verdict = kDiffers;
+  return !differs;
+}
+
+// Of the lane's (token, k); none past the last token. Only fields that are used: what is loaded
+// beside them would have to arrive before its register served for something else.
+__device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& lanes, i64 first) {
+  const i64 token = first + lanes.index;
+  Home home = {-1, -1, -1, -1};
+  if (lanes.index >= lanes.count || lanes.k >= args.world.topk || token >= args.num_tokens) return home;
+  const Home* at = args.home + token * args.world.topk + lanes.k;
+  home.rank = at->rank;
+  home.position = at->position;
+  if (kCopies) home.place = *const_cast<const volatile i32*>(&at->place);
+  return home;
+}
+
+// The row that a lane knows of those that make up its token.
+struct Term {
+  bool present, zeros;  // zeros: nothing is there to load but zeros
+  i32 index, count;     // its place in the sum, and of how many
+  f32 weight;
+  const u8* from;
+};
+
+// A token that no row serves has one of zeros.
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i64 first) {
+  const World& world = args.world;
+  const bool served = home.rank >= 0;
+  const u32 same = __match_any_sync(~0u, served ? lanes.index * MAX_RANKS + home.rank : -1);
+  Term term = {served && (KIND == EXACT || __ffs(same) - 1 == lane_idx()), true, 0, 1, 1.0f, world.zeros};
+  const u32 here = __ballot_sync(~0u, term.present) & lanes.of(lanes.index);
+  for (i32 k = 0; k < lanes.width; ++k) {
+    const i32 other = lanes.index * lanes.width + k, rank = __shfl_sync(~0u, home.rank, other);
+    if (here >> other & 1) term.index += KIND == EXACT ? k < lanes.k : rank < home.rank;
+  }
+  term.count = max(1, __popc(here));
+  if (here == 0 && lanes.k == 0 && lanes.index < lanes.count) {
+    term.present = true;
+    term.index = 0;
+  }
+  if (!served || !term.present) return term;
+  const i64 token = first + lanes.index;
+  if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
+  if (reads_own(args) && home.rank == world.rank) {
+    term.zeros = home.place < 0;
+    if (!term.zeros) term.from = args.y + static_cast<i64>(home.place) * world.hidden * sizeof(Y);
+  } else {
+    const i64 row = KIND == EXACT ? token * world.topk + lanes.k : position_of(world, home.rank, home.position);
+    term.zeros = false;
+    term.from = home_at(args, world.rank, row);
+  }
+  return term;
+}
+
+// The rows of a token, `token` of this batch, to stages, piece by piece, in the order of its sum.
+__device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
+                                           i32 token, u8* z) {
+  const Rings& rings = args.rings;
+  const i32 count = __shfl_sync(~0u, term.count, token * lanes.width);
+  const bool mine = term.present && lanes.index == token;
+#pragma unroll 1
+  for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
+    const i32 columns = columns_of(args.world, rings, piece);
+    const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == count - 1 ? kLast : 0);
+    const Item item = {term.weight, place_in_sum | static_cast<u32>(columns) << kColumnsShift,
+                       z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
+    const u8* from = term.zeros ? term.from : term.from + static_cast<i64>(piece) * rings.home_bytes;
+    const u32 num_bytes = home_bytes_of(rings, columns);
+#pragma unroll 1
+    for (i32 i = 0; i < count; ++i) load_stage(ring, mine && term.index == i, item, from, num_bytes);
+  }
+}
+
+// The numbers that came home beside a batch's rows.
+__device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Home& home,
+                                                i64 first) {
+  const World& world = args.world;
+  const i64 token = first + lanes.index;
+  if (lanes.index >= lanes.count || lanes.k >= world.topk || token >= args.num_tokens) return;
+  f32 weight = 0.0f;
+  if (home.rank == world.rank && reads_own(args)) {
+    const i64 index = KIND == PER_RANK ? static_cast<i64>(home.place) * world.topk + lanes.k : home.place;
+    if (home.place >= 0) weight = args.row_weights[index];
+  } else if (home.rank >= 0) {
+    weight = home_weights_at(args, world.rank, position_of(world, home.rank, home.position))[lanes.k];
+  }
+  args.z_weights[token * world.topk + lanes.k] = weight;
+}
+
+// One warp, a few tokens: waits for their rows; loads may follow. False where the rank was stopped.
+__device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& home, u64 seq, u64 start, u64* waited) {
+  const World& world = args.world;
+  const bool comes = home.rank >= 0 && !(reads_own(args) && home.rank == world.rank);
+  const i32 from = max(home.rank, 0);
+  const u64* word = progress_at(world, world.rank, from, max(home.position, 0));
+  if (!await_words(world, comes, from, word, seq, start, waited)) return false;
+  __syncwarp();
+  ptx::fence_proxy_global();
+  return true;
+}
+
+// One warp: the tokens that this block takes, lanes.count at a time. `claims` has been asked.
+__device__ __forceinline__ void load_all_home(const CombineArgs& args, Claims claims, Ring ring, u64 seq, u64 origin,
+                                              u64 start, u64* waited) {
+  const Lanes lanes = lanes_for(args.world.topk);
+  claims.total = (args.num_tokens + lanes.count - 1) / lanes.count;
+  auto first_of = [&](i32 unit) { return unit < 0 ? args.num_tokens : static_cast<i64>(unit) * lanes.count; };
+  i32 unit = claims.next();
+  Home home = load_home(args, lanes, first_of(unit));
+  bool ok = agree(args, seq, origin, start, waited);
+#pragma unroll 1
+  while (ok && unit >= 0) {
+    const i64 first = first_of(unit);
+    ok = await_rows(args, home, seq, start, waited);
+    if (!ok) {
+      if (lane_idx() == 0) verdict = kFailed;
+      break;
+    }
+    const Term term = term_of(args, lanes, home, first);
+    if (args.z_weights != nullptr) receive_weights(args, lanes, home, first);
+    unit = claims.next();  // asked for after the last look at this one: one scoreboard
+    home = load_home(args, lanes, first_of(unit));
+#pragma unroll 1
+    for (i32 i = 0; i < lanes.count && first + i < args.num_tokens; ++i)
+      load_token(args, lanes, ring, term, i, args.z + (first + i) * args.world.hidden * sizeof(Y));
+  }
+  while (unit >= 0) unit = claims.next();
+  close_ring(ring);
+}
+
+// The summing warps: stages to z.
+__device__ __forceinline__ void sum_home(const CombineArgs& args, Ring ring) {
+  Sums<kHomeColumns, kSummers> sums;
+  sums.warp = warp_idx() - kFirstSummer;
+#pragma unroll 1
+  while (true) {
+    const Item item = take_stage(ring);
+    if (item.what & kNoMore) return;
+    add_partial<KIND == EXACT>(sums, args.rings, item, ring.stage());
+    give_back(ring);
+    if (item.what & kLast) write_z(sums, item.columns(), item.to);
+  }
+}
+
+// NaN in every token, in every output dtype: this block's share, or all of them.
+__device__ __forceinline__ void poison(const CombineArgs& args, Team team) {
+  const i64 halves = static_cast<i64>(args.num_tokens) * args.world.hidden * (sizeof(Y) / 2);
+  const i64 weights = args.z_weights == nullptr ? 0 : static_cast<i64>(args.num_tokens) * args.world.topk;
+  const i64 first = static_cast<i64>(team.block) * THREADS + threadIdx.x,
+            step = static_cast<i64>(team.num_blocks) * THREADS;
+  for (i64 i = first; i < halves; i += step) reinterpret_cast<u16*>(args.z)[i] = 0xFFFF;
+  for (i64 i = first; i < weights; i += step) args.z_weights[i] = __uint_as_float(~0u);
+}

@@ -1,0 +1,276 @@
+// The sending half of HT combine: this rank as owner of rows. One warp loads rows, the makers make partials of them (or
+// nobody does, where rows travel as they are), one thread stores these at their homes, one tells homes what is there.
+#pragma once
+
+constexpr u32 kReading = kCopies ? 4 : 3;  // stores that may still read their stages: less than there are
+constexpr u32 kUntold = 8;                 // stores that may be under way before a chunk is known to be complete
+constexpr u32 kNamed = 64;                 // chunks that are loaded and not told, at most
+constexpr u32 kAllDone = 1u << 31;         // in chunks_done: no more come
+
+__shared__ u64* chunk_words[kNamed];  // by the loader, in its order: the word that tells of a chunk
+__shared__ u32 chunks_done;           // by the storer: so many are complete
+__shared__ u32 chunks_told;           // by the teller
+
+// CHUNK positions of a source. All chunks of all sources have one order: by number, then by source, beginning after
+// this rank. So all links are busy at all times, and what homes sum first leaves first.
+struct Chunk {
+  i32 source, first, count;  // positions first .. first + count
+};
+
+// A lane of the loading warp stands for two sources.
+struct Chunks {
+  const i32* rows;
+  i32 low, high;       // chunks of the sources 1 + lane and 33 + lane after this rank
+  i32 number, before;  // chunks with a lower number than this one
+
+  __device__ __forceinline__ i32 total() const { return __reduce_add_sync(~0u, low + high); }
+
+  // Chunk `unit` < total(); units come in ascending order.
+  __device__ __forceinline__ Chunk at(const World& world, i32 unit) {
+    u32 lows, highs;
+    while (true) {
+      lows = __ballot_sync(~0u, low > number);
+      highs = __ballot_sync(~0u, high > number);
+      const i32 here = __popc(lows) + __popc(highs);
+      if (unit < before + here) break;
+      before += here;
+      ++number;
+    }
+    const i32 index = unit - before, num_low = __popc(lows);
+    const u32 among = index < num_low ? lows : highs;
+    const i32 rest = index < num_low ? index : index - num_low;
+    const bool found = (among >> lane_idx() & 1) && __popc(among & ((1u << lane_idx()) - 1)) == rest;
+    const i32 turn = __ffs(__ballot_sync(~0u, found)) - 1 + (index < num_low ? 0 : 32);
+    const i32 later = world.rank + 1 + turn, first = number * CHUNK;
+    const i32 source = later < world.size ? later : later - world.size;
+    return {source, first, min(CHUNK, rows[source] - first)};
+  }
+};
+
+__device__ __forceinline__ Chunks chunks_of(const CombineArgs& args, const i32* rows) {
+  const World& world = args.world;
+  const i32 num_sources = world.size - reads_own(args);
+  auto count = [&](i32 turn) {
+    return turn < num_sources ? (rows[(world.rank + 1 + turn) % world.size] + CHUNK - 1) / CHUNK : 0;
+  };
+  return {rows, count(lane_idx()), count(lane_idx() + 32), 0, 0};
+}
+
+// What a warp knows of a few positions of a chunk, each lane of its (position, k).
+struct Batch {
+  i32 source, first, count;
+  bool present, ends_chunk;
+  i32 place, token;
+  f32 weight;
+};
+
+__device__ __forceinline__ Batch next_batch(const CombineArgs& args, const Lanes& lanes, Chunks& chunks, Claims& claims,
+                                            Chunk& chunk) {
+  const World& world = args.world;
+  Batch batch = {};
+  batch.place = -1;
+  if (chunk.count <= 0) {
+    const i32 unit = claims.next();
+    if (unit < 0) return batch;
+    chunk = chunks.at(world, unit);
+  }
+  batch.present = true;
+  batch.source = chunk.source;
+  batch.first = chunk.first;
+  batch.count = min(lanes.count, chunk.count);
+  batch.ends_chunk = batch.count == chunk.count;
+  chunk.first += batch.count;
+  chunk.count -= batch.count;
+  if (lanes.index >= batch.count || lanes.k >= world.topk) return batch;
+  const i64 at = position_of(world, batch.source, batch.first + lanes.index);
+  batch.place = args.places[at * world.topk + lanes.k];
+  if (KIND == EXACT) batch.token = args.tokens[at];
+  if (KIND == PER_EXPERT && args.apply_weights)
+    batch.weight = args.weights[at * world.topk + lanes.k];
+  else
+    batch.weight = 1.0f;
+  return batch;
+}
+
+// The numbers that go home beside a batch: later arrivals of this warp carry them.
+__device__ __forceinline__ void send_weights(const CombineArgs& args, const Lanes& lanes, const Batch& batch) {
+  const World& world = args.world;
+  if (lanes.index < batch.count && lanes.k < world.topk) {
+    const i64 index = KIND == PER_RANK ? static_cast<i64>(batch.place) * world.topk + lanes.k : batch.place;
+    home_weights_at(args, batch.source, position_of(world, world.rank, batch.first + lanes.index))[lanes.k] =
+        batch.place >= 0 ? args.row_weights[index] : 0.0f;
+  }
+  __syncwarp();
+}
+
+// What becomes of a batch: each lane knows its own row, if it loads one.
+struct Loads {
+  u32 loading;  // lanes that load
+  i32 count;    // positions
+  bool kept;    // else zeros stand in for rows that were all dropped
+  u32 what;     // its place in the sum, and whether it ends the chunk
+  f32 weight;
+  const u8* from;
+  u8* to;
+};
+
+__device__ __forceinline__ Loads loads_of(const CombineArgs& args, const Lanes& lanes, const Batch& batch) {
+  const World& world = args.world;
+  const bool kept = batch.place >= 0;
+  const u32 here = __ballot_sync(~0u, kept) & lanes.of(lanes.index), me = 1u << lane_idx();
+  const bool first = (here & (me - 1)) == 0, last = (here & ~(me | (me - 1))) == 0;
+  const bool stands_in = here == 0 && lanes.k == 0 && lanes.index < batch.count;
+  const bool loads = KIND == EXACT ? batch.place != -1 : stands_in || (kept && (KIND == PER_EXPERT || first));
+  const u32 loading = __ballot_sync(~0u, loads);
+  const bool ends = batch.ends_chunk && lane_idx() == 31 - __clz(loading);
+  const i64 row = KIND == EXACT ? static_cast<i64>(batch.token) * world.topk + lanes.k
+                                : position_of(world, world.rank, batch.first + lanes.index);
+  const u32 place_in_sum = KIND == PER_EXPERT ? (first ? kFirst : 0) | (last ? kLast : 0) : kFirst | kLast;
+  return {loading,
+          batch.count,
+          kept,
+          place_in_sum | (ends ? kChunkEnd : 0),
+          kept ? batch.weight : 1.0f,
+          kept ? args.y + static_cast<i64>(batch.place) * world.hidden * sizeof(Y) : world.zeros,
+          home_at(args, batch.source, row)};
+}
+
+// Position by position, piece by piece, in ascending k: the lanes take turns.
+__device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
+                                           const Loads& loads) {
+  const Rings& rings = args.rings;
+#pragma unroll 1
+  for (i32 i = 0; i < loads.count; ++i) {
+#pragma unroll 1
+    for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
+      const i32 columns = columns_of(args.world, rings, piece);
+      const u32 what = piece == rings.num_pieces - 1 ? loads.what : loads.what & ~kChunkEnd;
+      const Item item = {loads.weight, what | static_cast<u32>(columns) << kColumnsShift,
+                         loads.to + static_cast<i64>(piece) * rings.home_bytes};
+      const u8* from = loads.kept ? loads.from + static_cast<i64>(piece) * rings.columns * sizeof(Y) : loads.from;
+#pragma unroll 1
+      for (u32 left = loads.loading & lanes.of(i); left != 0; left &= left - 1)
+        load_stage(rows, lane_idx() == __ffs(left) - 1, item, from, columns * sizeof(Y));
+    }
+  }
+}
+
+// The loading warp, lane 0: chunk `named` of this block is the one that `batch` ends.
+__device__ __forceinline__ void name_chunk(const World& world, const Batch& batch, u32 named) {
+  while (named - ptx::load_acquire_block(&chunks_told) >= kNamed) ptx::sleep_ns(100);
+  chunk_words[named % kNamed] = progress_at(world, batch.source, world.rank, batch.first);
+}
+
+// One warp: the rows that this block takes. `claims` has been asked.
+__device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims claims, const i32* counts, Ring rows) {
+  const Lanes lanes = lanes_for(args.world.topk);
+  Chunks chunks = chunks_of(args, counts);
+  claims.total = chunks.total();
+  Chunk chunk = {};
+  u32 named = 0;
+  Batch next = next_batch(args, lanes, chunks, claims, chunk);
+#pragma unroll 1
+  while (next.present) {
+    const Batch batch = next;
+    if (batch.ends_chunk && lane_idx() == 0) name_chunk(args.world, batch, named);
+    named += batch.ends_chunk;
+    if (args.row_weights != nullptr) send_weights(args, lanes, batch);
+    const Loads loads = loads_of(args, lanes, batch);
+    next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
+    load_batch(args, lanes, rows, loads);
+  }
+  close_ring(rows);
+}
+
+// The makers: rows to partials.
+template <i32 kWarps>
+__device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
+  Sums<kMadeColumns, kWarps> sums;
+  sums.warp = warp_idx() - kFirstMaker;
+#pragma unroll 1
+  while (true) {
+    const Item item = take_stage(rows);
+    if ((item.what & kNoMore) == 0) add_row<KIND == PER_EXPERT>(sums, item, rows.stage());
+    give_back(rows);
+    if ((item.what & (kLast | kNoMore)) == 0) continue;
+    made.await_empty();
+    if (item.what & kLast) write_partial(sums, args.rings, item.columns(), made.stage());
+    if (sums.warp == 0 && lane_idx() == 0) made.items[made.at] = item;
+    ptx::fence_proxy_shared();
+    __syncwarp();
+    if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
+    made.move_on();
+    if (item.what & kNoMore) return;
+  }
+}
+
+// One thread: pieces to their homes, and how many chunks are complete. Stages go back as soon as they have been read.
+__device__ __forceinline__ void store_pieces(const CombineArgs& args, Ring from) {
+  // Bit i of ends: the store before the last i ended a chunk.
+  u32 ends = 0, done = 0, stored = 0, freed = 0;
+#pragma unroll 1
+  while (true) {
+    const Item item = take_stage(from);
+    if (item.what & kNoMore) break;
+    ptx::bulk_store(item.to, from.stage(), home_bytes_of(args.rings, item.columns()));
+    ptx::bulk_commit();
+    from.move_on();
+    ends = ends << 1 | ((item.what & kChunkEnd) != 0);
+    if (++stored > kReading) {
+      ptx::bulk_wait_read<kReading>();
+      ptx::barrier_arrive(from.empty + freed);
+      freed = freed + 1 == from.size ? 0 : freed + 1;
+    }
+    ptx::bulk_wait<kUntold>();
+    if (ends >> kUntold & 1) ptx::store_release_block(&chunks_done, ++done);
+  }
+  ptx::bulk_wait_all();
+  ptx::store_release_block(&chunks_done, done + __popc(ends & ((1u << kUntold) - 1)) | kAllDone);
+}
+
+// One thread: tells homes which chunks are complete.
+__device__ __forceinline__ void tell_chunks(u64 seq) {
+#pragma unroll 1
+  for (u32 told = 0;;) {
+    const u32 known = ptx::load_acquire_block(&chunks_done), done = known & ~kAllDone;
+    if (told != done) {
+      ptx::fence_sys();
+      for (; told != done; ++told) ptx::store_relaxed_sys(chunk_words[told % kNamed], seq);
+      ptx::store_release_block(&chunks_told, told);
+    } else if (known & kAllDone) {
+      return;
+    } else {
+      ptx::sleep_ns(64);
+    }
+  }
+}
+
+// Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's
+// last use (one that has gone on without this rank never is). Partials land in this rank's own part of it.
+__device__ __forceinline__ u64 credit_needed(const CombineArgs& args, u64 last, u64 seq) {
+  if (KIND == EXACT) return seq;
+  return last == 0 ? 0 : min(seq, last + args.world.num_in_flight);
+}
+
+// One warp of one block: which routing this rank brings, to all peers.
+__device__ __forceinline__ void tell_origin(const CombineArgs& args, u64 origin, u64 seq) {
+  const World& world = args.world;
+  for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
+    if (!is_active(peer)) continue;
+    *origin_at(world, peer, origins_at(args), world.rank) = origin;
+    ptx::store_release_sys(flag_at(world, peer, FLAG_COMBINE, world.rank), seq);
+  }
+}
+
+// The telling warp, from the first word to the last; then the block has sent.
+__device__ __forceinline__ void tell(const CombineArgs& args, Team team, bool sent, u64 seq, u64 origin, u64 start) {
+  const World& world = args.world;
+  if (sent && team.block == 0) tell_origin(args, origin, seq);
+  if (lane_idx() != 0) return;
+  if (sent) tell_chunks(seq);
+  ptx::allow_next_launch();
+  if (!arrive(world, team, TICKET_COMBINE_SEND)) return;
+  note_sent(world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, team.num_blocks);
+  world.state->combine_seq = seq;
+  world.state->combine_slot_seq[args.slot] = seq;
+}

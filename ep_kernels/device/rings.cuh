@@ -1,0 +1,107 @@
+// Stages of shared memory between the warps of a block that have one task each: one side fills them in order, the other
+// empties them in the same order. Beside each stage lies an item that says what is in it. transports/nvlink/rings.py
+// decides how many stages there are.
+//
+//   rows    loader -> makers (or, where rows travel as they are, the storing warp)    pieces of y
+//   made    makers -> storing warp                                                    pieces of partials
+//   home    home loader -> summing warps                                              pieces that have come home
+//
+// A stage is handed over by two mbarriers. `full`: filled (a bulk load completes on it; makers arrive on it); `empty`:
+// read. Arrivals release and waits acquire, so an item, and whatever its writer had seen, is visible to who takes the
+// stage. Waits here are for warps of this block and for local copies: the former wait for peers only in spin.cuh, which
+// ends.
+#pragma once
+
+constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12;
+constexpr u32 kMostItems = kMostRows + kMostMade + kMostHome;
+constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
+              kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items
+constexpr u32 kColumnsShift = 8;
+
+struct alignas(16) Item {
+  f32 weight;
+  u32 what;  // bits above, columns << kColumnsShift
+  u8* to;    // where the result goes
+
+  __device__ __forceinline__ i32 columns() const { return static_cast<i32>(what >> kColumnsShift); }
+};
+
+struct Ring {
+  u8* stages;
+  Item* items;
+  u64 *full, *empty;
+  u32 stage_bytes, size;
+  u32 at, phase;  // this warp's place
+
+  __device__ __forceinline__ u8* stage() const { return stages + at * stage_bytes; }
+  __device__ __forceinline__ void move_on() {
+    if (++at == size) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void await_full() const { ptx::bulk_load_wait(full + at, phase); }
+  __device__ __forceinline__ void await_empty() const { ptx::bulk_load_wait(empty + at, phase ^ 1); }
+};
+
+struct Rooms {
+  Ring rows, made, home;
+};
+
+__device__ __forceinline__ Ring carve_ring(u8* stages, u32 stage_bytes, u32 size, Item* items, u64* barriers,
+                                           u32 most) {
+  return {stages, items, barriers, barriers + most, stage_bytes, size, 0, 0};
+}
+
+// The rings of a block; every warp gets a copy, and goes its own way through it.
+__device__ __forceinline__ Rooms carve_rooms(const Rings& rings, u8* shared, u8* stages, Item* items) {
+  u64* barriers = reinterpret_cast<u64*>(shared);
+  u8* made = stages + rings.num_rows * rings.row_bytes;
+  u8* home = made + rings.num_made * rings.made_bytes;
+  return {carve_ring(stages, rings.row_bytes, rings.num_rows, items, barriers, kMostRows),
+          carve_ring(made, rings.made_bytes, rings.num_made, items + kMostRows, barriers + 2 * kMostRows, kMostMade),
+          carve_ring(home, rings.made_bytes, rings.num_home, items + kMostRows + kMostMade,
+                     barriers + 2 * (kMostRows + kMostMade), kMostHome)};
+}
+
+// One thread, before a block barrier that comes before any use. `fillers`, `readers`: warps that arrive per stage.
+__device__ __forceinline__ void open_ring(const Ring& ring, u32 fillers, u32 readers) {
+  for (u32 s = 0; s < ring.size; ++s) {
+    ptx::barrier_init(ring.full + s, fillers);
+    ptx::barrier_init(ring.empty + s, readers);
+  }
+}
+
+// The loading warp; the lane that has it at hand fills the next stage with `num_bytes` (a multiple of 16) of `from`.
+__device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes) {
+  if (at_hand) {
+    ring.await_empty();
+    ring.items[ring.at] = item;
+    ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
+  }
+  __syncwarp();
+  ring.move_on();
+}
+
+// The filling side: nothing comes after this. A warp of it.
+__device__ __forceinline__ void close_ring(Ring& ring) {
+  if (lane_idx() == 0) {
+    ring.await_empty();
+    ring.items[ring.at] = {0.0f, kNoMore, nullptr};
+    ptx::barrier_arrive(ring.full + ring.at);
+  }
+  __syncwarp();
+}
+
+// A reading warp: the next stage, once it is full.
+__device__ __forceinline__ Item take_stage(const Ring& ring) {
+  ring.await_full();
+  return ring.items[ring.at];
+}
+
+// It has been read.
+__device__ __forceinline__ void give_back(Ring& ring) {
+  __syncwarp();
+  if (lane_idx() == 0) ptx::barrier_arrive(ring.empty + ring.at);
+  ring.move_on();
+}

@@ -1,0 +1,79 @@
+"""Shared memory of a block of HT combine: stages for rows on their way out, for partials that it makes, and for
+partials that have come home. Pure arithmetic; the kernel's side is device/rings.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ep_kernels.config import FP8_BLOCK
+from ep_kernels.device import abi
+
+MOST_ROWS, MOST_MADE, MOST_HOME = 12, 4, 12
+"""Stages of each kind at most: so many barriers there are."""
+MOST_ITEMS = MOST_ROWS + MOST_MADE + MOST_HOME
+ITEM_BYTES = 16
+MOST_BYTES = 16384
+"""Of a stage."""
+COLUMN_UNIT = 512
+"""Pieces of a row that has several: whole scale blocks, whole 16 bytes of scales."""
+HOME_SHARE = 0.42
+"""Of what is left for stages of rows and stages of partials that have come home. Rows of several experts are summed on
+their way out, so more bytes go out than come home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Sizes in bytes, as in `abi.Rings`, and where the stages begin."""
+
+    num_pieces: int
+    columns: int
+    row_bytes: int
+    home_bytes: int
+    made_bytes: int
+    num_rows: int
+    num_made: int
+    num_home: int
+    stage_offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All stages."""
+        return self.num_rows * self.row_bytes + (self.num_made + self.num_home) * self.made_bytes
+
+    @property
+    def home_row_bytes(self) -> int:
+        """A row of partials as it lies at home: pieces with their scales."""
+        return self.num_pieces * self.home_bytes
+
+    def record(self) -> Any:
+        """The kernel's record."""
+        return abi.Rings(*(getattr(self, name) for name, _ in abi.Rings._fields_))
+
+
+def rings_of(hidden: int, y_bytes: int, moved_bytes: int, copies: bool, control_bytes: int, most_bytes: int) -> Rings:
+    """As many stages as fit.
+
+    Args:
+        hidden: columns of a row.
+        y_bytes, moved_bytes: of a column of y, and as it travels; 1 = fp8 with scales.
+        copies: rows travel as they are.
+        control_bytes: what lies before the stages.
+        most_bytes: shared memory of a block.
+    """
+    num_pieces = -(-hidden * max(y_bytes, moved_bytes) // MOST_BYTES)
+    columns = hidden if num_pieces == 1 else _padded(-(-hidden // num_pieces), COLUMN_UNIT)
+    scales = _padded(-(-columns // FP8_BLOCK) * 4, 16) if moved_bytes == 1 else 0
+    home_bytes = _padded(columns * moved_bytes, 16) + scales
+    row, made = _padded(columns * y_bytes, 128), _padded(home_bytes, 128)
+    offset = _padded(control_bytes, 128)
+    num_made = 0 if copies else MOST_MADE
+    left = most_bytes - offset - num_made * made
+    num_home = min(MOST_HOME, int(left * (0.5 if copies else HOME_SHARE)) // made)
+    num_rows = min(MOST_ROWS, (left - num_home * made) // row)
+    return Rings(num_pieces, columns, row, home_bytes, made, num_rows, num_made, num_home, offset)
+
+
+def _padded(num: int, unit: int) -> int:
+    return -(-num // unit) * unit

@@ -1,0 +1,119 @@
+"""Shared memory of HT combine: what `transports/nvlink/rings.py` plans is what `device/rings.cuh` may rely on."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import jit
+from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.device import abi
+from ep_kernels.transports.nvlink import plan, rings
+from ep_kernels.types import Layout, Mode
+from tests.gpu.loopback_group import LoopGroup
+
+HIDDEN = (16, 48, 2056, 2880, 7168, 8192, 8208, 16384, 1 << 20)
+WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1), (2, 4), (4, 2)]
+"""Bytes of a column of y, and as it travels."""
+CONTROL, MOST = 4096, plan.SHARED_BYTES
+
+
+def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, rings.Rings]]:
+    """(hidden, whether rows travel as they are, rings)."""
+    for hidden in (*HIDDEN, *(16 * random.randint(1, 4096) for _ in range(20))):
+        for copies in {False, y_bytes == moved}:
+            yield hidden, copies, rings.rings_of(hidden, y_bytes, moved, copies, CONTROL, MOST)
+
+
+def text_of(file: str) -> str:
+    return (jit.ROOT / "device" / f"{file}.cuh").read_text()
+
+
+def constant(file: str, name: str) -> int:
+    """A number that a device header names."""
+    (found,) = re.findall(rf"\b{name} = (\d+)[,;]", text_of(file))
+    return int(found)
+
+
+def config(size: int, **changes: Any) -> MoEConfig:
+    fields: dict[str, Any] = {
+        "num_experts": 256,
+        "hidden_size": 7168,
+        "topk": 8,
+        "max_tokens_per_rank": 128,
+        "mode": Mode.HT,
+    }
+    return MoEConfig(group=LoopGroup(0, size), **(fields | changes))
+
+
+@pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
+def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
+    """Every column in one piece, none empty; what the copy engine moves is whole 16 bytes at such an address."""
+    for hidden, copies, found in plans(y_bytes, moved):
+        assert (found.num_pieces - 1) * found.columns < hidden <= found.num_pieces * found.columns
+        scales = -(-found.columns // FP8_BLOCK) * 4 if moved == 1 else 0
+        assert found.columns * moved + scales <= found.home_bytes <= found.made_bytes
+        assert found.columns * max(y_bytes, moved) <= rings.MOST_BYTES
+        assert found.columns * y_bytes <= found.row_bytes
+        assert found.home_bytes % 16 == found.made_bytes % 128 == found.row_bytes % 128 == found.stage_offset % 128 == 0
+        last = hidden - (found.num_pieces - 1) * found.columns
+        assert {columns * y_bytes % 16 for columns in (found.columns, last)} == {0}
+        assert found.num_pieces == 1 or found.columns % rings.COLUMN_UNIT == 0
+        assert not copies or found.home_bytes >= found.columns * y_bytes
+
+
+@pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
+def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
+    """The storing warp keeps stages that are still being read: fewer than there are, or it would wait for itself."""
+    ((of_copies, of_made),) = re.findall(r"kReading = kCopies \? (\d+) : (\d+);", text_of("owner"))
+    for _, copies, found in plans(y_bytes, moved):
+        assert found.stage_offset >= CONTROL
+        assert found.stage_offset + found.num_bytes <= MOST
+        assert 2 <= found.num_rows <= rings.MOST_ROWS
+        assert 2 <= found.num_home <= rings.MOST_HOME
+        assert found.num_made == (0 if copies else rings.MOST_MADE)
+        assert found.num_rows > int(of_copies) if copies else found.num_made > int(of_made)
+
+
+def test_numbers_that_both_sides_name_agree() -> None:
+    assert constant("rings", "kMostRows") == rings.MOST_ROWS
+    assert constant("rings", "kMostMade") == rings.MOST_MADE
+    assert constant("rings", "kMostHome") == rings.MOST_HOME
+    assert constant("partials", "kMostBytes") == rings.MOST_BYTES
+    barriers = 2 * 8 * rings.MOST_ITEMS
+    assert barriers <= constant("team", "kBarrierBytes")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
+    """Barriers, a wait per peer, rows per source, items: what `combine_team` lays before the stages."""
+    exact = layout.per_expert
+    for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
+        launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24, 128), plan.combine_rings(c)
+        control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.MOST_ITEMS * rings.ITEM_BYTES
+        assert control <= launch.stage_offset < control + 128
+        assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES
+        assert (found.num_made == 0) == (c.exact_combine or not layout.per_expert)
+
+
+@pytest.mark.parametrize("size", [1, 4, abi.MAX_RANKS])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 4096])
+def test_every_chunk_has_a_word(size: int, tokens: int) -> None:
+    """Behind the flags, for each owner; none where LL alone runs."""
+    shape = plan.sizes_of(config(size, max_tokens_per_rank=tokens)).shape
+    words = (len(abi.FLAGS) + -(-tokens // abi.CHUNK)) * size
+    assert 0 <= abi.region_map(shape).counts - 8 * words < abi.ALIGN
+    without = plan.sizes_of(config(size, max_tokens_per_rank=tokens, mode=Mode.LL)).shape
+    assert 0 <= abi.region_map(without).counts - 8 * len(abi.FLAGS) * size < abi.ALIGN
+
+
+def test_fp8_travels_with_its_scales_in_one_row() -> None:
+    for combine_dtype, row_bytes in ((torch.float8_e4m3fn, 7168 + 7168 // 128 * 4), (torch.bfloat16, 14336)):
+        c = config(4, combine_dtype=combine_dtype)
+        assert plan.sizes_of(c).shape.home_row_bytes == row_bytes
