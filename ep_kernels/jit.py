@@ -35,7 +35,10 @@ _COMMON = ("ptx", "spin", "team")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "ll_dispatch": (*_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows"),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
-    "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
+    "ht_dispatch": (
+        *_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", "counts", "order", "senders",
+        "arrivals",
+    ),  # fmt: skip
     "ht_combine": (*_COMMON, "numeric", "clock", "rows"),
     "barrier": _COMMON,
 }

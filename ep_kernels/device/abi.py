@@ -5,12 +5,13 @@
 
 A rank's region, which its peers write (D dispatch slots, C combine slots; each array 256-byte aligned):
 
-    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD, COMBINE: * WHOLE
+    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; those of shares: * WHOLE
     rows         [D, capacity, H]       rows in their final place: output
 
 HT:
 
-    counts   i32 [D, R, keys + R]       by source: rows per (rank, local expert), then rows per rank
+    counts   16B [D, R, (keys + R)/2]   by source: tagged pairs of counters (device/counts.cuh): must be zero before use
+    arrivals u64 [D, R, M]              per-expert layouts, by (source, position): last seq whose row is here: likewise
     origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
     scales       [D, R, M, S]           scales beside the rows, by (source, position)
@@ -38,7 +39,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-FLAGS = ("STARTED", "COUNTS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT")
+FLAGS = ("STARTED", "RECORDS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT")
 OPS = ("dispatch", "combine", "barrier")
 STOPS = ("RUNNING", "TIMED_OUT", "ABORTED", "GONE", "LEFT_OUT")
 """Why a rank stopped: not at all; a deadline passed; its host said so; the peer's process is dead; the peer has gone on
@@ -57,8 +58,9 @@ SAMPLE_WORDS = 9
 WHOLE_RECORD = 1 << 32
 """Last word of a latency record that is whole."""
 WHOLE = 1 << 20
-"""What an operation adds to a counter of shares (flags PAYLOAD and COMBINE), all blocks together."""
+"""What an operation adds to a counter of shares (flags RECORDS, PAYLOAD and COMBINE), all blocks together."""
 META_BYTES = 16
+PAIR_BYTES = 16
 ALIGN = 256
 
 _TYPES: dict[str, tuple[str, Any]] = {
@@ -102,8 +104,8 @@ State = _record(
     ("dispatch_shared", "u64", "seq of the last dispatch that added shares: LL needs none, and HT makes up for it"),
     ("combine_shared", "u64", "the same of combines"),
     ("aborted", "u64", "sticky: index into STOPS"),
-    ("meet_count", "u64", "grid barrier: blocks that arrived"),
-    ("meet_generation", "u64", "grid barrier: times that all blocks met"),
+    ("settled", "u64", "HT dispatch that runs: blocks that know where their rows go"),
+    ("pool", "u64", "HT dispatch that runs: pieces taken of those that all blocks share"),
     ("invalid_ids", "u64", "ids out of range seen by the dispatch that runs"),
     ("sample_head", "u64", "latency records begun"),
     ("tickets", f"u64[{len(TICKETS)}]", "blocks that finished, per role"),
@@ -145,7 +147,7 @@ Home = _record(
     align=16,
 )
 ARRAYS = (
-    "counts", "origins", "meta", "scales", "rows", "home", "home_scales", "home_weights", "home_origins",
+    "counts", "arrivals", "origins", "meta", "scales", "rows", "home", "home_scales", "home_weights", "home_origins",
     "lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads",
 )  # fmt: skip
 """The arrays that have slots, in the order in which they lie."""
@@ -186,7 +188,7 @@ World = _record(
     ("state", "State*", "this rank's counters"),
     ("host", "HostPage*", "pinned host memory"),
     ("gone", "u64*", "[R] pinned: 1 = the rank's process is known to be dead"),
-    ("block_counts", "i32*", "[blocks, R * most local experts + R] scratch of ht_dispatch"),
+    ("block_counts", "u8*", "[pairs, blocks] tagged pairs of counters (device/counts.cuh)"),
     ("zeros", "u8*", "[H] a row of zeros"),
     ("samples", "u64*", f"[{SAMPLE_CAPACITY}, {SAMPLE_WORDS} + R] ring of latency records, device memory"),
     ("map", "RegionMap", "byte map, equal on all ranks but for `rows` past the end"),
@@ -338,6 +340,11 @@ class Shape:
     combine_slots: int
 
 
+def count_pairs(num_counters: int) -> int:
+    """Room for the tagged pairs of HT dispatch: two counters in each."""
+    return num_counters // 2 + 1
+
+
 def region_map(shape: Shape) -> Any:
     """The byte map of a region: a filled `RegionMap`."""
     positions = shape.size * shape.max_tokens
@@ -345,7 +352,8 @@ def region_map(shape: Shape) -> Any:
     ht_dispatch, ht_combine = shape.dispatch_slots * shape.ht, shape.combine_slots * shape.ht
     arrays = (
         ("flags", 1, len(FLAGS) * shape.size * 8),
-        ("counts", ht_dispatch, shape.size * (shape.num_keys + shape.size) * 4),
+        ("counts", ht_dispatch, shape.size * count_pairs(shape.num_keys + shape.size) * PAIR_BYTES),
+        ("arrivals", ht_dispatch * (shape.count_lines > 0), positions * 8),
         ("origins", ht_dispatch, shape.size * 8),
         ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
         ("scales", ht_dispatch, positions * shape.scale_bytes),

@@ -20,7 +20,8 @@ from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
 OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads")
-OF_HT = ("counts", "origins", "meta", "scales", "home", "home_scales", "home_weights", "home_origins")
+TAGGED = ("counts", "arrivals")
+OF_HT = (*TAGGED, "origins", "meta", "scales", "home", "home_scales", "home_weights", "home_origins")
 OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
 MAKERS = (plan.dispatch_launch, plan.combine_launch)
 BOUNDARY = (plan.FEW_TOKENS, plan.FEW_TOKENS + 1)
@@ -42,6 +43,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
         assert first >= end, name
         assert first % abi.ALIGN == 0
         absent = (name in OF_LL and mode is Mode.HT) or (name in OF_HT and mode is Mode.LL)
+        absent |= name == "arrivals" and not layout.per_expert
         slots = shape.combine_slots if name in OF_COMBINE else shape.dispatch_slots
         end = first + (0 if absent else slots * getattr(regions, f"{name}_stride"))
     assert 0 <= regions.num_bytes - end < abi.ALIGN
@@ -50,7 +52,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("layout", list(Layout))
 def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
-    """Flags, and everything that carries tags, which lies together at the end; no byte that callers see."""
+    """Flags, and everything that carries tags: HT's behind them, LL's together at the end; no byte that callers see."""
     assert abi.ARRAYS[-len(OF_LL) :] == OF_LL
     sizes = plan.sizes_of(config(mode=mode, layout=layout))
     regions, engine = abi.region_map(sizes.shape), Engine.__new__(Engine)
@@ -62,7 +64,11 @@ def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
         slots = sizes.shape.combine_slots if name in OF_COMBINE else sizes.shape.dispatch_slots
         size = 0 if mode is Mode.HT else slots * getattr(regions, f"{name}_stride")
         assert lines <= getattr(regions, name) <= getattr(regions, name) + size <= lines_end, name
-    for name in OF_HT:
+    for name in TAGGED:
+        absent = mode is Mode.LL or (name == "arrivals" and not layout.per_expert)
+        size = 0 if absent else sizes.shape.dispatch_slots * getattr(regions, f"{name}_stride")
+        assert flags <= getattr(regions, name) <= getattr(regions, name) + size <= flags_end or absent, name
+    for name in set(OF_HT) - set(TAGGED):
         assert flags_end <= getattr(regions, name) <= lines, name
     rows_end = regions.rows + sizes.shape.dispatch_slots * regions.rows_stride
     assert flags_end <= regions.rows < rows_end <= lines

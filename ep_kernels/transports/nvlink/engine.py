@@ -129,9 +129,9 @@ class Engine:
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """[begin, end) of what must be zero before peers write: flags, and lines, whose tags must be nobody's."""
+        """[begin, end) of what must be zero before peers write: flags, and what carries tags, which must be nobody's."""
         byte_map = self.tables.world.map
-        return ((0, self.flag_bytes), (int(byte_map.lines), int(byte_map.num_bytes)))
+        return ((0, int(byte_map.origins)), (int(byte_map.lines), int(byte_map.num_bytes)))
 
     def attach(self, memory: Memory, addresses: list[int]) -> None:
         """This rank's region, and the address of every rank's."""
@@ -154,7 +154,7 @@ class Engine:
         assert self._memory is not None
         kinds, size = len(abi.FLAGS), self._config.group.size
         flags = self._memory.view(self.tables.world.map.flags, (kinds, size), torch.int64)
-        flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
+        flags[abi.FLAGS.index("RECORDS")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
         flags[abi.FLAGS.index("COMBINE")] = combine * abi.WHOLE
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
 

@@ -28,7 +28,8 @@ SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
 """Blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
-TILE_BYTES = 6 * 4 * 1024
+TILE_BYTES = 10 * 2048
+"""Of HT dispatch: a tile of routed entries (device/order.cuh)."""
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
@@ -223,15 +224,18 @@ class Launch:
         return abi.Work(self.piece_bytes, jit.NUM_STAGES, self.stage_offset, halves, self.num_senders)
 
 
-def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
+def _launch(
+    num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool, width: int = 1
+) -> Launch:
+    """`width`: bytes that are loaded for each that travels."""
     offset = -(-control_bytes // 128) * 128
     per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
-    most = min(per_stage // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
+    most = min(per_stage // width // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
     if most < PIECE_UNIT:
         raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
     shared = -(-num_blocks * WARPS // num_rows)  # warps that one row can have
     pieces = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_PIECE)))
-    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT
+    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT * width
     total = offset + WARPS * jit.NUM_STAGES * (piece + STAGE_EXTRA)
     return Launch(num_blocks, total, offset, piece, cooperative)
 
@@ -264,9 +268,12 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_to
             words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
         shares = SENDERS[c.resolved_layout.per_expert][0]
         return _ll_launch(c, num_sms, _head_bytes(c) + 4 * words, shares, num_tokens)
-    control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
+    groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
+    words = 3 * counters + 2 * c.group.size + 1 + groups + 1 + 3
+    control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
-    return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
+    width = c.dtype.itemsize if c.quantize else 1
+    return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, True, width)
 
 
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_tokens: int) -> Launch:
