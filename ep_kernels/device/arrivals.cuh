@@ -124,23 +124,27 @@ __device__ __forceinline__ void copy_row(const DispatchArgs& args, Sender& sende
   }
 }
 
-// Looks after this block's share of the rows that arrive: copies, scales. One warp; its stages are free. The stores are complete when
-// the kernel is.
-__device__ __forceinline__ void look_after_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
+// Looks after this block's share of the rows that arrive: copies, scales. One warp; its stages are free. False when the rank was
+// stopped before all were here.
+__device__ __forceinline__ bool look_after_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
   const World& world = args.world;
   i32 most = 0;
   for (i32 source = 0; source < world.size; ++source)
     most = max(most, scratch.row_start[source + 1] - scratch.row_start[source]);
   const i32 numbers = (most + team.num_blocks - 1) / team.num_blocks * world.size, delivered = rows_delivered(args, scratch);
+  bool here = true;
   for (;;) {
     const Arrival arrival = next_arrival(args, team, scratch, numbers);
-    if (arrival.source < 0 || !await_arrival(args, arrival, seq)) break;
+    if (arrival.source < 0) break;
+    here = await_arrival(args, arrival, seq);
+    if (!here) break;
     const u32 placed = __ballot_sync(~0u, arrival.place >= 0);
     if (arrival.source != world.rank && (placed & (placed - 1)) != 0) copy_row(args, sender, arrival);
     for (u32 left = args.out_scales != nullptr ? placed : 0; left != 0; left &= left - 1)
       place_scales(args, arrival.source, arrival.position, __shfl_sync(~0u, arrival.place, __ffs(left) - 1), delivered);
   }
   ptx::bulk_wait_all();
+  return here;
 }
 
 // ---- rank-wise layouts: scales at the end ----

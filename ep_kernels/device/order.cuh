@@ -34,6 +34,7 @@ struct HtScratch : Scratch {
   u32* next_unit;     // of this block's own units: the next to be sent
   u32* next_arrival;  // of the rows that arrive: the next to be looked after by this block
   u32* warps_sent;    // warps that have ended, and kBroken for each that was stopped before it had sent all
+  u32* lacking;       // 1 = records or rows did not come, or routings differ
 };
 
 __device__ __forceinline__ HtScratch carve_ht(const World& world, u8* shared) {
@@ -53,6 +54,7 @@ __device__ __forceinline__ HtScratch carve_ht(const World& world, u8* shared) {
   scratch.next_unit = reinterpret_cast<u32*>(scratch.offset + groups + 1);
   scratch.next_arrival = scratch.next_unit + 1;
   scratch.warps_sent = scratch.next_unit + 2;
+  scratch.lacking = scratch.next_unit + 3;
   return scratch;
 }
 

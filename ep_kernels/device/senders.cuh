@@ -159,6 +159,7 @@ __device__ __forceinline__ void announce(const DispatchArgs& args, Sent sent, u6
 __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
   constexpr Sent kNone = {-1, 0};
   Sent ended = kNone, before = kNone;  // rows that ended with the unit before this, and with the one before that
+  ptx::fence_proxy_async();  // the copy engine writes where peers have started this operation
   if (sender.unit < 0) {
     sender.unit = next_unit(args, team, scratch, sender, -1);
     load_unit(args, sender, sender.unit, sender.turn % kStages);

@@ -105,6 +105,14 @@ __device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, co
   state->invalid_ids = 0;
 }
 
+// Worker `worker` of `workers` warps of the rank records what arrives, once all records are here; of none: only waits for them.
+__device__ __forceinline__ bool ht_record(const DispatchArgs& args, const HtScratch& scratch, u64 seq, i32 worker, i32 workers) {
+  const bool here = await_records(args, scratch, seq);
+  if (here && workers != 0) record_rows(args, scratch, worker, workers);
+  if (!here) *scratch.lacking = 1;
+  return here;
+}
+
 // What a warp that sends does, outcome READY; false when the rank was stopped before it had sent all.
 __device__ __forceinline__ bool ht_send(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, Halves halves,
                                         u64 seq, u64 num_ops) {
@@ -112,7 +120,7 @@ __device__ __forceinline__ bool ht_send(const DispatchArgs& args, Team team, con
   tell_records(args, block_tokens(args, team.block, team.num_blocks));
   warp_add_share(args.world, team, FLAG_RECORDS, num_ops);
   if (kPerExpert && halves.receives) return true;
-  if (halves.receives && await_records(args, scratch, seq)) record_rows(args, scratch, team.block, team.num_blocks);
+  if (halves.receives) ht_record(args, scratch, seq, team.block, team.num_blocks);
   return send_rows(args, team, scratch, sender, seq);
 }
 
@@ -129,10 +137,10 @@ __device__ __forceinline__ void ht_work(const DispatchArgs& args, Team team, con
     end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
   }
   if (!halves.receives || outcome != READY || (halves.sends && !kPerExpert)) return;
-  if (!await_records(args, scratch, seq)) return;
-  if (!halves.sends) record_rows(args, scratch, team.block + team.num_blocks * warp_idx(), team.num_blocks * num_warps());
-  else if (is_clerk()) record_rows(args, scratch, team.block, team.num_blocks);
-  if constexpr (kPerExpert) look_after_rows(args, team, scratch, sender, seq);
+  const i32 recorders = halves.sends ? is_clerk() : num_warps(), mine = halves.sends ? 0 : warp_idx();
+  const bool here = ht_record(args, scratch, seq, team.block + team.num_blocks * mine, team.num_blocks * recorders);
+  if constexpr (kPerExpert)
+    if (here && !look_after_rows(args, team, scratch, sender, seq)) *scratch.lacking = 1;
 }
 
 __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, const HtScratch& scratch, u8* shared, u64 number,
@@ -143,11 +151,12 @@ __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, 
   const bool arrived =
       await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
   const bool differs = outcome == DIFFERS || (arrived && origin_differs(world, origins_at(args), scratch.origin));
-  if (__syncthreads_or(differs) == 0 && arrived && outcome == READY) {
+  const bool any_differs = __syncthreads_or(differs) != 0;
+  if (arrived && !any_differs && outcome == READY && *scratch.lacking == 0) {
     if (team.block == 0 && args.cached) write_kept_counts(args);
     if (!kPerExpert && args.out_scales != nullptr) place_all_scales(args, team, scratch);
   } else {
-    deliver_nothing(args, team, scratch, arrived);
+    deliver_nothing(args, team, scratch, arrived && any_differs);
   }
   note_end(world, team, number, waits_at(shared));
 }
@@ -160,7 +169,7 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   Sender sender = {open_pipe(args.work, shared), 0, -1, pieces_per_row(args), false};
   load_active(world);
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
-  if (threadIdx.x == 0) *scratch.next_unit = *scratch.next_arrival = *scratch.warps_sent = 0;
+  if (threadIdx.x == 0) *scratch.next_unit = *scratch.next_arrival = *scratch.warps_sent = *scratch.lacking = 0;
   __syncthreads();
   const u64 stop = ptx::load_volatile(&world.state->aborted);
   const u64 seq = halves.sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);

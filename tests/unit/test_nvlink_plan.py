@@ -214,6 +214,34 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 4 * words
 
 
+@pytest.mark.parametrize(("size", "experts", "topk"), [(1, 8, 8), (4, 15, 3), (8, 256, 8), (abi.MAX_RANKS, 300, 32)])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int, topk: int) -> None:
+    """The arrays of `carve_ht` (device/order.cuh), one by one, behind barriers and waits and in front of the stages."""
+    c = config(size=size, num_experts=experts, layout=layout, topk=topk)
+    stride = c.resolved_expert_map.stride
+    n, groups = size * stride + size, stride if layout.per_expert else 0
+    parts, counters, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n
+    rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
+    tables = plan.TILE_BYTES + parts + counters + first + total + rows + row_start + offset + words
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132, 128)
+    assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
+    assert launch.cooperative
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize("hidden", [16, 272, 2880, 7168, 16384])
+def test_rows_are_loaded_as_they_lie_and_quantised_in_place(hidden: int, dtype: torch.dtype, width: int) -> None:
+    """A stage holds a piece of x before it is fp8; pieces are whole blocks of columns that share a scale, whose scales
+    fit behind it."""
+    c = config(hidden_size=hidden, dtype=dtype, quantize=True, max_tokens_per_rank=4096)
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132, 4096)
+    columns, rest = divmod(launch.piece_bytes, width)
+    assert rest == 0
+    assert columns % plan.PIECE_UNIT == 0
+    assert columns // 128 * 4 <= plan.STAGE_EXTRA
+
+
 def test_crossover_is_known_for_every_layout() -> None:
     assert plan.LL_MAX_TOKENS.keys() == set(Layout)
 
@@ -248,6 +276,7 @@ def test_header_is_what_ctypes_says() -> None:
         ("lines", "kUnitData", abi.UNIT_DATA),
         ("lines", "kUnitColumns", abi.UNIT_COLUMNS),
         ("lines", "kLineInts", abi.LINE_INTS),
+        ("order", "kTileEntries", plan.TILE_BYTES // 10),
         ("lines", "kLineMetas", abi.LINE_METAS),
         ("clock", "kNumOpWords", abi.OP_WORDS),
     ],

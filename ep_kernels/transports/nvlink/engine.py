@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """[begin, end) of what must be zero before peers write: flags, and what carries tags, which must be nobody's."""
+        """[begin, end) of what must be zero before peers write: flags, and what carries tags: nobody's."""
         byte_map = self.tables.world.map
         return ((0, int(byte_map.origins)), (int(byte_map.lines), int(byte_map.num_bytes)))
 

@@ -269,7 +269,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, num_to
         shares = SENDERS[c.resolved_layout.per_expert][0]
         return _ll_launch(c, num_sms, _head_bytes(c) + 4 * words, shares, num_tokens)
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
-    words = 3 * counters + 2 * c.group.size + 1 + groups + 1 + 3
+    words = 3 * counters + 2 * c.group.size + 1 + groups + 1 + 4
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     width = c.dtype.itemsize if c.quantize else 1
