@@ -3,21 +3,22 @@
 #pragma once
 
 // The records of every peer are here, and all of them brought the same routing. One warp.
-__device__ __forceinline__ bool await_records(const DispatchArgs& args, const HtScratch& scratch, u64 seq) {
+__device__ __noinline__ bool await_records(const DispatchArgs& args, u64 origin, u64 seq) {
   const World& world = args.world;
   if (!__all_sync(~0u, warp_await_peers(world, FLAG_RECORDS, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD))) return false;
   bool differs = false;
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-    differs |= is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != scratch.origin;
+    differs |= is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != origin;
   return !__any_sync(~0u, differs);
 }
 
 // What combine and the caller need of every received position: places, weights, tokens, ids. A thread per (position, k); `worker` of
 // `workers` warps of the rank.
 __device__ __forceinline__ void record_rows(const DispatchArgs& args, const HtScratch& scratch, i32 worker, i32 workers) {
-  constexpr i32 kTogether = 8;
+  constexpr i32 kTogether = 6;
   const World& world = args.world;
   const i32 topk = world.topk, step = workers * 32, entries = scratch.row_start[world.size] * topk;
+#pragma unroll 1
   for (i32 base = worker * 32 + lane_idx(); base < entries; base += kTogether * step) {
     Meta meta[kTogether];
     i64 at[kTogether];
@@ -158,8 +159,9 @@ __device__ __forceinline__ i32 rows_kept(const DispatchArgs& args, const HtScrat
 // All threads of the rank move num_bytes; V is what a thread moves at a time.
 template <class V>
 __device__ __forceinline__ void copy_all(Team team, u8* to, const u8* from, i64 num_bytes) {
-  constexpr i32 kTogether = 8;
+  constexpr i32 kTogether = 6;
   const i64 count = num_bytes / static_cast<i64>(sizeof(V)), step = static_cast<i64>(team.num_blocks) * blockDim.x;
+#pragma unroll 1
   for (i64 base = static_cast<i64>(team.block) * blockDim.x + threadIdx.x; base < count; base += kTogether * step) {
     V kept[kTogether];
 #pragma unroll
@@ -178,9 +180,10 @@ __device__ __forceinline__ void place_packed_scales(const DispatchArgs& args, Te
   u32* to = reinterpret_cast<u32*>(args.out_scales);
   const i32 first = LAYOUT == FLAT ? scratch.row_start[source] : 0, words = world.scale_bytes / 4;
   if (LAYOUT == RANK_MAJOR) to += static_cast<i64>(source) * args.scale_group_stride;
+#pragma unroll 1
   for (i32 i = team.block * blockDim.x + threadIdx.x; i < rows_kept(args, scratch, source); i += team.num_blocks * blockDim.x) {
     const u32* from = reinterpret_cast<const u32*>(scales_at(args, world.rank, source, i));
-#pragma unroll 8
+#pragma unroll 4
     for (i32 word = 0; word < words; ++word) to[word * column + static_cast<i64>(first + i) * args.scale_row_stride] = from[word];
   }
 }
@@ -188,6 +191,7 @@ __device__ __forceinline__ void place_packed_scales(const DispatchArgs& args, Te
 // Scales of every received row to their final places.
 __device__ __forceinline__ void place_all_scales(const DispatchArgs& args, Team team, const HtScratch& scratch) {
   const World& world = args.world;
+#pragma unroll 1
   for (i32 source = 0; source < world.size; ++source) {
     if (args.scale_row_stride != 0) {
       place_packed_scales(args, team, scratch, source);

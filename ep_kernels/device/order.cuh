@@ -110,6 +110,7 @@ __device__ __forceinline__ i32 part_begin(i32 count, i32 part) { return count * 
 // Each warp numbers the rows of its part of a loaded tile from 0, token by token: what a token's lanes count are different counters.
 __device__ __forceinline__ void number_part(const World& world, RouteTile& tile, u16* counters, i32 count) {
   const i32 topk = world.topk, lane = lane_idx();
+#pragma unroll 1
   for (i32 t = part_begin(count, warp_idx()); t < part_begin(count, warp_idx() + 1); ++t) {
     const i32 e = t * topk + lane;
     const i32 key = lane < topk ? tile.key[e] : -1;
@@ -136,12 +137,15 @@ __device__ __forceinline__ void route_rows(const DispatchArgs& args, const HtScr
   const World& world = args.world;
   RouteTile& tile = *scratch.tile;
   const i32 n = num_counters(world), topk = world.topk, most = tile_tokens(world);
+#pragma unroll 1
   for (i32 token = tokens.first; token < tokens.past; token += most) {
     const i32 count = min(most, tokens.past - token);
-    for (i32 i = threadIdx.x; i < kTileParts * n; i += blockDim.x) scratch.parts[i] = 0;
+  #pragma unroll 1
+  for (i32 i = threadIdx.x; i < kTileParts * n; i += blockDim.x) scratch.parts[i] = 0;
     load_tile(args, tile, token, count);
     number_part(world, tile, scratch.parts + warp_idx() * n, count);
     __syncthreads();
+#pragma unroll 1
     for (i32 i = first_told(world) + threadIdx.x; i < n; i += blockDim.x) {
       u32 sum = 0;
       for (i32 part = 0; part < kTileParts; ++part) {
@@ -175,8 +179,10 @@ __device__ __forceinline__ void lay_out_rows(const DispatchArgs& args, HtScratch
   const World& world = args.world;
   const i32 stride = world.local_stride, keys = num_keys(world);
   __syncthreads();
+#pragma unroll 1
   for (i32 rank = warp_idx(); LAYOUT == GROUPED && rank < world.size; rank += num_warps()) {
     i32 carried = 0;
+#pragma unroll 1
     for (i32 base = 0; base < stride; base += 32) {
       const i32 e = base + lane_idx(), mine = e < stride ? aligned(scratch.all[rank * stride + e], world.alignment) : 0;
       i32 sum = mine;
@@ -194,6 +200,7 @@ __device__ __forceinline__ void lay_out_rows(const DispatchArgs& args, HtScratch
   if (warp_idx() == num_warps() - 1)
     scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.rows[s]; });
   __syncthreads();
+#pragma unroll 1
   for (i32 i = first_told(world) + threadIdx.x; i < num_counters(world); i += blockDim.x) {
     i32 row = scratch.first[i] + scratch.counters[i];
     if (LAYOUT == EXPERT_MAJOR && i < keys) row += i % stride * world.capacities[i / stride];

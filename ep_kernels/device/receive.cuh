@@ -6,6 +6,7 @@
 template <class Value>
 __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
   i32 carried = 0;
+#pragma unroll 1
   for (i32 base = 0; base < n; base += 32) {
     const i32 i = base + lane_idx(), mine = i < n ? value(i) : 0;
     i32 sum = mine;

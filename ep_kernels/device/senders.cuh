@@ -227,7 +227,8 @@ __device__ __forceinline__ void tell_records(const DispatchArgs& args, Range tok
     } else {
       ahead = kNone;
     }
-    const bool lead = home.rank >= 0 && lane_idx() == __ffs(__match_any_sync(~0u, home.rank < 0 ? -1 : sub << 8 | home.rank)) - 1;
+    const u32 same = __match_any_sync(~0u, home.rank < 0 ? -1 : sub << 8 | home.rank);
+    const bool lead = home.rank >= 0 && lane_idx() == __ffs(same) - 1;
     const u32 all_leads = __ballot_sync(~0u, lead), gone = __ballot_sync(~0u, there && home.rank == kGone);
     invalid += __popc(__ballot_sync(~0u, there && home.rank == kInvalid));
     if (there && k == 0) args.valid[base + sub] = (gone & group) == 0;

@@ -76,8 +76,6 @@ __device__ __forceinline__ Outcome ht_route(const DispatchArgs& args, Team team,
 __device__ __forceinline__ Outcome ht_route_again(const DispatchArgs& args, Team team, HtScratch& scratch, u64 seq) {
   bool credit = true;
   if (warp_idx() == 0) credit = warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
-  if (warp_idx() == 1)
-    scratch.row_start[args.world.size] = prefix_sum(args.world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });
   if (__syncthreads_or(!credit) != 0) return FAILED;
   if (team.block == team.num_blocks - 1) tell_ranks(args, nullptr, scratch.origin, seq);
   __syncthreads();
@@ -105,42 +103,31 @@ __device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, co
   state->invalid_ids = 0;
 }
 
-// Worker `worker` of `workers` warps of the rank records what arrives, once all records are here; of none: only waits for them.
-__device__ __forceinline__ bool ht_record(const DispatchArgs& args, const HtScratch& scratch, u64 seq, i32 worker, i32 workers) {
-  const bool here = await_records(args, scratch, seq);
-  if (here && workers != 0) record_rows(args, scratch, worker, workers);
-  if (!here) *scratch.lacking = 1;
-  return here;
-}
-
-// What a warp that sends does, outcome READY; false when the rank was stopped before it had sent all.
-__device__ __forceinline__ bool ht_send(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, Halves halves,
-                                        u64 seq, u64 num_ops) {
-  if (!is_clerk()) return send_rows(args, team, scratch, sender, seq);
-  tell_records(args, block_tokens(args, team.block, team.num_blocks));
-  warp_add_share(args.world, team, FLAG_RECORDS, num_ops);
-  if (kPerExpert && halves.receives) return true;
-  if (halves.receives) ht_record(args, scratch, seq, team.block, team.num_blocks);
-  return send_rows(args, team, scratch, sender, seq);
-}
-
-// What each warp does once this block knows where its rows go.
+// What each warp does once this block knows where its rows go: the clerk tells records, then works up those that come in; others
+// send, and in per-expert layouts the rest looks after arrivals, in the end all do. Each part stands here once: code that is not
+// in a cache comes slowly.
 __device__ __forceinline__ void ht_work(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, Halves halves,
                                         u64 seq, u64 start, Outcome outcome) {
-  const bool sends = is_clerk() || is_sender(halves);
-  if (halves.sends && sends) {
-    const u64 num_ops = seq - ptx::load_volatile(&args.world.state->dispatch_shared);
-    bool sent = outcome != FAILED;
-    if (outcome == READY) sent = ht_send(args, team, scratch, sender, halves, seq, num_ops);
-    else drop_unit(sender);
-    if (outcome == DIFFERS && is_clerk()) warp_add_share(args.world, team, FLAG_RECORDS, num_ops);
-    end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
+  const World& world = args.world;
+  const bool clerk = halves.sends && is_clerk(), shares = clerk || is_sender(halves);
+  const u64 num_ops = halves.sends ? seq - ptx::load_volatile(&world.state->dispatch_shared) : 0;
+  if (clerk && outcome == READY) tell_records(args, block_tokens(args, team.block, team.num_blocks));
+  if (clerk && outcome != FAILED) warp_add_share(world, team, FLAG_RECORDS, num_ops);
+  bool here = halves.receives && outcome == READY;
+  if (here && !is_sender(halves)) {
+    here = await_records(args, scratch.origin, seq);
+    const i32 mine = halves.sends ? 0 : warp_idx(), recorders = halves.sends ? 1 : num_warps();
+    if (here && (clerk || !halves.sends)) record_rows(args, scratch, team.block + team.num_blocks * mine, team.num_blocks * recorders);
   }
-  if (!halves.receives || outcome != READY || (halves.sends && !kPerExpert)) return;
-  const i32 recorders = halves.sends ? is_clerk() : num_warps(), mine = halves.sends ? 0 : warp_idx();
-  const bool here = ht_record(args, scratch, seq, team.block + team.num_blocks * mine, team.num_blocks * recorders);
-  if constexpr (kPerExpert)
-    if (here && !look_after_rows(args, team, scratch, sender, seq)) *scratch.lacking = 1;
+  bool sent = outcome != FAILED;
+  if (outcome != READY) drop_unit(sender);
+  else if (is_sender(halves) || (clerk && !(kPerExpert && halves.receives))) sent = send_rows(args, team, scratch, sender, seq);
+  if (shares) end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
+  if constexpr (kPerExpert) {
+    if (here && is_sender(halves)) here = await_records(args, scratch.origin, seq);
+    if (here) here = look_after_rows(args, team, scratch, sender, seq);
+  }
+  if (halves.receives && !here) *scratch.lacking = 1;
 }
 
 __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, const HtScratch& scratch, u8* shared, u64 number,
@@ -177,17 +164,16 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   const u64 number = record_number(world, args.work.halves, args.op), start = ptx::now_ns();
   scratch.origin = origin_of(args, seq);
   Outcome outcome = READY;
+  if (args.cached && warp_idx() == 1)
+    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });
   if (halves.sends) {
     if (team.block == 0 && is_clerk()) warp_tell_started(world, FLAG_STARTED, seq);
     if (is_sender(halves)) load_first_unit(args, team, scratch, sender);
     outcome = args.cached ? ht_route_again(args, team, scratch, seq) : ht_route(args, team, scratch, seq);
-  } else if (args.cached) {
-    if (warp_idx() == 1)
-      scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });
-    __syncthreads();
-  } else {
+  } else if (!args.cached) {
     outcome = ht_learn(args, scratch, seq);
   }
+  __syncthreads();
   ht_work(args, team, scratch, sender, halves, seq, start, outcome);
   __syncthreads();
   if (halves.receives) ht_receive(args, team, scratch, shared, number, seq, outcome);
