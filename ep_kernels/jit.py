@@ -34,12 +34,23 @@ SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
 
 _COMMON = ("ptx", "spin", "team")
+_HT_DISPATCH = ("counts", "order", "senders", "arrivals")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "ll_dispatch": (
-        *_COMMON, "numeric", "lines", "clock", "rows", "route", "dispatch", "receive", "walk", "unit_rows", "told",
+        *_COMMON,
+        "numeric",
+        "lines",
+        "clock",
+        "rows",
+        "route",
+        "dispatch",
+        "receive",
+        "walk",
+        "unit_rows",
+        "told",
     ),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
-    "ht_dispatch": (*_COMMON, "numeric", "clock", "rows", "route", "dispatch", "receive"),
+    "ht_dispatch": (*_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", *_HT_DISPATCH),
     "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials", "combine", "owner", "home"),
     "barrier": _COMMON,
 }

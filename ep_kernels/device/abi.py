@@ -5,13 +5,14 @@
 
 A rank's region, which its peers write (D dispatch slots, C combine slots; each array 256-byte aligned):
 
-    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; PAYLOAD: * WHOLE
+    flags    u64 [FLAGS, R]             flag[kind][peer]: last seq that `peer` announced; those of shares: * WHOLE
              u64 [R, ceil(M / CHUNK)]   HT, behind them: last seq whose partials of CHUNK positions `owner` has brought
     rows         [D, capacity, H]       rows in their final place: output
 
 HT:
 
-    counts   i32 [D, R, keys + R]       by source: rows per (rank, local expert), then rows per rank
+    counts   16B [D, R, (keys + R)/2]   by source: tagged pairs of counters (device/counts.cuh): must be zero before use
+    arrivals u64 [D, R, M]              per-expert layouts, by (source, position): last seq whose row is here: likewise
     origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
     scales       [D, R, M, S]           scales beside the rows, by (source, position)
@@ -39,7 +40,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-FLAGS = ("STARTED", "COUNTS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT")
+FLAGS = ("STARTED", "RECORDS", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT")
 OPS = ("dispatch", "combine", "barrier")
 STOPS = ("RUNNING", "TIMED_OUT", "ABORTED", "GONE", "LEFT_OUT")
 """Why a rank stopped: not at all; a deadline passed; its host said so; the peer's process is dead; the peer has gone on
@@ -55,15 +56,14 @@ MOST_SEEN = 16384
 LINE_BYTES, UNIT_BYTES, UNIT_DATA, UNIT_COLUMNS = 128, 1024, 960, 896
 LINE_INTS, LINE_METAS, HEAD_BYTES = 28, 7, 16
 """How LL rows travel: see device/lines.cuh."""
-SAMPLE_CAPACITY = 4096
-SAMPLE_WORDS = 9
+SAMPLE_CAPACITY, SAMPLE_WORDS = 4096, 9
 WHOLE_RECORD = 1 << 32
 """Last word of a latency record that is whole."""
 WHOLE = 1 << 20
-"""What an operation adds to a counter of shares (flag PAYLOAD), all blocks together."""
+"""What an operation adds to a counter of shares (flags RECORDS and PAYLOAD), all blocks together."""
 CHUNK = 4
 """HT combine: positions of a source that are announced together."""
-META_BYTES = 16
+META_BYTES = PAIR_BYTES = 16
 ALIGN = 256
 
 _TYPES: dict[str, tuple[str, Any]] = {
@@ -109,8 +109,8 @@ State = _record(
     ("chunks_taken", "u64", "HT combine: chunks of rows that blocks have taken to send; 0 between launches"),
     ("tokens_taken", "u64", "the same of tokens that they have taken to sum"),
     ("aborted", "u64", "sticky: index into STOPS"),
-    ("meet_count", "u64", "grid barrier: blocks that arrived"),
-    ("meet_generation", "u64", "grid barrier: times that all blocks met"),
+    ("settled", "u64", "HT dispatch that runs: blocks that know where their rows go"),
+    ("pool", "u64", "HT dispatch that runs: pieces taken of those that all blocks share"),
     ("invalid_ids", "u64", "ids out of range seen by the dispatch that runs"),
     ("sample_head", "u64", "latency records begun"),
     ("tickets", f"u64[{len(TICKETS)}]", "blocks that finished, per role"),
@@ -152,7 +152,7 @@ Home = _record(
     align=16,
 )
 ARRAYS = (
-    "counts", "origins", "meta", "scales", "rows", "home", "home_weights", "home_origins",
+    "counts", "arrivals", "origins", "meta", "scales", "rows", "home", "home_weights", "home_origins",
     "lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads",
 )  # fmt: skip
 """The arrays that have slots, in the order in which they lie."""
@@ -194,7 +194,7 @@ World = _record(
     ("state", "State*", "this rank's counters"),
     ("host", "HostPage*", "pinned host memory"),
     ("gone", "u64*", "[R] pinned: 1 = the rank's process is known to be dead"),
-    ("block_counts", "i32*", "[blocks, R * most local experts + R] scratch of ht_dispatch"),
+    ("block_counts", "u8*", "[pairs, blocks] tagged pairs of counters (device/counts.cuh)"),
     ("zeros", "u8*", "[H] a row of zeros"),
     ("samples", "u64*", f"[{SAMPLE_CAPACITY}, {SAMPLE_WORDS} + R] ring of latency records, device memory"),
     ("map", "RegionMap", "byte map, equal on all ranks but for `rows` past the end"),
@@ -359,6 +359,11 @@ class Shape:
     combine_slots: int
 
 
+def count_pairs(num_counters: int) -> int:
+    """Room for the tagged pairs of HT dispatch: two counters in each."""
+    return num_counters // 2 + 1
+
+
 def region_map(shape: Shape) -> Any:
     """The byte map of a region: a filled `RegionMap`."""
     positions, home_rows = shape.size * shape.max_tokens, shape.num_partials * shape.max_tokens
@@ -367,7 +372,8 @@ def region_map(shape: Shape) -> Any:
     ht_dispatch, ht_combine = shape.dispatch_slots * shape.ht, shape.combine_slots * shape.ht
     arrays = (
         ("flags", 1, (len(FLAGS) + -(-shape.max_tokens // CHUNK) * shape.ht) * shape.size * 8),
-        ("counts", ht_dispatch, shape.size * (shape.num_keys + shape.size) * 4),
+        ("counts", ht_dispatch, shape.size * count_pairs(shape.num_keys + shape.size) * PAIR_BYTES),
+        ("arrivals", ht_dispatch * (shape.count_lines > 0), positions * 8),
         ("origins", ht_dispatch, shape.size * 8),
         ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
         ("scales", ht_dispatch, positions * shape.scale_bytes),

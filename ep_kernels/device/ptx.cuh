@@ -91,13 +91,19 @@ __device__ __forceinline__ u64 take_relaxed_gpu(u64* address, u64 value) {
 }
 
 // Nothing is returned, so nothing is waited for.
+__device__ __forceinline__ void add_release_gpu(u64* address, u64 value) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void add_relaxed_gpu(u64* address, u64 value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ u64 add_relaxed_gpu_returning(u64* address, u64 value) {
-  u64 old;
-  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+// Among the threads of a block, of a word in shared memory.
+__device__ __forceinline__ u32 add_acq_rel_block(u32* address, u32 value) {
+  u32 old;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+               : "=r"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "r"(value) : "memory");
   return old;
 }
 
@@ -226,6 +232,13 @@ __device__ __forceinline__ u16 e4m3x2_from_f32(f32 high, f32 low) {
   u16 bits;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
   return bits;
+}
+
+// The larger of each half.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+  u32 most;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
 }
 
 // Two f16 (low half first) from two e4m3fn; exact.

@@ -6,6 +6,7 @@
 template <class Value>
 __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
   i32 carried = 0;
+#pragma unroll 1
   for (i32 base = 0; base < n; base += 32) {
     const i32 i = base + lane_idx(), mine = i < n ? value(i) : 0;
     i32 sum = mine;
@@ -57,18 +58,6 @@ __device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch
 __device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch& scratch, i32 source, i32 local_expert) {
   const i32 group = LAYOUT == GROUPED ? scratch.offset[local_expert] : local_expert * args.world.capacity;
   return group + scratch.start[source * args.world.local_stride + local_expert];
-}
-
-// HT: counts as they lie in the region, or in the handle.
-__device__ __forceinline__ bool receive_layout(const DispatchArgs& args, Scratch& scratch) {
-  const World& world = args.world;
-  __syncthreads();
-  const bool differs = origin_differs(world, origins_at(args), scratch.origin);
-  return lay_out(args, scratch, kPerExpert && !args.cached, differs, [&](i32 source, i32 e) -> i32 {
-    if (args.cached) return args.source_rows[source];
-    if (!is_active(source)) return 0;
-    return counts_at(args, world.rank, source)[e < 0 ? num_keys(world) + world.rank : world.rank * world.local_stride + e];
-  });
 }
 
 // A final row, or kDropped past the capacity. `capacity` is slots per expert (EXPERT_MAJOR) or rows.
@@ -125,44 +114,6 @@ __device__ __forceinline__ i32 rows_delivered(const DispatchArgs& args, const Sc
   if (args.cached) return args.kept[kept_at(args.world).num_rows];
   const i32 all = LAYOUT == GROUPED ? scratch.offset[args.world.num_local] : scratch.row_start[args.world.size];
   return min(all, args.world.capacity);
-}
-
-// What combine and the caller need of every received position: places, weights, tokens, ids. A thread per (position, k), so
-// that a source's records are read and written in one sweep.
-__device__ __forceinline__ void record_rows(const DispatchArgs& args, Team team, const Scratch& scratch) {
-  const World& world = args.world;
-  const i32 topk = world.topk;
-  for (i64 i = team.block * blockDim.x + threadIdx.x; i < static_cast<i64>(scratch.row_start[world.size]) * topk;
-       i += static_cast<i64>(team.num_blocks) * blockDim.x) {
-    const i32 source = source_of(scratch, i / topk);
-    const i64 entry = i - static_cast<i64>(scratch.row_start[source]) * topk;
-    const i32 position = static_cast<i32>(entry / topk), k = static_cast<i32>(entry % topk);
-    const Meta meta = meta_at(args, world.rank, source, position)[k];
-    const i64 at = position_of(world, source, position) * topk + k;
-    args.weights[at] = meta.weight;
-    if (!args.cached) {
-      args.places[at] = place_of(args, meta, source, position, k);
-      if (k == 0) args.tokens[at / topk] = meta.token;
-    }
-    if (kPerExpert) continue;
-    const i32 row = admit(first_row(args, scratch, source) + position, 0, world.capacity);
-    if (row < 0) continue;
-    args.out_ids[static_cast<i64>(row) * topk + k] = meta.local_expert;
-    args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
-  }
-}
-
-// Scales of every received row to their final places. A warp per position.
-__device__ __forceinline__ void place_all_scales(const DispatchArgs& args, Team team, const Scratch& scratch) {
-  const World& world = args.world;
-  for (i64 r = team.block * num_warps() + warp_idx(); r < scratch.row_start[world.size];
-       r += static_cast<i64>(team.num_blocks) * num_warps()) {
-    const i32 source = source_of(scratch, r), position = static_cast<i32>(r - scratch.row_start[source]);
-    const i32 place = lane_place(args, source, position);
-    const u32 placed = __ballot_sync(~0u, place >= 0);
-    for (u32 left = kPerExpert ? placed : placed & (0u - placed); left != 0; left &= left - 1)
-      place_scales(args, source, position, __shfl_sync(~0u, place, __ffs(left) - 1), rows_delivered(args, scratch));
-  }
 }
 
 __device__ __forceinline__ void write_totals(const DispatchArgs& args, i32 num_rows, i32 num_dropped) {

@@ -1,7 +1,6 @@
 // Who works together: the blocks of one rank. On a GPU of its own a rank is the whole grid; in the loop-back harness one
 // cooperative launch holds the teams of all ranks, so that they are resident together.
-// Also the signals of every operation: meet (grid barrier), arrive (last block), tell (one block speaks), add_share (every
-// block speaks), await; and how ranks find out that they do not mean the same routing.
+// Also the signals of every operation: arrive (last block), tell (one block speaks), add_share (every block speaks), await; and how ranks find out that they do not mean the same routing.
 #pragma once
 
 constexpr u32 kBarrierBytes = 512;  // shared memory of a block starts with the mbarriers, then a wait per peer
@@ -91,7 +90,7 @@ __device__ __forceinline__ Queue queue_of(Team team, Divisor items, Divisor sour
 __device__ __forceinline__ void refill(Queue& queue, u64* taken) {
   queue.next = turn_of(__shfl_sync(~0u, queue.number, 0), queue.items, queue.sources);
   if (lane_idx() == 0)
-    queue.number = queue.base + static_cast<i32>(ptx::add_relaxed_gpu_returning(taken, 1));
+    queue.number = queue.base + static_cast<i32>(ptx::take_relaxed_gpu(taken, 1));
 }
 
 // One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
@@ -101,25 +100,6 @@ __device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket
   const bool last = ptx::add_acq_rel_gpu(count, 1) == static_cast<u64>(team.num_blocks - 1);
   if (last) ptx::store_volatile(count, 0);
   return last;
-}
-
-// All blocks of the rank meet. False when the rank was stopped. All blocks must be resident (cooperative launch).
-__device__ __forceinline__ bool meet(const World& world, Team team, u32 op) {
-  __shared__ bool ok;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    State* state = world.state;
-    const u64 generation = ptx::load_acquire_gpu(&state->meet_generation);
-    if (ptx::add_acq_rel_gpu(&state->meet_count, 1) == static_cast<u64>(team.num_blocks - 1)) {
-      ptx::store_release_gpu(&state->meet_count, 0);
-      ptx::store_release_gpu(&state->meet_generation, generation + 1);
-      ok = true;
-    } else {
-      ok = spin::wait_for(world, &state->meet_generation, generation + 1, op, PHASE_BLOCKS, world.rank);
-    }
-  }
-  __syncthreads();
-  return ok;
 }
 
 // One block tells every active peer: flag[kind] = value. Call by all threads of the block.
@@ -169,6 +149,16 @@ __device__ __forceinline__ void add_share(const World& world, Team team, u32 kin
   const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
   const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
+    const i32 peer = (world.rank + i) % world.size;
+    if (is_active(peer)) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
+  }
+}
+
+// The same by one warp, after a warp barrier that follows the stores.
+__device__ __forceinline__ void warp_add_share(const World& world, Team team, u32 kind, u64 num_ops) {
+  const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
+  const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
+  for (i32 i = lane_idx(); i < world.size; i += 32) {
     const i32 peer = (world.rank + i) % world.size;
     if (is_active(peer)) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
   }

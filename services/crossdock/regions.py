@@ -21,6 +21,7 @@ T = TypeVar("T")
 HOLDS = {
     "flags": "how far each peer has come",
     "counts": "HT: rows that each source sends, per expert",
+    "arrivals": "HT, per-expert layouts: which rows have arrived",
     "origins": "HT: which dispatch each source's routing is of",
     "meta": "HT: expert, place, weight, token of each row",
     "scales": "HT: fp8 scales of the rows, by source",

@@ -188,6 +188,17 @@ def test_serving_shape_at_any_number_of_blocks(mode: Mode, layout: Layout, quant
 
 
 @pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("blocks", [1, 3, None])
+def test_many_tokens_in_a_block(blocks: int | None, layout: Layout) -> None:
+    """HT routes by tiles of 2048 (token, k): several in a block, the last one short; ids that come twice in a token."""
+    case = RoutingCase(24, 8, 64, (700, 0, 513), "uniform", draw_seed(), max_tokens=700)
+    loop = Loopback(lambda group: case.config(group, mode=Mode.HT, layout=layout), 3, blocks)
+    handles = check(loop, case, Mode.HT)
+    check(loop, replace(case, kind="repeated", seed=draw_seed()), Mode.HT)
+    check(loop, case, Mode.HT, again=replace(case, seed=draw_seed()), previous=handles)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
 def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
     """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, and ranks with few beside ranks with many."""

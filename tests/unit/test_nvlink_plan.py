@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
 OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads")
-OF_HT = ("counts", "origins", "meta", "scales", "home", "home_weights", "home_origins")
+TAGGED = ("counts", "arrivals")
+OF_HT = (*TAGGED, "origins", "meta", "scales", "home", "home_weights", "home_origins")
 OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
 MAKERS = (plan.dispatch_launch, plan.combine_launch)
 
@@ -42,6 +44,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
         assert first >= end, name
         assert first % abi.ALIGN == 0
         absent = (name in OF_LL and mode is Mode.HT) or (name in OF_HT and mode is Mode.LL)
+        absent |= name == "arrivals" and not layout.per_expert
         slots = shape.combine_slots if name in OF_COMBINE else shape.dispatch_slots
         end = first + (0 if absent else slots * getattr(regions, f"{name}_stride"))
     assert 0 <= regions.num_bytes - end < abi.ALIGN
@@ -50,7 +53,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("layout", list(Layout))
 def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
-    """Flags, and everything that carries tags, which lies together at the end; no byte that callers see."""
+    """Flags, and everything that carries tags: HT's behind them, LL's together at the end; no byte that callers see."""
     assert abi.ARRAYS[-len(OF_LL) :] == OF_LL
     sizes = plan.sizes_of(config(mode=mode, layout=layout))
     regions, engine = abi.region_map(sizes.shape), Engine.__new__(Engine)
@@ -62,7 +65,11 @@ def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
         slots = sizes.shape.combine_slots if name in OF_COMBINE else sizes.shape.dispatch_slots
         size = 0 if mode is Mode.HT else slots * getattr(regions, f"{name}_stride")
         assert lines <= getattr(regions, name) <= getattr(regions, name) + size <= lines_end, name
-    for name in OF_HT:
+    for name in TAGGED:
+        absent = mode is Mode.LL or (name == "arrivals" and not layout.per_expert)
+        size = 0 if absent else sizes.shape.dispatch_slots * getattr(regions, f"{name}_stride")
+        assert flags <= getattr(regions, name) <= getattr(regions, name) + size <= flags_end or absent, name
+    for name in set(OF_HT) - set(TAGGED):
         assert flags_end <= getattr(regions, name) <= lines, name
     rows_end = regions.rows + sizes.shape.dispatch_slots * regions.rows_stride
     assert flags_end <= regions.rows < rows_end <= lines
@@ -192,15 +199,15 @@ def test_tables_of_an_ll_block_fit_or_are_refused() -> None:
     """They grow with experts and tokens; what AUTO never runs in LL takes no room."""
     most = {"experts": 0, "tokens": 0}
     for shift in range(5, 18):
-        for name, changes in (("experts", {"num_experts": 1 << shift}), ("tokens", {"max_tokens_per_rank": 1 << shift})):
-            c = config(mode=Mode.LL, **changes)
-            try:
-                launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
-            except ConfigError as error:
-                assert "max_tokens_per_rank, num_experts" in str(error)
+        for name, field in (("experts", "num_experts"), ("tokens", "max_tokens_per_rank")):
+            c = config(mode=Mode.LL, **{field: 1 << shift})
+            if most[name] < 1 << (shift - 1) and shift > 5:
+                with pytest.raises(ConfigError, match="max_tokens_per_rank, num_experts"):
+                    plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
                 continue
-            assert launch.shared_bytes <= plan.SHARED_BYTES
-            most[name] = 1 << shift
+            with suppress(ConfigError):
+                assert plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132).shared_bytes <= plan.SHARED_BYTES
+                most[name] = 1 << shift
     assert most["experts"] >= 1 << 12
     assert most["tokens"] == 1 << 14
     large = config(mode=Mode.AUTO, max_tokens_per_rank=1 << 17)
@@ -253,6 +260,34 @@ def test_a_lone_rank_has_no_links_to_wait_for() -> None:
     assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 5).num_blocks == 5
 
 
+@pytest.mark.parametrize(("size", "experts", "topk"), [(1, 8, 8), (4, 15, 3), (8, 256, 8), (abi.MAX_RANKS, 300, 32)])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int, topk: int) -> None:
+    """The arrays of `carve_ht` (device/order.cuh), one by one, behind barriers and waits and in front of the stages."""
+    c = config(size=size, num_experts=experts, layout=layout, topk=topk)
+    stride = c.resolved_expert_map.stride
+    n, groups = size * stride + size, stride if layout.per_expert else 0
+    parts, counters, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n
+    rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
+    tables = plan.TILE_BYTES + parts + counters + first + total + rows + row_start + offset + words
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
+    assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
+    assert launch.cooperative
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize("hidden", [16, 272, 2880, 7168, 16384])
+def test_rows_are_loaded_as_they_lie_and_quantised_in_place(hidden: int, dtype: torch.dtype, width: int) -> None:
+    """A stage holds a piece of x before it is fp8; pieces are whole blocks of columns that share a scale, whose scales
+    fit behind it."""
+    c = config(hidden_size=hidden, dtype=dtype, quantize=True, max_tokens_per_rank=4096)
+    launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
+    columns, rest = divmod(launch.piece_bytes, width)
+    assert rest == 0
+    assert columns % plan.PIECE_UNIT == 0
+    assert columns // 128 * 4 <= plan.STAGE_EXTRA
+
+
 def test_crossover_is_known_for_every_layout() -> None:
     assert plan.LL_MAX_TOKENS.keys() == set(Layout)
 
@@ -287,6 +322,7 @@ def test_header_is_what_ctypes_says() -> None:
         ("lines", "kUnitData", abi.UNIT_DATA),
         ("lines", "kUnitColumns", abi.UNIT_COLUMNS),
         ("lines", "kLineInts", abi.LINE_INTS),
+        ("order", "kTileEntries", plan.TILE_BYTES // 10),
         ("lines", "kLineMetas", abi.LINE_METAS),
         ("clock", "kNumOpWords", abi.OP_WORDS),
     ],

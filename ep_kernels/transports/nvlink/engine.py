@@ -99,10 +99,12 @@ class Engine:
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self._dispatch = {
-            mode: (self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms)) for mode in modes
+            mode: (self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms))
+            for mode in modes
         }
         self._combine = {
-            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms)) for mode in modes
+            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms))
+            for mode in modes
         }
         self._rings = plan.combine_rings(config).record()
         self._memory: Memory | None = None
@@ -122,9 +124,9 @@ class Engine:
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """[begin, end) of what must be zero before peers write: flags, and lines, whose tags must be nobody's."""
+        """[begin, end) of what must be zero before peers write: flags, and what carries tags: nobody's."""
         byte_map = self.tables.world.map
-        return ((0, self.flag_bytes), (int(byte_map.lines), int(byte_map.num_bytes)))
+        return ((0, int(byte_map.origins)), (int(byte_map.lines), int(byte_map.num_bytes)))
 
     def attach(self, memory: Memory, addresses: list[int]) -> None:
         """This rank's region, and the address of every rank's."""
@@ -147,7 +149,7 @@ class Engine:
         assert self._memory is not None
         kinds, size = len(abi.FLAGS), self._config.group.size
         flags = self._memory.view(self.tables.world.map.flags, (kinds, size), torch.int64)
-        flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
+        flags[abi.FLAGS.index("RECORDS")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
         flags[abi.FLAGS.index("COMBINE")] = combine
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
 

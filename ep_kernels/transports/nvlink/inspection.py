@@ -182,9 +182,7 @@ def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
         return (_STORE_LINE, _PEEK_LINE)
     if variant.kernel == "ht_combine":
         return (_STORE, _TOLD, _FENCE, _LOAD, _WAIT)
-    constants = dict(variant.constants)
-    whole_rows = constants.get("X") == "u8"
-    return (_STORE, _SHARE, _FENCE, *((_LOAD, _WAIT) if whole_rows else ()))
+    return (_STORE, _SHARE, _FENCE, _LOAD, _WAIT)
 
 
 def unwanted_instructions(variant: jit.Variant) -> tuple[str, ...]:

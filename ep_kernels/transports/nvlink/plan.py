@@ -34,7 +34,8 @@ LINK_GBPS, BLOCK_GBPS = 350, 60
 """What NVLink of a GPU carries one way, and what a block of HT combine moves through its shared memory (in and out),
 measured on H200: docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
 BLOCK_UNIT = 4
-TILE_BYTES = 6 * 4 * 1024
+TILE_BYTES = 10 * 2048
+"""Of HT dispatch: a tile of routed entries (device/order.cuh)."""
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
@@ -227,17 +228,18 @@ class Launch:
         return abi.Work(self.piece_bytes, self.stage_offset, halves, self.num_senders)
 
 
-def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, cooperative: bool) -> Launch:
+def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, width: int) -> Launch:
+    """Of HT dispatch; `width`: bytes that are loaded for each that travels."""
     offset = -(-control_bytes // 128) * 128
     per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
-    most = min(per_stage // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
+    most = min(per_stage // width // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
     if most < PIECE_UNIT:
         raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
     shared = -(-num_blocks * WARPS // num_rows)  # warps that one row can have
     pieces = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_PIECE)))
-    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT
+    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT * width
     total = offset + WARPS * jit.NUM_STAGES * (piece + STAGE_EXTRA)
-    return Launch(num_blocks, total, offset, piece, cooperative)
+    return Launch(num_blocks, total, offset, piece, cooperative=True)
 
 
 def _ll_launch(num_blocks: int, control_bytes: int, share: float) -> Launch:
@@ -265,11 +267,16 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
         wide = -(-ll_tokens(c) // 32) * 32 + 2 * c.group.size
         control = _head_bytes(c) + 8 * wide + 4 * words
         if control > SHARED_BYTES:
-            raise ConfigError("max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes")
+            raise ConfigError(
+                "max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes"
+            )
         return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
-    control = _head_bytes(c) + TILE_BYTES + 4 * (4 * counters + c.group.size + 2)
+    groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
+    words = 3 * counters + 2 * c.group.size + 1 + groups + 1 + 4
+    control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
-    return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, mode is Mode.HT)
+    width = c.dtype.itemsize if c.quantize else 1
+    return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
 
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:

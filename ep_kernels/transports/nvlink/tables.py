@@ -116,7 +116,8 @@ class Tables:
         self._active = torch.ones(config.group.size, dtype=torch.uint8, device=device)
         self._capacities = torch.tensor(sizes.capacities, dtype=torch.int32, device=device)
         counters = sizes.num_keys + config.group.size
-        self._block_counts = torch.empty(num_blocks, counters, dtype=torch.int32, device=device)
+        pairs = num_blocks * abi.count_pairs(counters)
+        self._block_counts = torch.zeros(pairs * abi.PAIR_BYTES, dtype=torch.uint8, device=device)
         self._zeros = torch.zeros(config.hidden_size * 4 + 16, dtype=torch.uint8, device=device)
         num_copies = sum(map(len, config.resolved_expert_map.replicas))
         self._experts = torch.zeros(config.num_experts, 4, dtype=torch.int32, device=device)
@@ -180,5 +181,6 @@ class Tables:
         words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
         self.state.copy_(words)
+        self._block_counts.zero_()
         self._ring.skip()
         self.host.clear()

@@ -1,0 +1,111 @@
+// The quantiser of HT dispatch: a piece of a row in shared memory becomes fp8 where it lies, 16 columns per lane, a scale per 8 lanes.
+// Same bits as quant::block.
+#pragma once
+
+namespace quant {
+
+constexpr i32 kWideColumns = 16;               // of a lane
+constexpr i32 kStride = 32 * kWideColumns;     // columns that a warp takes at a time
+constexpr i32 kLanes = kBlock / kWideColumns;  // lanes that share a scale
+
+// 16 columns as they lie, 16 bytes at a time.
+template <class T>
+struct Columns {
+  static constexpr i32 kWords = 4 * static_cast<i32>(sizeof(T));
+  u32 word[kWords];
+};
+
+template <class T>
+__device__ __forceinline__ Columns<T> load_columns(const u8* from) {
+  Columns<T> columns;
+#pragma unroll
+  for (i32 i = 0; i < Columns<T>::kWords / 4; ++i) {
+    const Vec<u32, 4> four = reinterpret_cast<const Vec<u32, 4>*>(from)[i];
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) columns.word[4 * i + j] = four.at[j];
+  }
+  return columns;
+}
+
+// Value i as fp32; exact.
+__device__ __forceinline__ f32 column(const Columns<f32>& columns, i32 i) { return __uint_as_float(columns.word[i]); }
+__device__ __forceinline__ f32 column(const Columns<bf16>& columns, i32 i) {
+  const u32 pair = columns.word[i / 2];
+  return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
+}
+__device__ __forceinline__ f32 column(const Columns<f16>& columns, i32 i) {
+  return widen(f16{static_cast<u16>(columns.word[i / 2] >> (i % 2 * 16))});
+}
+
+// Largest magnitude of 16 columns, as bits of T: these are ordered as the magnitudes are, and what is not finite is above all.
+template <class T>
+__device__ __forceinline__ u32 largest(const Columns<T>& columns) {
+  u32 most = columns.word[0] & 0x7FFF7FFF;
+#pragma unroll
+  for (i32 i = 1; i < Columns<T>::kWords; ++i) most = ptx::max_u16x2(most, columns.word[i] & 0x7FFF7FFF);
+  return max(most & 0xFFFF, most >> 16);
+}
+template <>
+__device__ __forceinline__ u32 largest(const Columns<f32>& columns) {
+  u32 most = 0;
+#pragma unroll
+  for (i32 i = 0; i < Columns<f32>::kWords; ++i) most = max(most, columns.word[i] & 0x7FFFFFFF);
+  return most;
+}
+
+template <class T> constexpr u32 kInfinity = 0x7F800000;
+template <> constexpr u32 kInfinity<bf16> = 0x7F80;
+template <> constexpr u32 kInfinity<f16> = 0x7C00;
+
+__device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
+__device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
+__device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
+
+// Four finite values as fp8, the first in the low byte.
+__device__ __forceinline__ u32 encode4_finite(f32 a, f32 b, f32 c, f32 d, f32 inverse) {
+  const u32 low = ptx::e4m3x2_from_f32(__fmul_rn(b, inverse), __fmul_rn(a, inverse));
+  const u32 high = ptx::e4m3x2_from_f32(__fmul_rn(d, inverse), __fmul_rn(c, inverse));
+  return low | high << 16;
+}
+
+// 16 columns per lane: bits of the block's amax to its 8 lanes, and whether some value of the warp is not finite.
+template <class T>
+__device__ __forceinline__ u32 block_amax(const Columns<T>& columns, bool* all_finite) {
+  u32 most = largest<T>(columns);
+  *all_finite = !__any_sync(~0u, most >= kInfinity<T>);
+  if (!*all_finite) {
+    f32 value[kWideColumns];
+#pragma unroll
+    for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns, i);
+    most = finite_amax(value);
+  }
+#pragma unroll
+  for (i32 step = 1; step < kLanes; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+  return *all_finite ? widen_bits(most, T{}) : most;
+}
+
+// One warp: `count` columns of T at `stage` become fp8 there; keep(block, scale) is called by one lane per block of 128.
+template <class T, class Keep>
+__device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two, Keep keep) {
+  for (i32 base = 0; base < count; base += kStride) {
+    const i32 mine = base + lane_idx() * kWideColumns;
+    Columns<T> columns = {};
+    if (mine < count) columns = load_columns<T>(stage + mine * static_cast<i32>(sizeof(T)));
+    bool all_finite;
+    const f32 scale = scale_of(block_amax(columns, &all_finite), power_of_two), inverse = __fdiv_rn(1.0f, scale);
+    Vec<u32, 4> q;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      const f32 value[] = {column(columns, 4 * i), column(columns, 4 * i + 1), column(columns, 4 * i + 2),
+                           column(columns, 4 * i + 3)};
+      q.at[i] = all_finite ? encode4_finite(value[0], value[1], value[2], value[3], inverse) : encode4(value, inverse);
+    }
+    __syncwarp();  // everybody has read what is written over
+    if (mine >= count) continue;
+    *reinterpret_cast<Vec<u32, 4>*>(stage + mine) = q;
+    if (lane_idx() % kLanes == 0) keep(mine / kBlock, scale);
+  }
+  __syncwarp();
+}
+
+}  // namespace quant

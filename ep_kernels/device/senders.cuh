@@ -1,0 +1,253 @@
+// How a block of HT dispatch sends once it knows where its rows go (`home`): one warp, the clerk, tells the records of all its tokens
+// first; the others move the rows, piece by piece, by the copy engine: loaded once, stored once per destination. No barrier stands
+// between them: warps take pieces from counters, first from their block's, then from one that all blocks share.
+//
+// A unit is a piece of a row. The first one of each warp is loaded before anybody knows where it goes.
+//
+// Per-expert layouts: a row whose stores are complete is announced to its destinations, which then copy it to its other places
+// while later rows travel; on its own rank a row goes to all its places at once.
+#pragma once
+
+constexpr i32 kWidth = static_cast<i32>(sizeof(X));  // bytes of a column as loaded, where rows are quantised here; else 1
+constexpr bool kQuantises = kWidth > 1;
+constexpr i32 kStopped = -2;  // in place of a unit
+
+// Bytes of a row, and pieces of it, as loaded.
+__device__ __forceinline__ i32 loaded_bytes(const DispatchArgs& args) { return args.world.row_bytes * kWidth; }
+__device__ __forceinline__ i32 pieces_per_row(const DispatchArgs& args) {
+  return (loaded_bytes(args) + static_cast<i32>(args.work.piece_bytes) - 1) / static_cast<i32>(args.work.piece_bytes);
+}
+
+// Where a warp stands among the units: token * pieces + piece.
+struct Sender {
+  Pipe pipe;
+  u32 turn;  // stages used so far
+  i32 unit;  // loaded, or being so; below 0: none is left
+  i32 pieces;
+  bool pooled;  // the block's own units are used up
+};
+
+// Last seq whose row of (source, position) has arrived at rank `at`. Per-expert layouts.
+__device__ __forceinline__ u64* arrival_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+  const RegionMap& map = args.world.map;
+  return reinterpret_cast<u64*>(array_at(args, at, map.arrivals, map.arrivals_stride)) + position_of(args.world, source, position);
+}
+
+__device__ __forceinline__ i32 piece_size(const DispatchArgs& args, i32 piece) {
+  const i32 most = args.work.piece_bytes;
+  return min(most, loaded_bytes(args) - piece * most);
+}
+
+__device__ __forceinline__ void load_unit(const DispatchArgs& args, const Sender& sender, i32 unit, u32 stage) {
+  if (lane_idx() != 0 || unit < 0) return;
+  const u8* row = args.x + static_cast<i64>(unit / sender.pieces) * loaded_bytes(args);
+  const i32 piece = unit % sender.pieces;
+  ptx::bulk_load(sender.pipe.stage(stage), row + static_cast<i64>(piece) * args.work.piece_bytes, piece_size(args, piece),
+                 sender.pipe.barriers + stage);
+}
+
+// Links do not serve all blocks alike, so a block keeps only the first half of its tokens to itself.
+__device__ __forceinline__ i32 own_tokens(Range tokens) { return (tokens.past - tokens.first + 1) / 2; }
+
+// All blocks of the rank have settled their tokens. One warp.
+__device__ __forceinline__ bool await_settled(const World& world, Team team) {
+  bool ok = true;
+  if (lane_idx() == 0) ok = spin::wait_for(world, &world.state->settled, team.num_blocks, OP_DISPATCH, PHASE_BLOCKS, world.rank);
+  return __all_sync(~0u, ok);
+}
+
+// A unit of the first half of this block's tokens, -1 = none is left.
+__device__ __forceinline__ i32 next_own_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, const Sender& sender) {
+  const Range mine = block_tokens(args, team.block, team.num_blocks);
+  const i32 grain = kPerExpert ? sender.pieces : 1;
+  u32 taken = 0;
+  if (lane_idx() == 0) taken = atomicAdd(scratch.next_unit, 1u);
+  const i32 unit = static_cast<i32>(__shfl_sync(~0u, taken, 0)) * grain;
+  return unit < own_tokens(mine) * sender.pieces ? mine.first * sender.pieces + unit : -1;
+}
+
+// The next unit for this warp: of its block's own, then of what all blocks share, each block's in turn; where rows are announced,
+// the rest of the warp's row first. -1 = none is left, kStopped = the rank was stopped.
+__device__ __forceinline__ i32 next_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, i32 unit) {
+  const i32 pieces = sender.pieces, grain = kPerExpert ? pieces : 1;
+  if (unit >= 0 && (unit + 1) % grain != 0) return unit + 1;
+  if (!sender.pooled) {
+    const i32 own = next_own_unit(args, team, scratch, sender);
+    if (own >= 0) return own;
+    sender.pooled = true;
+    if (!args.cached && !await_settled(args.world, team)) return kStopped;
+  }
+  const i32 most = (args.num_tokens + team.num_blocks - 1) / team.num_blocks / 2 * pieces;  // of a block
+  for (;;) {
+    u64 taken = 0;
+    if (lane_idx() == 0) taken = atomicAdd(&args.world.state->pool, 1ull);
+    const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0)), index = number / team.num_blocks * grain;
+    if (index >= most) return -1;
+    const Range theirs = block_tokens(args, number % team.num_blocks, team.num_blocks);
+    const i32 next = (theirs.first + own_tokens(theirs)) * pieces + index;
+    if (next < theirs.past * pieces) return next;
+  }
+}
+
+// Before anybody knows where it goes.
+__device__ __forceinline__ void load_first_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender) {
+  sender.unit = next_own_unit(args, team, scratch, sender);
+  load_unit(args, sender, sender.unit, sender.turn % kStages);
+}
+
+// This lane's k of the unit's token; lanes past K, and no unit, go nowhere.
+__device__ __forceinline__ Home home_of(const DispatchArgs& args, const Sender& sender, i32 unit) {
+  if (lane_idx() >= args.world.topk || unit < 0) return {kNowhere, -1, -1, -1};
+  return args.home[static_cast<i64>(unit / sender.pieces) * args.world.topk + lane_idx()];
+}
+
+// Lanes whose k is the first of the token at its rank.
+__device__ __forceinline__ bool leads(const Home& home) {
+  const u32 same = __match_any_sync(~0u, home.rank);
+  return home.rank >= 0 && lane_idx() == __ffs(same) - 1;
+}
+
+// Scales of a quantised piece, which lie behind it, to every rank of the token; the last piece pads packed words with zero bytes.
+__device__ __forceinline__ void send_scales(const DispatchArgs& args, const Home& home, i32 column, i32 count, u8* scales) {
+  const World& world = args.world;
+  const i32 size = args.power_of_two == quant::kPacked ? 1 : 4;
+  const i32 first = column / quant::kBlock * size;
+  i32 num_bytes = (count + quant::kBlock - 1) / quant::kBlock * size;
+  if (column + count == world.hidden) {
+    if (lane_idx() < world.scale_bytes - first - num_bytes) scales[num_bytes + lane_idx()] = 0;
+    num_bytes = world.scale_bytes - first;
+    __syncwarp();
+  }
+  for (u32 left = __ballot_sync(~0u, leads(home)); left != 0; left &= left - 1) {
+    const i32 rank = __shfl_sync(~0u, home.rank, __ffs(left) - 1), position = __shfl_sync(~0u, home.position, __ffs(left) - 1);
+    copy_bytes(scales_at(args, rank, world.rank, position) + first, scales, num_bytes);
+  }
+}
+
+// Stores a loaded piece once per rank, at the first place that was not dropped; on this rank at all of them.
+__device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, i32 piece, u8* stage) {
+  const World& world = args.world;
+  const i32 num_bytes = piece_size(args, piece) / kWidth, column = piece * (static_cast<i32>(args.work.piece_bytes) / kWidth);
+  if constexpr (kQuantises) {
+    u8* scales = stage + args.work.piece_bytes;
+    quant::in_place<X>(stage, num_bytes, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
+      if (args.power_of_two == quant::kPacked) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
+      else reinterpret_cast<f32*>(scales)[block] = scale;
+    });
+    ptx::fence_proxy_async();
+    __syncwarp();
+  }
+  const bool placed = home.rank >= 0 && home.place >= 0;
+  const u32 same = __match_any_sync(~0u, home.rank) & __ballot_sync(~0u, placed);
+  if (placed && (lane_idx() == __ffs(same) - 1 || (kPerExpert && home.rank == world.rank)))
+    ptx::bulk_store(row_at(args, home.rank, home.place) + column, stage, num_bytes);
+  if constexpr (kQuantises) send_scales(args, home, column, num_bytes, stage + args.work.piece_bytes);
+}
+
+// A row that this lane's rank gets.
+struct Sent {
+  i32 rank, position;  // rank -1 = none
+};
+
+// The stores of all lanes are complete, and a warp barrier has followed.
+__device__ __forceinline__ void announce(const DispatchArgs& args, Sent sent, u64 seq) {
+  if (sent.rank >= 0) ptx::store_release_sys(arrival_at(args, sent.rank, args.world.rank, sent.position), seq);
+}
+
+// Sends units until none is left, from sender.unit on. One warp; on return all its stores are complete. False when the rank was
+// stopped before.
+__device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
+  constexpr Sent kNone = {-1, 0};
+  Sent ended = kNone, before = kNone;  // rows that ended with the unit before this, and with the one before that
+  ptx::fence_proxy_async();  // the copy engine writes where peers have started this operation
+  if (sender.unit < 0) {
+    sender.unit = next_unit(args, team, scratch, sender, -1);
+    load_unit(args, sender, sender.unit, sender.turn % kStages);
+  }
+  Home home = home_of(args, sender, sender.unit);
+  Pipe& pipe = sender.pipe;
+  while (sender.unit >= 0) {
+    const u32 s = sender.turn % kStages;
+    if constexpr (kPerExpert) {
+      ptx::bulk_wait<kStages - 2>();
+      __syncwarp();
+      announce(args, before, seq);
+      before = ended;
+      ended = kNone;
+    } else {
+      ptx::bulk_wait_read<kStages - 2>();
+      __syncwarp();
+    }
+    const i32 ahead = next_unit(args, team, scratch, sender, sender.unit);
+    load_unit(args, sender, ahead, (sender.turn + 1) % kStages);
+    const Home home_ahead = home_of(args, sender, ahead);
+    ptx::bulk_load_wait(pipe.barriers + s, pipe.parities >> s & 1);
+    pipe.parities ^= 1u << s;
+    const i32 piece = sender.unit % sender.pieces;
+    deliver_unit(args, home, piece, pipe.stage(s));
+    ptx::bulk_commit();
+    if (kPerExpert && piece == sender.pieces - 1) ended = {leads(home) ? home.rank : -1, home.position};
+    sender.unit = ahead;
+    home = home_ahead;
+    ++sender.turn;
+  }
+  ptx::bulk_wait_all();
+  __syncwarp();
+  if constexpr (kPerExpert) {
+    announce(args, before, seq);
+    announce(args, ended, seq);
+  }
+  return sender.unit != kStopped;
+}
+
+// Nothing is to be sent: what was loaded ahead must be here before the block ends.
+__device__ __forceinline__ void drop_unit(Sender& sender) {
+  if (sender.unit >= 0) ptx::bulk_load_wait(sender.pipe.barriers + sender.turn % kStages, 0);
+}
+
+// Records of this block's tokens to their ranks, the caller's own scales with them, and what the caller is told: valid [T], ids out
+// of range. One warp: a lane per (token, k), as many tokens together as there is room for.
+__device__ __forceinline__ void tell_records(const DispatchArgs& args, Range tokens) {
+  const World& world = args.world;
+  const i32 topk = world.topk, together = 32 / topk, sub = lane_idx() / topk, k = lane_idx() % topk;
+  const u32 group = sub < together ? (topk == 32 ? ~0u : ((1u << topk) - 1) << (sub * topk)) : 0;
+  auto entry_of = [&](i32 base) { return static_cast<i64>(base + sub) * topk + k; };
+  auto is_there = [&](i32 base) { return group != 0 && base + sub < tokens.past; };
+  constexpr Home kNone = {kNowhere, -1, -1, -1};
+  Home ahead = is_there(tokens.first) ? args.home[entry_of(tokens.first)] : kNone;
+  f32 weight_ahead = is_there(tokens.first) ? args.topk_weights[entry_of(tokens.first)] : 0.0f;
+  u32 invalid = 0;
+  for (i32 base = tokens.first; base < tokens.past; base += together) {
+    const Home home = ahead;
+    const f32 weight = weight_ahead;
+    const bool there = is_there(base), later = is_there(base + together);
+    if (later) {
+      ahead = args.home[entry_of(base + together)];
+      weight_ahead = args.topk_weights[entry_of(base + together)];
+    } else {
+      ahead = kNone;
+    }
+    const u32 same = __match_any_sync(~0u, home.rank < 0 ? -1 : sub << 8 | home.rank);
+    const bool lead = home.rank >= 0 && lane_idx() == __ffs(same) - 1;
+    const u32 all_leads = __ballot_sync(~0u, lead), gone = __ballot_sync(~0u, there && home.rank == kGone);
+    invalid += __popc(__ballot_sync(~0u, there && home.rank == kInvalid));
+    if (there && k == 0) args.valid[base + sub] = (gone & group) == 0;
+    const i32 token = base + sub;
+    for (i32 j = 0; j < topk; ++j) {
+      const i32 from = sub * topk + j;
+      const i32 rank = __shfl_sync(~0u, home.rank, from), position = __shfl_sync(~0u, home.position, from);
+      if (!there || (all_leads >> from & 1) == 0) continue;
+      const bool here = home.rank == rank;
+      meta_at(args, rank, world.rank, position)[k] = {here ? home.slot : -1, home.place, here ? weight : 0.0f, token};
+    }
+    if (args.x_scales == nullptr) continue;
+    for (u32 left = all_leads; left != 0; left &= left - 1) {
+      const i32 from = __ffs(left) - 1;
+      const i32 rank = __shfl_sync(~0u, home.rank, from), position = __shfl_sync(~0u, home.position, from);
+      const u8* scales = args.x_scales + static_cast<i64>(base + from / topk) * world.scale_bytes;
+      copy_bytes(scales_at(args, rank, world.rank, position), scales, world.scale_bytes);
+    }
+  }
+  if (invalid != 0 && lane_idx() == 0) atomicAdd(&world.state->invalid_ids, static_cast<u64>(invalid));
+  __syncwarp();
+}
