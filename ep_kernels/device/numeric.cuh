@@ -54,11 +54,16 @@ __device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {
   return power_of_two ? __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23) : scale;
 }
 
-// Four values as fp8, the first in the low byte.
+// Four finite values as fp8, the first in the low byte.
+__device__ __forceinline__ u32 encode4_finite(f32 a, f32 b, f32 c, f32 d, f32 inverse) {
+  const u32 low = ptx::e4m3x2_from_f32(__fmul_rn(b, inverse), __fmul_rn(a, inverse));
+  const u32 high = ptx::e4m3x2_from_f32(__fmul_rn(d, inverse), __fmul_rn(c, inverse));
+  return low | high << 16;
+}
+
+// Four values, finite or not, as fp8, the first in the low byte.
 __device__ __forceinline__ u32 encode4(const f32* value, f32 inverse) {
-  const u32 low = ptx::e4m3x2_from_f32(__fmul_rn(value[1], inverse), __fmul_rn(value[0], inverse));
-  const u32 high = ptx::e4m3x2_from_f32(__fmul_rn(value[3], inverse), __fmul_rn(value[2], inverse));
-  u32 packed = low | high << 16;
+  u32 packed = encode4_finite(value[0], value[1], value[2], value[3], inverse);
   if (finite(value[0]) && finite(value[1]) && finite(value[2]) && finite(value[3])) return packed;
 #pragma unroll
   for (i32 i = 0; i < 4; ++i)

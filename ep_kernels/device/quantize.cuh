@@ -53,26 +53,19 @@ __device__ __forceinline__ u32 largest(const Columns<f32>& columns) {
   return most;
 }
 
-template <class T> constexpr u32 kInfinity = 0x7F800000;
-template <> constexpr u32 kInfinity<bf16> = 0x7F80;
-template <> constexpr u32 kInfinity<f16> = 0x7C00;
+template <class T> constexpr u32 kInfinityOf = kInfinity;
+template <> constexpr u32 kInfinityOf<bf16> = 0x7F80;
+template <> constexpr u32 kInfinityOf<f16> = 0x7C00;
 
 __device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
 
-// Four finite values as fp8, the first in the low byte.
-__device__ __forceinline__ u32 encode4_finite(f32 a, f32 b, f32 c, f32 d, f32 inverse) {
-  const u32 low = ptx::e4m3x2_from_f32(__fmul_rn(b, inverse), __fmul_rn(a, inverse));
-  const u32 high = ptx::e4m3x2_from_f32(__fmul_rn(d, inverse), __fmul_rn(c, inverse));
-  return low | high << 16;
-}
-
 // 16 columns per lane: bits of the block's amax to its 8 lanes, and whether some value of the warp is not finite.
 template <class T>
 __device__ __forceinline__ u32 block_amax(const Columns<T>& columns, bool* all_finite) {
   u32 most = largest<T>(columns);
-  *all_finite = !__any_sync(~0u, most >= kInfinity<T>);
+  *all_finite = !__any_sync(~0u, most >= kInfinityOf<T>);
   if (!*all_finite) {
     f32 value[kWideColumns];
 #pragma unroll

@@ -201,7 +201,7 @@ def test_many_tokens_in_a_block(blocks: int | None, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
 def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
-    """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, and ranks with few beside ranks with many."""
+    """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, few beside many."""
     most = 72
     counts = ((16, 17, most), (1, 0, 2), (most, most, 16), (31, 33, 32))
     steps = [RoutingCase(9, 4, 272, tokens, "uniform", draw_seed(), max_tokens=most) for tokens in counts]

@@ -95,7 +95,7 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
     """Barriers, a wait per peer, rows per source, items: what `combine_team` lays before the stages."""
     exact = layout.per_expert
     for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
-        launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24, 128), plan.combine_rings(c)
+        launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_rings(c)
         control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.MOST_ITEMS * rings.ITEM_BYTES
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES

@@ -155,7 +155,6 @@ class Engine:
 
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
-        c = self._config
         chosen = [pair for table in (self._dispatch, self._combine) for pair in table.values()]
         return dict(chosen) | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
 
