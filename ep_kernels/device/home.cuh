@@ -174,7 +174,7 @@ __device__ __forceinline__ void sum_home(const CombineArgs& args, Ring ring) {
     if (item.what & kNoMore) return;
     add_partial<KIND == EXACT>(sums, args.rings, item, ring.stage());
     give_back(ring);
-    if (item.what & kLast) write_z(sums, item.columns(), item.to);
+    if (item.what & kLast) write_rounded<Y>(sums, item.columns(), item.to);
   }
 }
 

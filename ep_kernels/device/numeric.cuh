@@ -34,18 +34,25 @@ constexpr i32 kFp32 = 0, kPowerOfTwo = 1, kPacked = 2;
 
 __device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLargest; }
 
-// Bits of the largest magnitude among the finite values; magnitudes are ordered as their bits.
+// Bits of the largest magnitude; magnitudes are ordered as their bits, and what is not finite is above all.
+template <i32 N>
+__device__ __forceinline__ u32 amax(const f32 (&value)[N]) {
+  u32 most = 0;
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) most = max(most, __float_as_uint(fabsf(value[i])));
+  return most;
+}
+
+// The same among the finite values.
 template <i32 N>
 __device__ __forceinline__ u32 finite_amax(const f32 (&value)[N]) {
-  u32 amax = 0;
-#pragma unroll
-  for (i32 i = 0; i < N; ++i) amax = max(amax, __float_as_uint(fabsf(value[i])));
-  if (amax < kInfinity) return amax;
-  amax = 0;
+  const u32 all = amax(value);
+  if (all < kInfinity) return all;
+  u32 most = 0;
 #pragma unroll
   for (i32 i = 0; i < N; ++i)
-    if (finite(value[i])) amax = max(amax, __float_as_uint(fabsf(value[i])));
-  return amax;
+    if (finite(value[i])) most = max(most, __float_as_uint(fabsf(value[i])));
+  return most;
 }
 
 __device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {

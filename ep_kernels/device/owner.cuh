@@ -2,10 +2,10 @@
 // nobody does, where rows travel as they are), one thread stores these at their homes, one tells homes what is there.
 #pragma once
 
-constexpr u32 kReading = kCopies ? 4 : 3;  // stores that may still read their stages: less than there are
-constexpr u32 kUntold = 8;                 // stores that may be under way before a chunk is known to be complete
-constexpr u32 kNamed = 64;                 // chunks that are loaded and not told, at most
-constexpr u32 kAllDone = 1u << 31;         // in chunks_done: no more come
+constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
+constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
+constexpr u32 kNamed = 64;          // chunks that are loaded and not told, at most
+constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come
 
 __shared__ u64* chunk_words[kNamed];  // by the loader, in its order: the word that tells of a chunk
 __shared__ u32 chunks_done;           // by the storer: so many are complete

@@ -23,6 +23,7 @@ __device__ __forceinline__ i32 columns_of(const World& world, const Rings& rings
 // N columns of a lane in each of G groups, W warps sharing the row.
 template <i32 N, i32 W, i32 G = (kMostColumns + 32 * N * W - 1) / (32 * N * W)>
 struct Sums {
+  static constexpr i32 kColumns = N, kGroups = G;
   f32 at[G][N];
   i32 warp;
 
@@ -64,14 +65,26 @@ struct Sums {
     }
   }
 
-  // write(column, sums of the lane) for every group of 32 x N columns that has any; all lanes.
-  template <class Write>
-  __device__ __forceinline__ void finish(i32 columns, Write write) {
+  // visit(g) for every group of 32 x N columns that has any; all lanes.
+  template <class Visit>
+  __device__ __forceinline__ void for_groups(i32 columns, Visit visit) {
 #pragma unroll
     for (i32 g = 0; g < G; ++g)
-      if (group(g) < columns) write(column(g), at[g]);
+      if (group(g) < columns) visit(g);
   }
 };
+
+// The sums, rounded to T.
+template <class T, class Totals>
+__device__ __forceinline__ void write_rounded(Totals& sums, i32 columns, u8* to) {
+  sums.for_groups(columns, [&](i32 g) {
+    Vec<T, Totals::kColumns> rounded;
+#pragma unroll
+    for (i32 i = 0; i < Totals::kColumns; ++i) rounded.at[i] = narrow<T>(sums.at[g][i]);
+    const i32 column = sums.column(g);
+    if (column < columns) *reinterpret_cast<Vec<T, Totals::kColumns>*>(to + column * sizeof(T)) = rounded;
+  });
+}
 
 // ---- the owner: rows of y, weighted, to a partial as it travels ----
 
@@ -88,22 +101,43 @@ __device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8
       });
 }
 
+// A warp's share of a partial as fp8. A lane divides for a group, and nothing branches group by group: the groups' latencies
+// overlap. What is not finite takes the slow way.
+template <class Totals>
+__device__ __forceinline__ void write_quantised(Totals& sums, i32 columns, u8* stage, f32* scales) {
+  u32 mine[Totals::kGroups], most = 0;
+#pragma unroll
+  for (i32 g = 0; g < Totals::kGroups; ++g) {
+    mine[g] = sums.column(g) < columns ? quant::amax(sums.at[g]) : 0;
+    most = max(most, mine[g]);
+  }
+  const bool all_finite = !__any_sync(~0u, most >= quant::kInfinity);
+  u32 amax = 0;
+#pragma unroll
+  for (i32 g = 0; g < Totals::kGroups; ++g) {
+    if (!all_finite) mine[g] = sums.column(g) < columns ? quant::finite_amax(sums.at[g]) : 0;
+    mine[g] = __reduce_max_sync(~0u, mine[g]);
+    if (lane_idx() == g) amax = mine[g];
+  }
+  const f32 scale = quant::scale_of(amax, false), inverse = __fdiv_rn(1.0f, scale);
+#pragma unroll
+  for (i32 g = 0; g < Totals::kGroups; ++g) {
+    const f32 by = __shfl_sync(~0u, inverse, g);
+    const f32(&sum)[4] = sums.at[g];
+    const u32 q = all_finite ? quant::encode4_finite(sum[0], sum[1], sum[2], sum[3], by) : quant::encode4(sum, by);
+    if (sums.column(g) < columns) *reinterpret_cast<u32*>(stage + sums.column(g)) = q;
+  }
+  if (lane_idx() < Totals::kGroups && sums.group(lane_idx()) < columns)
+    scales[sums.group(lane_idx()) / quant::kBlock] = scale;
+}
+
 template <class Totals>
 __device__ __forceinline__ void write_partial(Totals& sums, const Rings& rings, i32 columns, u8* stage) {
-  f32* scales = reinterpret_cast<f32*>(stage + padded16(rings.columns * sizeof(C)));
-  sums.finish(columns, [&](i32 column, auto& sum) {
-    if constexpr (kFp8) {
-      f32 scale;
-      const u32 q = quant::block(sum, false, &scale);
-      if (column < columns) *reinterpret_cast<u32*>(stage + column) = q;
-      if (lane_idx() == 0) scales[column / quant::kBlock] = scale;
-    } else {
-      Vec<C, kMadeColumns> rounded;
-#pragma unroll
-      for (i32 i = 0; i < kMadeColumns; ++i) rounded.at[i] = narrow<C>(sum[i]);
-      if (column < columns) *reinterpret_cast<Vec<C, kMadeColumns>*>(stage + column * sizeof(C)) = rounded;
-    }
-  });
+  if constexpr (kFp8) {
+    write_quantised(sums, columns, stage, reinterpret_cast<f32*>(stage + padded16(rings.columns * sizeof(C))));
+  } else {
+    write_rounded<C>(sums, columns, stage);
+  }
 }
 
 // ---- home: partials to z ----
@@ -148,14 +182,4 @@ __device__ __forceinline__ void add_partial(Totals& sums, const Rings& rings, co
         return landed;
       },
       [](const Landed<C>& landed, f32(&value)[kHomeColumns]) { widen_landed(landed, value); });
-}
-
-template <class Totals>
-__device__ __forceinline__ void write_z(Totals& sums, i32 columns, u8* z) {
-  sums.finish(columns, [&](i32 column, auto& sum) {
-    Vec<Y, kHomeColumns> rounded;
-#pragma unroll
-    for (i32 i = 0; i < kHomeColumns; ++i) rounded.at[i] = narrow<Y>(sum[i]);
-    if (column < columns) *reinterpret_cast<Vec<Y, kHomeColumns>*>(z + column * sizeof(Y)) = rounded;
-  });
 }

@@ -5,7 +5,8 @@
 namespace quant {
 
 constexpr i32 kWideColumns = 16;               // of a lane
-constexpr i32 kStride = 32 * kWideColumns;     // columns that a warp takes at a time
+constexpr i32 kStride = 32 * kWideColumns;     // of a warp
+constexpr i32 kTogether = 2;                   // strides at a time, so that their divisions overlap
 constexpr i32 kLanes = kBlock / kWideColumns;  // lanes that share a scale
 
 // 16 columns as they lie, 16 bytes at a time.
@@ -61,42 +62,63 @@ __device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
 
-// 16 columns per lane: bits of the block's amax to its 8 lanes, and whether some value of the warp is not finite.
+// Two strides of 16 columns per lane: bits of each block's amax to its 8 lanes, and whether all values of the warp are finite.
 template <class T>
-__device__ __forceinline__ u32 block_amax(const Columns<T>& columns, bool* all_finite) {
-  u32 most = largest<T>(columns);
-  *all_finite = !__any_sync(~0u, most >= kInfinityOf<T>);
-  if (!*all_finite) {
-    f32 value[kWideColumns];
+__device__ __forceinline__ bool block_amaxes(const Columns<T> (&columns)[kTogether], u32 (&amax)[kTogether]) {
+  u32 most = 0;
 #pragma unroll
-    for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns, i);
-    most = finite_amax(value);
+  for (i32 j = 0; j < kTogether; ++j) most = max(most, amax[j] = largest<T>(columns[j]));
+  const bool all_finite = !__any_sync(~0u, most >= kInfinityOf<T>);
+#pragma unroll
+  for (i32 j = 0; j < kTogether; ++j) {
+    if (!all_finite) {
+      f32 value[kWideColumns];
+#pragma unroll
+      for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns[j], i);
+      amax[j] = finite_amax(value);
+    }
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) amax[j] = max(amax[j], __shfl_xor_sync(~0u, amax[j], step));
+    if (all_finite) amax[j] = widen_bits(amax[j], T{});
   }
+  return all_finite;
+}
+
+template <class T>
+__device__ __forceinline__ Vec<u32, 4> encode(const Columns<T>& columns, f32 inverse, bool all_finite) {
+  Vec<u32, 4> q;
 #pragma unroll
-  for (i32 step = 1; step < kLanes; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
-  return *all_finite ? widen_bits(most, T{}) : most;
+  for (i32 i = 0; i < 4; ++i) {
+    const f32 value[] = {column(columns, 4 * i), column(columns, 4 * i + 1), column(columns, 4 * i + 2),
+                         column(columns, 4 * i + 3)};
+    q.at[i] = all_finite ? encode4_finite(value[0], value[1], value[2], value[3], inverse) : encode4(value, inverse);
+  }
+  return q;
 }
 
 // One warp: `count` columns of T at `stage` become fp8 there; keep(block, scale) is called by one lane per block of 128.
 template <class T, class Keep>
 __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two, Keep keep) {
-  for (i32 base = 0; base < count; base += kStride) {
-    const i32 mine = base + lane_idx() * kWideColumns;
-    Columns<T> columns = {};
-    if (mine < count) columns = load_columns<T>(stage + mine * static_cast<i32>(sizeof(T)));
-    bool all_finite;
-    const f32 scale = scale_of(block_amax(columns, &all_finite), power_of_two), inverse = __fdiv_rn(1.0f, scale);
-    Vec<u32, 4> q;
+#pragma unroll 1
+  for (i32 base = lane_idx() * kWideColumns; __any_sync(~0u, base < count); base += kTogether * kStride) {
+    Columns<T> columns[kTogether] = {};
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      const f32 value[] = {column(columns, 4 * i), column(columns, 4 * i + 1), column(columns, 4 * i + 2),
-                           column(columns, 4 * i + 3)};
-      q.at[i] = all_finite ? encode4_finite(value[0], value[1], value[2], value[3], inverse) : encode4(value, inverse);
-    }
+    for (i32 j = 0; j < kTogether; ++j)
+      if (base + j * kStride < count)
+        columns[j] = load_columns<T>(stage + (base + j * kStride) * static_cast<i32>(sizeof(T)));
+    u32 amax[kTogether];
+    const bool all_finite = block_amaxes<T>(columns, amax);
+    f32 scale[kTogether];
+#pragma unroll
+    for (i32 j = 0; j < kTogether; ++j) scale[j] = scale_of(amax[j], power_of_two);
     __syncwarp();  // everybody has read what is written over
-    if (mine >= count) continue;
-    *reinterpret_cast<Vec<u32, 4>*>(stage + mine) = q;
-    if (lane_idx() % kLanes == 0) keep(mine / kBlock, scale);
+#pragma unroll
+    for (i32 j = 0; j < kTogether; ++j) {
+      const Vec<u32, 4> q = encode<T>(columns[j], __fdiv_rn(1.0f, scale[j]), all_finite);
+      if (base + j * kStride >= count) continue;
+      *reinterpret_cast<Vec<u32, 4>*>(stage + base + j * kStride) = q;
+      if (lane_idx() % kLanes == 0) keep((base + j * kStride) / kBlock, scale[j]);
+    }
   }
   __syncwarp();
 }

@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_unit(const DispatchArgs& args, const Sender
                  sender.pipe.barriers + stage);
 }
 
-// Links do not serve all blocks alike, so a block keeps only the first half of its tokens to itself.
-__device__ __forceinline__ i32 own_tokens(Range tokens) { return (tokens.past - tokens.first + 1) / 2; }
+// Links do not serve all blocks alike, so a block keeps only the first quarter of its tokens to itself.
+__device__ __forceinline__ i32 own_tokens(i32 num_tokens) { return (num_tokens + 3) / 4; }
 
 // All blocks of the rank have settled their tokens. One warp.
 __device__ __forceinline__ bool await_settled(const World& world, Team team) {
@@ -56,14 +56,14 @@ __device__ __forceinline__ bool await_settled(const World& world, Team team) {
   return __all_sync(~0u, ok);
 }
 
-// A unit of the first half of this block's tokens, -1 = none is left.
+// A unit of the first quarter of this block's tokens, -1 = none is left.
 __device__ __forceinline__ i32 next_own_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, const Sender& sender) {
   const Range mine = block_tokens(args, team.block, team.num_blocks);
   const i32 grain = kPerExpert ? sender.pieces : 1;
   u32 taken = 0;
   if (lane_idx() == 0) taken = atomicAdd(scratch.next_unit, 1u);
   const i32 unit = static_cast<i32>(__shfl_sync(~0u, taken, 0)) * grain;
-  return unit < own_tokens(mine) * sender.pieces ? mine.first * sender.pieces + unit : -1;
+  return unit < own_tokens(mine.past - mine.first) * sender.pieces ? mine.first * sender.pieces + unit : -1;
 }
 
 // The next unit for this warp: of its block's own, then of what all blocks share, each block's in turn; where rows are announced,
@@ -77,14 +77,15 @@ __device__ __forceinline__ i32 next_unit(const DispatchArgs& args, Team team, co
     sender.pooled = true;
     if (!args.cached && !await_settled(args.world, team)) return kStopped;
   }
-  const i32 most = (args.num_tokens + team.num_blocks - 1) / team.num_blocks / 2 * pieces;  // of a block
+  const i32 tokens = (args.num_tokens + team.num_blocks - 1) / team.num_blocks;  // of a block, at most
+  const i32 most = (tokens - own_tokens(tokens)) * pieces;
   for (;;) {
     u64 taken = 0;
     if (lane_idx() == 0) taken = atomicAdd(&args.world.state->pool, 1ull);
     const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0)), index = number / team.num_blocks * grain;
     if (index >= most) return -1;
     const Range theirs = block_tokens(args, number % team.num_blocks, team.num_blocks);
-    const i32 next = (theirs.first + own_tokens(theirs)) * pieces + index;
+    const i32 next = (theirs.first + own_tokens(theirs.past - theirs.first)) * pieces + index;
     if (next < theirs.past * pieces) return next;
   }
 }
@@ -134,7 +135,7 @@ __device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Hom
       if (args.power_of_two == quant::kPacked) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
       else reinterpret_cast<f32*>(scales)[block] = scale;
     });
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_shared();
     __syncwarp();
   }
   const bool placed = home.rank >= 0 && home.place >= 0;

@@ -21,6 +21,8 @@ COLUMN_UNIT = 512
 HOME_SHARE = 0.42
 """Of what is left for stages of rows and stages of partials that have come home. Rows of several experts are summed on
 their way out, so more bytes go out than come home."""
+COPIED_HOME_SHARE = 0.7
+"""The same where rows travel as they are: what waits in stages to leave comes late at home (docs/kernels/ht.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def rings_of(hidden: int, y_bytes: int, moved_bytes: int, copies: bool, control_
     offset = _padded(control_bytes, 128)
     num_made = 0 if copies else MOST_MADE
     left = most_bytes - offset - num_made * made
-    num_home = min(MOST_HOME, int(left * (0.5 if copies else HOME_SHARE)) // made)
+    num_home = min(MOST_HOME, int(left * (COPIED_HOME_SHARE if copies else HOME_SHARE)) // made)
     num_rows = min(MOST_ROWS, (left - num_home * made) // row)
     return Rings(num_pieces, columns, row, home_bytes, made, num_rows, num_made, num_home, offset)
 
