@@ -7,7 +7,7 @@ constexpr u32 kUntold = 3;          // stores that may be under way before a chu
 constexpr u32 kNamed = 64;          // chunks that are loaded and not told, at most
 constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come
 
-__shared__ u64* chunk_words[kNamed];  // by the loader, in its order: the word that tells of a chunk
+__shared__ u64 chunk_words[kNamed];  // by the loader, in its order: address of the word that tells of a chunk
 __shared__ u32 chunks_done;           // by the storer: so many are complete
 __shared__ u32 chunks_told;           // by the teller
 
@@ -158,7 +158,8 @@ __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes&
 // The loading warp, lane 0: chunk `named` of this block is the one that `batch` ends.
 __device__ __forceinline__ void name_chunk(const World& world, const Batch& batch, u32 named) {
   while (named - ptx::load_acquire_block(&chunks_told) >= kNamed) ptx::sleep_ns(100);
-  chunk_words[named % kNamed] = progress_at(world, batch.source, world.rank, batch.first);
+  u64* word = progress_at(world, batch.source, world.rank, batch.first);
+  ptx::store_relaxed_block(chunk_words + named % kNamed, reinterpret_cast<u64>(word));
 }
 
 // One warp: the rows that this block takes. `claims` has been asked.
@@ -173,6 +174,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims cl
   while (next.present) {
     const Batch batch = next;
     if (batch.ends_chunk && lane_idx() == 0) name_chunk(args.world, batch, named);
+    __syncwarp();  // before the lane that fills the chunk's last stage
     named += batch.ends_chunk;
     if (args.row_weights != nullptr) send_weights(args, lanes, batch);
     const Loads loads = loads_of(args, lanes, batch);
@@ -235,7 +237,8 @@ __device__ __forceinline__ void tell_chunks(u64 seq) {
     const u32 known = ptx::load_acquire_block(&chunks_done), done = known & ~kAllDone;
     if (told != done) {
       ptx::fence_sys();
-      for (; told != done; ++told) ptx::store_relaxed_sys(chunk_words[told % kNamed], seq);
+      for (; told != done; ++told)
+        ptx::store_relaxed_sys(reinterpret_cast<u64*>(ptx::load_relaxed_block(chunk_words + told % kNamed)), seq);
       ptx::store_release_block(&chunks_told, told);
     } else if (known & kAllDone) {
       return;

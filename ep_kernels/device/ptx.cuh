@@ -63,6 +63,16 @@ __device__ __forceinline__ u32 load_acquire_block(const u32* address) {
   return value;
 }
 
+__device__ __forceinline__ u64 load_relaxed_block(const u64* address) {
+  u64 value;
+  asm volatile("ld.relaxed.cta.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed_block(u64* address, u64 value) {
+  asm volatile("st.relaxed.cta.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_release_block(u32* address, u32 value) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
