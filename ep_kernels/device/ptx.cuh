@@ -57,24 +57,32 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Between threads of a block, for words that no barrier fits: counters.
-__device__ __forceinline__ u32 load_acquire_block(const u32* address) {
+// Words in shared memory, from warp to warp of a block, beside its barriers. Atomics, for racecheck takes any other access for a
+// race unless a barrier stands between.
+__device__ __forceinline__ u32 load_acquire_block(u32* address) {
   u32 value;
-  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
+               : "=r"(value) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))) : "memory");
   return value;
 }
 
-__device__ __forceinline__ u64 load_relaxed_block(const u64* address) {
+__device__ __forceinline__ void store_release_block(u32* address, u32 value) {
+  u32 old;
+  asm volatile("atom.release.cta.shared::cta.exch.b32 %0, [%1], %2;"
+               : "=r"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed_block(u64* address) {
   u64 value;
-  asm volatile("ld.relaxed.cta.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  asm volatile("atom.relaxed.cta.shared::cta.add.u64 %0, [%1], 0;"
+               : "=l"(value) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))) : "memory");
   return value;
 }
 
 __device__ __forceinline__ void store_relaxed_block(u64* address, u64 value) {
-  asm volatile("st.relaxed.cta.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_release_block(u32* address, u32 value) {
-  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+  u64 old;
+  asm volatile("atom.relaxed.cta.shared::cta.exch.b64 %0, [%1], %2;"
+               : "=l"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {

@@ -94,7 +94,7 @@ def test_auto_between_its_crossover_and_its_most_tokens(size: int, crossover: in
     most = 2 * crossover + 3
     overrides = {"mode": Mode.AUTO, "layout": layout, "ll_max_tokens": crossover, "exact_combine": exact}
     steps = []
-    for number in range(6):
+    for number in range(6 if size < 32 else 2):  # the reference takes seconds for a step of many ranks
         tokens = tuple((crossover, most)[number % 2] - rank % 2 * min(1, crossover) for rank in range(size))
         steps.append(RoutingCase(2 * size + 1, 3, 136, tokens, "single_none", draw_seed(), max_tokens=most))
     run(steps, Mode.AUTO, overrides)
