@@ -274,3 +274,41 @@ async def _read(control: InProcess, worker: pb.WorkerId | None) -> None:
         await newest_view(control.stub, worker)
     except grpc.RpcError as error:
         raise rpc.error_of(error) from None
+
+
+async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(control: InProcess) -> None:
+    host = topology_pb2.HostFacts(hostname="a", boot_id="boot", gpus=[topology_pb2.Gpu(index=n) for n in range(2)])
+    for local in (1, 0):
+        request = pb.RegisterRequest(
+            worker=pb.WorkerId(uid=f"a/{local}", incarnation=1), host=host, local_rank=local, model="m"
+        )
+        await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
+    answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert [one.hostname for one in answer.hosts] == ["a"]
+    assert [(seat.rank, seat.uid, seat.gpu, seat.on_gpu) for seat in answer.seats] == [
+        (0, "a/0", 0, True),
+        (1, "a/1", 1, True),
+    ]
+    leave = pb.LeaveRequest(worker=pb.WorkerId(uid="a/0", incarnation=1))
+    await rpc.call(control.stub.Leave, leave, timeout_s=TIMEOUT_S)
+    answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert [seat.uid for seat in answer.seats] == ["a/1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu()] * 65), "64 GPUs, got 65"),
+        (topology_pb2.HostFacts(nics=[topology_pb2.Nic()] * 65), "64 NICs, got 65"),
+        (topology_pb2.HostFacts(no_gpus_reason="x" * (64 << 10)), "65536 bytes"),
+        (topology_pb2.HostFacts(boot_id="a\nb"), "host.boot_id"),
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(fabric_cluster="\x00")]), "host.gpus.fabric_cluster"),
+        (topology_pb2.HostFacts(nics=[topology_pb2.Nic(name="\x1b[2J")]), "host.nics.name"),
+    ],
+)
+async def test_facts_that_are_too_much_or_odd_are_refused(
+    control: InProcess, host: topology_pb2.HostFacts, named: str
+) -> None:
+    request = pb.RegisterRequest(worker=pb.WorkerId(uid="a/0", incarnation=1), host=host)
+    with pytest.raises(rpc.InvalidArgument, match=named.replace(".", r"\.")):
+        await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc.aio
@@ -24,8 +24,9 @@ from crossdock.common.announce import announce
 from crossdock.common.config import ControlConfig
 from crossdock.common.http import serve_http
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import views
+from crossdock.control import discovery, views
 from crossdock.control.group import new_group, step
+from crossdock.control.nodes import Nodes
 from crossdock.control.records import (
     Blamed,
     Effect,
@@ -40,7 +41,7 @@ from crossdock.control.records import (
     Tick,
 )
 from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.v1 import control_pb2_grpc, topology_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 MAX_WATCHERS = 1024
@@ -70,13 +71,19 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         config: of this process.
         metrics: where to count.
         clock: monotonic seconds.
+        labels: what the platform says of hosts just now, by hostname.
     """
 
     def __init__(
-        self, config: ControlConfig, metrics: ControlMetrics, clock: Callable[[], float] = time.monotonic
+        self,
+        config: ControlConfig,
+        metrics: ControlMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
     ) -> None:
         settings = Settings(config.world_size, config.lease_s, config.form_timeout_s, config.recover_s)
-        self._clock, self._metrics = clock, metrics
+        self._clock, self._metrics, self._labels = clock, metrics, labels
+        self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._limits = views.Limits.of(config.world_size, config.max_message_bytes)
         self._group = new_group(settings, clock())
         self._version = 1
@@ -93,7 +100,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Enter the group, or enter it again."""
-        self._take(views.register_event(request, self._limits))
+        host = request.host
+        event = views.register_event(request, self._limits, self._labels().get(host.hostname))
+        self._take(event)
+        host.DiscardUnknownFields()
+        self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
         return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
@@ -119,6 +130,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Go on purpose. Also answered well when the member is gone already."""
         self._take(views.leave_event(request))
         return pb.LeaveResponse()
+
+    async def Topology(self, request: pb.TopologyRequest, context: Any) -> pb.TopologyResponse:
+        """What the members told of their hosts."""
+        return views.topology_response(self._group, self._facts, self._labels())
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView]:
         """The newest view, at once and after each change, until the caller or this process goes."""
@@ -165,6 +180,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Lost(rank, uid, cause):
                 self._metrics.lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
+                self._facts.pop(uid, None)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
                 log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
@@ -214,7 +230,10 @@ async def _serve(config: ControlConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = ControlMetrics()
-    service = ControlPlane(config, metrics)
+    nodes = Nodes(config.kubernetes) if config.kubernetes else None
+    if nodes is not None and not await asyncio.to_thread(nodes.start):
+        log.warning("starting without node labels", why=nodes.trouble)
+    service = ControlPlane(config, metrics, labels=lambda: nodes.labels if nodes is not None else {})
     health = rpc.Health([SERVICE_NAME])
     server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics))
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
@@ -232,6 +251,8 @@ async def _serve(config: ControlConfig) -> int:
     finally:
         await _shut_down(server, service, health, ticking)
         http.close()
+        if nodes is not None:
+            nodes.close()
     return EXIT_OK
 
 

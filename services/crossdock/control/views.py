@@ -7,18 +7,22 @@ the state large, and nothing that a peer wrote can break a log line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from crossdock.common.rpc import InvalidArgument
-from crossdock.control.ranks import Place
+from crossdock.control import discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import topology_pb2
 
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1000
 MAX_REGION_BYTES = 64 << 10
 MAX_EPOCH = 1 << 62
 MAX_LOCAL_RANK = 1 << 16
+MAX_HOST_BYTES = 64 << 10
+MAX_GPUS = 64
+MAX_NICS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,14 @@ class Limits:
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
-def register_event(request: pb.RegisterRequest, limits: Limits) -> Register:
-    """Check a RegisterRequest. Raises InvalidArgument."""
+def register_event(request: pb.RegisterRequest, limits: Limits, labels: discovery.Labels | None = None) -> Register:
+    """Check a RegisterRequest; `labels`: what the platform says of its host. Raises InvalidArgument."""
     uid, incarnation = _worker_id(request.worker)
     if request.local_rank > MAX_LOCAL_RANK:
         raise InvalidArgument(f"local_rank: expected <= {MAX_LOCAL_RANK}, got {request.local_rank}")
-    domains = {gpu.index: gpu.nvlink_domain for gpu in request.host.gpus}
-    place = Place(
-        uid,
-        _name("host.hostname", request.host.hostname),
-        request.local_rank,
-        _name("host.gpus.nvlink_domain", domains.get(request.local_rank, "")),
-    )
+    _check_host(request.host)
+    gpu = discovery.gpu_index(request.host, request.gpu_uuid, request.local_rank)
+    place = discovery.place(uid, request.local_rank, request.host, gpu, labels)
     worker = Worker(
         place,
         incarnation,
@@ -128,6 +128,31 @@ def group_view(
     return view
 
 
+def topology_response(
+    group: Group, facts: Mapping[str, tuple[topology_pb2.HostFacts, int]], labels: Mapping[str, discovery.Labels]
+) -> pb.TopologyResponse:
+    """Render hosts, seats and labels.
+
+    Args:
+        facts: uid -> what it told of its host, and the index of its GPU there (discovery.CPU = none).
+        labels: by hostname.
+    """
+    response = pb.TopologyResponse(epoch=group.epoch, world_size=group.settings.world_size)
+    numbers: dict[bytes, int] = {}
+    for member in group.members:
+        if member.uid not in facts:
+            continue
+        host, gpu = facts[member.uid]
+        number = numbers.setdefault(host.SerializeToString(deterministic=True), len(numbers))
+        if number == len(response.hosts):
+            response.hosts.append(host)
+        seat = response.seats.add(rank=member.rank, uid=member.uid, host=number, on_gpu=gpu != discovery.CPU)
+        seat.gpu = max(gpu, 0)
+    for hostname in sorted({host.hostname for host in response.hosts} & set(labels)):
+        response.labels.add(hostname=hostname, **asdict(labels[hostname]))
+    return response
+
+
 def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Member:
     return pb.Member(
         rank=member.rank,
@@ -139,6 +164,25 @@ def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Me
         heartbeat_age_s=age_s,
         stats=stats,
     )
+
+
+def _check_host(host: topology_pb2.HostFacts) -> None:
+    """Facts are kept, shown and joined with those of others: bounded, and with names that cannot break a line."""
+    for what, got, most in (
+        ("bytes", host.ByteSize(), MAX_HOST_BYTES),
+        ("GPUs", len(host.gpus), MAX_GPUS),
+        ("NICs", len(host.nics), MAX_NICS),
+    ):
+        if got > most:
+            raise InvalidArgument(f"host: expected at most {most} {what}, got {got}")
+    _name("host.hostname", host.hostname)
+    _name("host.boot_id", host.boot_id)
+    for gpu in host.gpus:
+        _name("host.gpus.fabric_cluster", gpu.fabric_cluster)
+        _name("host.gpus.nvlink_domain", gpu.nvlink_domain)
+        _name("host.gpus.name", gpu.name)
+    for nic in host.nics:
+        _name("host.nics.name", nic.name)
 
 
 def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:
