@@ -181,6 +181,26 @@ def topo(
 
 
 @app.command()
+def doctor(
+    transport: Annotated[str, typer.Option("--transport", help="auto, cpu or nvlink.")] = "auto",
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
+    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
+    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+) -> None:
+    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
+    from crossdock.doctor import run
+
+    findings = run.examine(run.Request(transport, target, tuple(reach or ()), passes, timeout_s))
+    kept = list(findings) if as_json else run.show(findings, _console())
+    if as_json:
+        print(json.dumps(run.as_dict(kept, strict=strict), indent=1))
+    raise typer.Exit(run.exit_code(kept, strict=strict))
+
+
+@app.command()
 def memory(
     as_json: Json = False,
     num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,

@@ -17,6 +17,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.wire": {"crossdock.v1"},
     "crossdock.control": {"crossdock.common", "crossdock.v1"},
     "crossdock.facts": {"crossdock.v1", "ep_kernels"},
+    "crossdock.doctor": {"crossdock.common", "crossdock.control", "crossdock.facts", "crossdock.v1", "ep_kernels"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.v1"},
     "crossdock.worker": {"crossdock.common", "crossdock.facts", "crossdock.v1", "crossdock.wire", "ep_kernels"},
     "crossdock.client": {"crossdock.common", "crossdock.v1", "crossdock.wire", "ep_kernels"},
@@ -33,12 +34,27 @@ FLOORS: dict[str, set[str]] = {
 ANYTHING = ("crossdock.cli", "crossdock.__main__", "benchmarks")
 
 RESERVED: dict[str, set[str]] = {
-    "torch": {"ep_kernels", "crossdock.wire", "crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
+    "torch": {
+        "ep_kernels",
+        "crossdock.wire",
+        "crossdock.worker",
+        "crossdock.client",
+        "crossdock.demo",
+        "crossdock.doctor",
+        "benchmarks",
+    },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo"},
     "transformers": {"crossdock.client", "crossdock.demo"},
     "vllm": {"crossdock.vllm_plugin"},
-    "grpc": {"crossdock.common", "crossdock.control", "crossdock.worker", "crossdock.client", "crossdock.supervisor"},
+    "grpc": {
+        "crossdock.common",
+        "crossdock.control",
+        "crossdock.doctor",
+        "crossdock.worker",
+        "crossdock.client",
+        "crossdock.supervisor",
+    },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
     "typer": {"crossdock.cli"},
     "yaml": {"crossdock.common"},
