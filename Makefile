@@ -22,7 +22,7 @@ PROTO := $(PROTO_VENV)/installed-1.76.0
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house proto proto-check schema control-alone bench-cpu bench-gpu test-gpu sanitize native kernels wheel venv image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-gpu test-gpu sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -48,6 +48,9 @@ lint: $(DEV) ## ruff: rules and format
 
 types: $(DEV) ## mypy, strict
 	$(PY) -m mypy
+
+model: $(DEV) ## Search every order of events of small groups with two disturbances (minutes)
+	$(PY) -m tests.unit.test_group_model $(ARGS)
 
 house: $(DEV) ## The house rules: floors, environment, budgets, public names, generated files
 	$(PY) -m pytest -q tests/house

@@ -175,7 +175,7 @@ async def test_a_slow_watcher_gets_the_newest_view_only(control: InProcess) -> N
 
 
 async def test_watchers_are_counted_limited_and_forgotten(control: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_WATCHERS", 2)
+    monkeypatch.setattr(server, "MAX_ONLOOKERS", 2 - 2 * 3)
     calls = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(2)]
     for call in calls:
         await call.read()

@@ -325,7 +325,7 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
         parse = handler.request_deserializer
         if parse is not None and not handler.request_streaming:
             parse = _keep_failure(parse)
-        return make(guarded, parse, handler.response_serializer)
+        return make(guarded, parse, _bytes_or(handler.response_serializer))
 
     def _guard(self, handler: Callable[..., Any], method: str) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(handler):
@@ -384,6 +384,11 @@ def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return parse_or_keep
+
+
+def _bytes_or(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """The serializer of a method whose handler may also give bytes that were made once for many callers."""
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 def _raise_failure(request: Any) -> None:

@@ -10,6 +10,7 @@ Not here: who is alive, epochs, experts.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,10 @@ def assign_rank(place: Place, slots: Sequence[Slot]) -> int | None:
     NVLink domain or host); the lowest.
     """
     free = [rank for rank, slot in enumerate(slots) if not slot.live]
+    for rank in free:
+        owner = slots[rank].owner
+        if owner is not None and owner.uid == place.uid:
+            return rank
     return max(free, key=lambda rank: _fitness(place, rank, slots), default=None)
 
 
@@ -90,6 +95,7 @@ def _level(places: Iterable[Place]) -> list[Place]:
     ]
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _order(place: Place) -> tuple[object, ...]:
     neighbourhood = place.nvlink_domain or place.hostname
     return (

@@ -44,7 +44,12 @@ from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
-MAX_WATCHERS = 1024
+MAX_ONLOOKERS = 1024
+"""Watchers that are no members: clients, `crossdock status`."""
+QUIET_S_PER_RANK = 0.5e-3
+"""Changes that can wait (somebody joined or left while the group is not complete) are told together, so long after the
+last time: each costs a message to every watcher. Groups of up to QUIET_FROM ranks hear each at once."""
+QUIET_FROM = 32
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
 STOP_GRACE_S = 1.0
@@ -89,6 +94,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._watchers: set[asyncio.Event] = set()
+        self._table: tuple[int, bytes] = (0, b"")
+        self._told_at = 0.0
+        self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
         metrics.world_size.set(config.world_size)
         self._measure()
@@ -135,10 +143,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """What the members told of their hosts."""
         return views.topology_response(self._group, self._facts, self._labels())
 
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView]:
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise rpc.ResourceExhausted(f"watch: expected at most {MAX_WATCHERS} watchers, got one more")
+        most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
+        if len(self._watchers) >= most:
+            raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
         changed = asyncio.Event()
         self._watchers.add(changed)
         self._metrics.watchers.set(len(self._watchers))
@@ -147,7 +156,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 changed.clear()
                 if views.is_replaced(self._group, request.worker):
                     raise rpc.AlreadyExists(f"worker {request.worker.uid}: a newer process has its place")
-                yield self._view(request.worker)
+                yield self._view(request)
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
         finally:
@@ -163,9 +172,16 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stopping = True
         self._wake_watchers()
 
-    def _view(self, watcher: pb.WorkerId) -> pb.GroupView:
-        regions = views.is_member(self._group, watcher)
-        return views.group_view(self._group, self._version, self._clock(), self._stats, regions=regions)
+    def _view(self, watch: pb.WatchRequest) -> pb.GroupView | bytes:
+        """The message, or its bytes where many watchers get the same."""
+        group, inside = self._group, views.is_member(self._group, watch.worker)
+        if not (watch.brief and inside):
+            return views.group_view(group, self._version, self._clock(), self._stats, regions=inside)
+        if not group.sealed:
+            return views.brief_view(group, self._version, watch.worker)
+        if self._table[0] != self._version:
+            self._table = self._version, views.table_view(group, self._version).SerializeToString()
+        return self._table[1]
 
     def _take(self, event: Event) -> None:
         before = self._group
@@ -202,6 +218,18 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             regions="complete" if group.sealed else "missing",
             reason=group.reason,
         )
+        self._tell(wait=group.phase is before.phase is Phase.FORMING and group.epoch == before.epoch)
+
+    def _tell(self, *, wait: bool) -> None:
+        """Wake the watchers: at once, or where the change can `wait` together with others."""
+        size = self._group.settings.world_size
+        now = time.monotonic()
+        quiet_s = self._told_at + size * QUIET_S_PER_RANK - now if size > QUIET_FROM else 0.0
+        if wait and quiet_s > 0:
+            if self._telling is None:
+                self._telling = asyncio.get_running_loop().call_later(quiet_s, self._wake_watchers)
+            return
+        self._told_at = now
         self._wake_watchers()
 
     def _measure(self) -> None:
@@ -211,6 +239,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
 
     def _wake_watchers(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling, self._told_at = None, time.monotonic()
         for changed in self._watchers:
             changed.set()
 

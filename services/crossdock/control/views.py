@@ -100,7 +100,7 @@ def is_replaced(group: Group, worker: pb.WorkerId) -> bool:
 def group_view(
     group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool
 ) -> pb.GroupView:
-    """Render the state.
+    """Render the state with all its members.
 
     Args:
         version: grows with every change of one control-plane process.
@@ -109,16 +109,7 @@ def group_view(
         regions: for members only. Even they get none before all are in: half a table is of no use.
     """
     with_regions = regions and group.sealed
-    view = pb.GroupView(
-        epoch=group.epoch,
-        state=group.phase.value,
-        world_size=group.settings.world_size,
-        reason=group.reason,
-        lost_ranks=group.lost_ranks,
-        version=version,
-        model=group.members[0].worker.model if group.members else "",
-        broken_ranks=group.broken_ranks,
-    )
+    view = _headline(group, version)
     for member in group.members:
         age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
         message = _member(member, age_s, stats.get(member.uid))
@@ -126,6 +117,38 @@ def group_view(
             message.region = member.region
         view.members.append(message)
     return view
+
+
+def brief_view(group: Group, version: int, worker: pb.WorkerId) -> pb.GroupView:
+    """For one member, before all regions are in: the state, and its own seat."""
+    view = _headline(group, version)
+    member = group.member(worker.uid)
+    if member is not None and member.worker.incarnation == worker.incarnation:
+        view.members.add(rank=member.rank, worker=worker, ready=member.ready)
+    return view
+
+
+def table_view(group: Group, version: int) -> pb.GroupView:
+    """The same for all members, once all regions are in: ranks, workers and regions."""
+    view = _headline(group, version)
+    for member in group.members:
+        worker = pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation)
+        view.members.add(rank=member.rank, worker=worker, region=member.region, ready=member.ready)
+    return view
+
+
+def _headline(group: Group, version: int) -> pb.GroupView:
+    return pb.GroupView(
+        epoch=group.epoch,
+        state=group.phase.value,
+        world_size=group.settings.world_size,
+        reason=group.reason,
+        lost_ranks=group.lost_ranks if len(group.members) < group.settings.world_size else (),
+        version=version,
+        model=group.members[0].worker.model if group.members else "",
+        broken_ranks=group.broken_ranks,
+        num_members=len(group.members),
+    )
 
 
 def topology_response(

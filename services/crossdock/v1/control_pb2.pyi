@@ -74,10 +74,12 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "brief")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    BRIEF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ...) -> None: ...
+    brief: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats")
@@ -102,7 +104,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,7 @@ class GroupView(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BROKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
     world_size: int
@@ -121,7 +124,8 @@ class GroupView(_message.Message):
     version: int
     model: str
     broken_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_members: int
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")

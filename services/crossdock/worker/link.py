@@ -170,7 +170,7 @@ class Link:
                 task.cancel()
 
     async def _read_views(self) -> bool:
-        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker))
+        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker, brief=True))
         try:
             async for view in stream:
                 await self._show(view)
@@ -194,8 +194,12 @@ class Link:
         me = self.me(view)
         seen = self._prior.epoch if self._prior is not None else 0
         final = self._prior is not None or view.state == control_pb2.EXCHANGING
-        if view.epoch > seen and me is not None and final:
+        if view.epoch <= seen or not final:
+            return
+        if me is not None:
             self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank)
+        elif self._prior is not None:  # lost, and not registered again yet: the newer epoch has no seat to remember
+            self._prior.ready = False
 
     async def _refuse(self, error: JoinRefused) -> None:
         async with self._changed:
