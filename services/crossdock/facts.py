@@ -5,6 +5,9 @@ from __future__ import annotations
 from crossdock.v1 import topology_pb2 as pb
 from ep_kernels import topology
 
+_MOST_CHARS = 256
+"""Of a reason; the control plane takes no longer texts."""
+
 
 def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> pb.HostFacts:
     """The message of a host.
@@ -22,7 +25,7 @@ def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> p
         numa_nodes=len(facts.numa_nodes),
         gpus=[_gpu(gpu, facts) for gpu in facts.gpus],
         nics=[_nic(nic) for nic in facts.nics],
-        no_gpus_reason=facts.no_gpus_reason,
+        no_gpus_reason=" ".join(facts.no_gpus_reason.split())[:_MOST_CHARS],
         driver_version=facts.driver_version,
         cuda_version=facts.cuda_version,
         machine=facts.machine,

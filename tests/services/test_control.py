@@ -301,6 +301,12 @@ async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(cont
         (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu()] * 65), "64 GPUs, got 65"),
         (topology_pb2.HostFacts(nics=[topology_pb2.Nic()] * 65), "64 NICs, got 65"),
         (topology_pb2.HostFacts(no_gpus_reason="x" * (64 << 10)), "65536 bytes"),
+        (topology_pb2.HostFacts(no_gpus_reason="x" * 300), "host.no_gpus_reason: expected at most 256"),
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(pcie_path=["ok", "\x1b[31m"])]), "host.gpus.pcie_path"),
+        (
+            topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(peers=[topology_pb2.GpuPeer(nvlink="\r")])]),
+            "host.gpus.peers.nvlink",
+        ),
         (topology_pb2.HostFacts(boot_id="a\nb"), "host.boot_id"),
         (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(fabric_cluster="\x00")]), "host.gpus.fabric_cluster"),
         (topology_pb2.HostFacts(nics=[topology_pb2.Nic(name="\x1b[2J")]), "host.nics.name"),

@@ -270,7 +270,7 @@ def _raise_epoch(group: Group, epoch: int, now: float) -> Group:
 
 def _forgive_pause(group: Group, pause: float) -> Group:
     """When this process itself stood still (suspended, starved), nobody could reach it: no lease runs meanwhile."""
-    if pause <= group.settings.lease_s / 2:
+    if pause <= group.settings.lease_s / 4:
         return group
     members = group.members.each(lambda member: replace(member, lease_until=member.lease_until + pause))
     until = None if group.recover_until is None else group.recover_until + pause

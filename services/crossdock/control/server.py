@@ -46,9 +46,10 @@ from crossdock.v1 import control_pb2_grpc, topology_pb2
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 MAX_ONLOOKERS = 1024
 """Watchers that are no members: clients, `crossdock status`."""
-QUIET_S_PER_RANK = 0.5e-3
-"""Changes that can wait (somebody joined or left while the group is not complete) are told together, so long after the
-last time: each costs a message to every watcher. Groups of up to QUIET_FROM ranks hear each at once."""
+QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
+"""Changes that can wait (somebody comes or goes before the table of an epoch is complete) are told together, so long
+after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
+them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
 QUIET_FROM = 32
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
@@ -89,12 +90,12 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         settings = Settings(config.world_size, config.lease_s, config.form_timeout_s, config.recover_s)
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
-        self._limits = views.Limits.of(config.world_size, config.max_message_bytes)
+        self._limits = views.Limits.of(config.world_size)
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._watchers: set[asyncio.Event] = set()
-        self._table: tuple[int, bytes] = (0, b"")
+        self._told: tuple[int, bytes] = (0, b"")
         self._told_at = 0.0
         self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -177,11 +178,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         group, inside = self._group, views.is_member(self._group, watch.worker)
         if not (watch.brief and inside):
             return views.group_view(group, self._version, self._clock(), self._stats, regions=inside)
-        if not group.sealed:
-            return views.brief_view(group, self._version, watch.worker)
-        if self._table[0] != self._version:
-            self._table = self._version, views.table_view(group, self._version).SerializeToString()
-        return self._table[1]
+        if self._told[0] != self._version:
+            make = views.table_view if group.sealed else views.brief_view
+            self._told = self._version, make(group, self._version).SerializeToString()
+        seat = b"" if group.sealed else views.own_seat(group, watch.worker).SerializeToString()
+        return self._told[1] + seat
 
     def _take(self, event: Event) -> None:
         before = self._group
@@ -218,18 +219,20 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             regions="complete" if group.sealed else "missing",
             reason=group.reason,
         )
-        self._tell(wait=group.phase is before.phase is Phase.FORMING and group.epoch == before.epoch)
+        self._tell(wait=_is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch)
 
     def _tell(self, *, wait: bool) -> None:
         """Wake the watchers: at once, or where the change can `wait` together with others."""
         size = self._group.settings.world_size
         now = time.monotonic()
-        quiet_s = self._told_at + size * QUIET_S_PER_RANK - now if size > QUIET_FROM else 0.0
+        per_rank = SHORT_QUIET_S_PER_RANK if self._group.full else QUIET_S_PER_RANK
+        quiet_s = self._told_at + size * per_rank - now if size > QUIET_FROM else 0.0
         if wait and quiet_s > 0:
-            if self._telling is None:
-                self._telling = asyncio.get_running_loop().call_later(quiet_s, self._wake_watchers)
+            loop = asyncio.get_running_loop()
+            if self._telling is None or self._telling.when() > loop.time() + quiet_s:
+                self._cancel_telling()
+                self._telling = loop.call_later(quiet_s, self._wake_watchers)
             return
-        self._told_at = now
         self._wake_watchers()
 
     def _measure(self) -> None:
@@ -238,12 +241,21 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         for phase in Phase:
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
 
-    def _wake_watchers(self) -> None:
+    def _cancel_telling(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
-            self._telling, self._told_at = None, time.monotonic()
+            self._telling = None
+
+    def _wake_watchers(self) -> None:
+        self._cancel_telling()
+        self._told_at = time.monotonic()
         for changed in self._watchers:
             changed.set()
+
+
+def _is_gathering(group: Group) -> bool:
+    """Nobody has built on this epoch yet: members may still come and go within it."""
+    return group.phase in {Phase.FORMING, Phase.EXCHANGING} and not group.sealed
 
 
 def run_control(config: ControlConfig) -> int:

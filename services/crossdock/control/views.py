@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from crossdock.common.rpc import InvalidArgument
+from google.protobuf.message import Message
+
+from crossdock.common.rpc import MOST_SENT_BYTES, InvalidArgument
 from crossdock.control import discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
@@ -21,6 +23,7 @@ MAX_REGION_BYTES = 64 << 10
 MAX_EPOCH = 1 << 62
 MAX_LOCAL_RANK = 1 << 16
 MAX_HOST_BYTES = 64 << 10
+MAX_LOST_NAMED = 128
 MAX_GPUS = 64
 MAX_NICS = 64
 
@@ -33,9 +36,9 @@ class Limits:
     max_region_bytes: int
 
     @staticmethod
-    def of(world_size: int, max_message_bytes: int) -> Limits:
+    def of(world_size: int) -> Limits:
         """Such that a view with every region fits in one message, with room for the names."""
-        room = max_message_bytes // world_size - 8 * MAX_NAME_CHARS
+        room = MOST_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
@@ -119,9 +122,18 @@ def group_view(
     return view
 
 
-def brief_view(group: Group, version: int, worker: pb.WorkerId) -> pb.GroupView:
-    """For one member, before all regions are in: the state, and its own seat."""
+def brief_view(group: Group, version: int) -> pb.GroupView:
+    """What all members are told before all regions are in: the state, without members. Ranks that are missing are named
+    only where they are few."""
     view = _headline(group, version)
+    if len(view.lost_ranks) > MAX_LOST_NAMED:
+        del view.lost_ranks[:]
+    return view
+
+
+def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
+    """What one member is told beside `brief_view`: itself. Bytes of the two, one after the other, are one message."""
+    view = pb.GroupView()
     member = group.member(worker.uid)
     if member is not None and member.worker.incarnation == worker.incarnation:
         view.members.add(rank=member.rank, worker=worker, ready=member.ready)
@@ -198,14 +210,18 @@ def _check_host(host: topology_pb2.HostFacts) -> None:
     ):
         if got > most:
             raise InvalidArgument(f"host: expected at most {most} {what}, got {got}")
-    _name("host.hostname", host.hostname)
-    _name("host.boot_id", host.boot_id)
-    for gpu in host.gpus:
-        _name("host.gpus.fabric_cluster", gpu.fabric_cluster)
-        _name("host.gpus.nvlink_domain", gpu.nvlink_domain)
-        _name("host.gpus.name", gpu.name)
-    for nic in host.nics:
-        _name("host.nics.name", nic.name)
+    _check_texts("host", host)
+
+
+def _check_texts(path: str, message: Message) -> None:
+    """Every text of a message and of those inside it: of bounded length, and printable."""
+    for field, value in message.ListFields():
+        name = f"{path}.{field.name}"
+        for one in value if field.is_repeated else (value,):
+            if isinstance(one, str):
+                _name(name, one)
+            elif isinstance(one, Message):
+                _check_texts(name, one)
 
 
 def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:
