@@ -90,6 +90,9 @@ class Link:
     def me(self, view: View) -> control_pb2.Member | None:
         """This worker's seat in a view."""
         worker = self._registration.worker
+        rank = self._prior.rank if self._prior is not None else 0
+        if rank < len(view.members) and view.members[rank].worker == worker:  # where it was; a complete table is by rank
+            return view.members[rank]
         return next((member for member in view.members if member.worker == worker), None)
 
     async def publish(self, epoch: int, rank: int, region: bytes) -> None:
