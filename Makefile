@@ -70,7 +70,7 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
-bench-control: $(DEV) ## Measure the control plane with 8 to 2,048 simulated workers; csv and run.json (some minutes)
+bench-control: $(DEV) ## Measure the control plane with 8 to 1,024 simulated workers; csv and run.json (some minutes)
 	$(PY) -m benchmarks.control --out docs/results/$$(date +%F)-control $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)

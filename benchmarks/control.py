@@ -24,14 +24,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchmarks import facts
-from crossdock.common import announce
+from crossdock.common import announce, rpc
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import topology_pb2
 from crossdock.worker.link import Link
 from crossdock.worker.seat import seat_in
 from crossdock.worker.work import Fault
 
-SIZES = (8, 64, 256, 512, 1024, 2048)
+SIZES = (8, 64, 256, 512, 1024)
 REGION_BYTES = 128
 GPUS_PER_HOST = 8
 MOST_LOST = 64
@@ -139,8 +139,10 @@ class SimWorker:
             seat = seat_in(view, self.link)
             assert seat is not None
             joined, self.rank = seat.epoch, seat.rank
-            with contextlib.suppress(Exception):  # refused, because the epoch is over: there will be a newer view
+            try:
                 await self._join(joined, seat.size)
+            except rpc.CallError as error:  # as session.py does: an epoch that is not over yet is broken
+                self.link.report(joined, Fault(str(error)))
 
     async def _join(self, epoch: int, size: int) -> None:
         await self.link.publish(epoch, self.rank, os.urandom(REGION_BYTES))
