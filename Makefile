@@ -22,7 +22,7 @@ PROTO := $(PROTO_VENV)/installed-1.76.0
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house proto proto-check schema control-alone bench-cpu bench-gpu test-gpu sanitize native kernels wheel venv image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-gpu test-gpu sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -49,6 +49,9 @@ lint: $(DEV) ## ruff: rules and format
 types: $(DEV) ## mypy, strict
 	$(PY) -m mypy
 
+model: $(DEV) ## Search every order of events of small groups with two disturbances (minutes)
+	$(PY) -m tests.unit.test_group_model $(ARGS)
+
 house: $(DEV) ## The house rules: floors, environment, budgets, public names, generated files
 	$(PY) -m pytest -q tests/house
 
@@ -66,6 +69,9 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
+
+bench-control: $(DEV) ## Measure the control plane with 8 to 1,024 simulated workers; csv and run.json (some minutes)
+	$(PY) -m benchmarks.control --out docs/results/$$(date +%F)-control $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'

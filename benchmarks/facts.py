@@ -66,6 +66,12 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
     }
 
 
+def of_control(arguments: Sequence[str], config: dict[str, object]) -> dict[str, object]:
+    """The same of a run of benchmarks.control."""
+    named = " ".join(command(arguments).split()[3:])
+    return of_this_run(config) | {"command": f"python -m benchmarks.control {named}".strip()}
+
+
 def command(arguments: Sequence[str]) -> str:
     """The command without `--out`, which names a place on that machine; of a GPU run, what every process was given."""
     named = [word for word in arguments if not word.startswith("--out=")]

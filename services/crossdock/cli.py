@@ -143,35 +143,80 @@ def demo(
 
 @app.command()
 def topo(
+    files: Annotated[list[Path] | None, typer.Argument(help="Facts of hosts, from `crossdock topo --facts`.")] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its live group.")] = "",
     as_json: Json = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Instead: the bytes of one rank's nvlink region.")] = False,
-    num_experts: Annotated[int, typer.Option("--num-experts", help="With --memory: E.")] = 256,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", help="With --memory: H.")] = 7168,
-    topk: Annotated[int, typer.Option("--topk", help="With --memory: K.")] = 8,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="With --memory: most tokens per rank.")] = 128,
-    ranks: Annotated[int, typer.Option("--ranks", help="With --memory: R.")] = 8,
-    mode: Annotated[str, typer.Option("--mode", help="With --memory: ll, ht or auto.")] = "ll",
-    layout: Annotated[str, typer.Option("--layout", help="With --memory: expert_major, grouped, ...")] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="With --memory: bfloat16, float16, float32, fp8.")] = "bfloat16",
+    as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
+    as_svg: Annotated[bool, typer.Option("--svg", help="Print a picture.")] = False,
+    only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, to be read elsewhere.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
 ) -> None:
-    """Show what this host states about itself: CPUs, NUMA nodes, GPUs, NICs. Or what a group's memory would be."""
-    from dataclasses import asdict
+    """Show who reaches whom, by which way and how fast, each GPU's NIC, and why a transport is off.
 
-    from rich.pretty import Pretty
+    Of this host, of hosts whose facts were written to files, or of a live group.
+    """
+    from crossdock.common.config import ConfigFileError
+    from crossdock.topo import picture, sources, words
 
-    if memory:
-        from crossdock import regions
-
-        config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
-        print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
-        return
-    from ep_kernels.topology import probe
-
-    facts = asdict(probe())
-    if as_json:
-        print(json.dumps(facts, indent=2))
+    if bool(files) + bool(target) + only_facts > 1 or as_json + as_dot + as_svg > 1:
+        raise ConfigFileError("expected at most one of FILES, --target, --facts, and of --json, --dot, --svg")
+    if target:
+        found = sources.of_group(target, timeout_s)
+    elif files:
+        found = sources.of_hosts(sources.read_facts(files), None, "from files")
     else:
-        _console().print(Pretty(facts, expand_all=True))
+        from crossdock.facts import host_facts
+
+        host = host_facts()
+        if only_facts:
+            print(sources.write_facts(host))
+            return
+        found = sources.of_hosts([host], None, "this host")
+    if as_json:
+        print(json.dumps(words.as_dict(found), indent=1))
+    elif as_dot or as_svg:
+        print(picture.as_dot(found) if as_dot else picture.as_svg(found), end="")
+    else:
+        _console().print(words.as_tables(found), soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    transport: Annotated[str, typer.Option("--transport", help="auto, cpu or nvlink.")] = "auto",
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
+    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
+    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+) -> None:
+    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
+    from crossdock.doctor import run
+
+    findings = run.examine(run.Request(transport, target, tuple(reach or ()), passes, timeout_s))
+    kept = list(findings) if as_json else run.show(findings, _console())
+    if as_json:
+        print(json.dumps(run.as_dict(kept, strict=strict), indent=1))
+    raise typer.Exit(run.exit_code(kept, strict=strict))
+
+
+@app.command()
+def memory(
+    as_json: Json = False,
+    num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="H.")] = 7168,
+    topk: Annotated[int, typer.Option("--topk", help="K.")] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens per rank.")] = 128,
+    ranks: Annotated[int, typer.Option("--ranks", help="R.")] = 8,
+    mode: Annotated[str, typer.Option("--mode", help="ll, ht or auto.")] = "ll",
+    layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, ...")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
+) -> None:
+    """Show the bytes of one rank's nvlink region, array by array."""
+    from crossdock import regions
+
+    config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
+    print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
 
 
 @app.command()

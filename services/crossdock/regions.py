@@ -1,4 +1,4 @@
-"""What `crossdock topo --memory` shows: the bytes of one rank's region, array by array. Computed, not measured: no GPU.
+"""What `crossdock memory` shows: the bytes of one rank's region, array by array. Computed, not measured: no GPU.
 
 The sizes come from the byte map that the kernels of the nvlink transport use.
 """

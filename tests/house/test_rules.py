@@ -25,7 +25,7 @@ OWN_ROOTS = {"app", "models", "wheels", "src", "config", "definitions"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w)\]}>/.:*$~%<\\-])/([a-z][\w-]*)/[\w.-]+")
 HOSTS = {
     "www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "arxiv.org", "github.com",
-    "localhost", "127.0.0.1", "control", "prometheus", "worker",
+    "www.w3.org", "localhost", "127.0.0.1", "control", "prometheus", "worker",
 }  # fmt: skip
 
 

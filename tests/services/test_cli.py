@@ -46,7 +46,7 @@ def unused_address() -> str:
 def test_help_names_every_command_and_the_exit_is_clean() -> None:
     done = crossdock_command("--help")
     assert done.returncode == 0
-    for name in ("up", "control", "worker", "status", "demo", "topo", "version"):
+    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "doctor", "version"):
         assert f" {name} " in done.stdout
 
 

@@ -175,7 +175,7 @@ async def test_a_slow_watcher_gets_the_newest_view_only(control: InProcess) -> N
 
 
 async def test_watchers_are_counted_limited_and_forgotten(control: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_WATCHERS", 2)
+    monkeypatch.setattr(server, "MAX_ONLOOKERS", 2 - 2 * 3)
     calls = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(2)]
     for call in calls:
         await call.read()
@@ -274,3 +274,106 @@ async def _read(control: InProcess, worker: pb.WorkerId | None) -> None:
         await newest_view(control.stub, worker)
     except grpc.RpcError as error:
         raise rpc.error_of(error) from None
+
+
+async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(control: InProcess) -> None:
+    host = topology_pb2.HostFacts(hostname="a", boot_id="boot", gpus=[topology_pb2.Gpu(index=n) for n in range(2)])
+    for local in (1, 0):
+        request = pb.RegisterRequest(
+            worker=pb.WorkerId(uid=f"a/{local}", incarnation=1), host=host, local_rank=local, model="m"
+        )
+        await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
+    answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert [one.hostname for one in answer.hosts] == ["a"]
+    assert [(seat.rank, seat.uid, seat.gpu, seat.on_gpu) for seat in answer.seats] == [
+        (0, "a/0", 0, True),
+        (1, "a/1", 1, True),
+    ]
+    leave = pb.LeaveRequest(worker=pb.WorkerId(uid="a/0", incarnation=1))
+    await rpc.call(control.stub.Leave, leave, timeout_s=TIMEOUT_S)
+    answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert [seat.uid for seat in answer.seats] == ["a/1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu()] * 65), "64 GPUs, got 65"),
+        (topology_pb2.HostFacts(nics=[topology_pb2.Nic()] * 65), "64 NICs, got 65"),
+        (topology_pb2.HostFacts(no_gpus_reason="x" * (64 << 10)), "65536 bytes"),
+        (topology_pb2.HostFacts(no_gpus_reason="x" * 300), "host.no_gpus_reason: expected at most 256"),
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(pcie_path=["ok", "\x1b[31m"])]), "host.gpus.pcie_path"),
+        (
+            topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(peers=[topology_pb2.GpuPeer(nvlink="\r")])]),
+            "host.gpus.peers.nvlink",
+        ),
+        (topology_pb2.HostFacts(boot_id="a\nb"), "host.boot_id"),
+        (topology_pb2.HostFacts(gpus=[topology_pb2.Gpu(fabric_cluster="\x00")]), "host.gpus.fabric_cluster"),
+        (topology_pb2.HostFacts(nics=[topology_pb2.Nic(name="\x1b[2J")]), "host.nics.name"),
+    ],
+)
+async def test_facts_that_are_too_much_or_odd_are_refused(
+    control: InProcess, host: topology_pb2.HostFacts, named: str
+) -> None:
+    request = pb.RegisterRequest(worker=pb.WorkerId(uid="a/0", incarnation=1), host=host)
+    with pytest.raises(rpc.InvalidArgument, match=named.replace(".", r"\.")):
+        await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
+
+
+async def test_a_brief_watcher_sees_itself_then_the_table(control: InProcess) -> None:
+    workers = [FakeWorker(control.stub, f"a/{local}") for local in range(3)]
+    await workers[0].register()
+    stream = control.stub.Watch(pb.WatchRequest(worker=workers[0].id, brief=True), timeout=TIMEOUT_S)
+    first = await stream.read()
+    assert [(member.rank, member.worker.uid) for member in first.members] == [(0, "a/0")]
+    assert (first.num_members, list(first.lost_ranks)) == (1, [1, 2])
+    for worker in workers[1:]:
+        await worker.register()
+    forming = await watch_until(stream, pb.EXCHANGING)
+    assert [member.worker.uid for member in forming.members] == ["a/0"]
+    assert forming.num_members == 3
+    view = await newest_view(control.stub)
+    for worker in workers:
+        await worker.publish(view)
+    while len((view := await stream.read()).members) < 3:
+        assert view.state == pb.EXCHANGING
+    assert [member.region for member in view.members] == [worker.region for worker in workers]
+    assert [(member.rank, member.worker.uid) for member in view.members] == [(0, "a/0"), (1, "a/1"), (2, "a/2")]
+    assert not any(member.address for member in view.members)
+
+
+async def test_a_stranger_gets_no_regions_by_asking_for_a_brief_view(control: InProcess) -> None:
+    workers = await form(control.stub, "a/0", "a/1", "a/2")
+    for watcher in (pb.WorkerId(uid="a/0", incarnation=99), pb.WorkerId(uid="nobody"), None):
+        stream = control.stub.Watch(pb.WatchRequest(worker=watcher, brief=True), timeout=TIMEOUT_S)
+        view = await stream.read()
+        stream.cancel()
+        assert len(view.members) == len(workers)
+        assert not any(member.region for member in view.members)
+
+
+async def test_many_changes_at_once_are_told_together() -> None:
+    """In a large group: those who come and go before the table is complete; that all are there is told soon."""
+    size = 2 * server.QUIET_FROM
+    async with in_process(ControlConfig(world_size=size, lease_s=60, recover_s=0.01)) as control:
+        control.clock.now += 1.0
+        control.service.tick()
+        stream = control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S)
+        views = [await stream.read()]
+        workers = [FakeWorker(control.stub, f"a/{local}") for local in range(size)]
+        for worker in workers:
+            await worker.register()
+        while views[-1].state != pb.EXCHANGING:
+            views.append(await stream.read())
+        assert len(views) < size / 2
+        assert views[-1].num_members == size
+        replaced = [FakeWorker(control.stub, worker.uid, incarnation=2) for worker in workers[: size // 2]]
+        for worker in replaced:
+            await worker.register()
+        count = 0
+        while not {(m.worker.uid, m.worker.incarnation) for m in views[-1].members} >= {(w.uid, 2) for w in replaced}:
+            views.append(await stream.read())
+            count += 1
+        assert count < size / 4
+        assert views[-1].epoch == 1
+        stream.cancel()

@@ -102,3 +102,67 @@ def test_a_newcomer_never_takes_a_live_slot(places: list[Place], data: st.DataOb
         assert all(one.live for one in slots)
     else:
         assert not slots[rank].live
+
+
+def cluster(hosts: int, per_host: int, hosts_per_domain: int, *, crossed: bool = False) -> list[Place]:
+    """A large cluster: NVLink domains of so many hosts (0: none); crossed: GPUs are wired to rails in reverse."""
+    found = []
+    for host in range(hosts):
+        domain = f"nvl-{host // hosts_per_domain}" if hosts_per_domain else ""
+        area = (f"zone-{host // 64 % 2}", f"block-{host // 32}", f"rack-{host // 8}")
+        for local in range(per_host):
+            rail = per_host - 1 - local if crossed else local
+            found.append(Place(f"h{host}/{local}", f"h{host}", local, domain, rail, area))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "hosts_per_domain"),
+    [(1, 8, 1), (2, 8, 1), (4, 4, 4), (18, 4, 18), (36, 4, 18), (64, 8, 1), (128, 8, 0), (256, 8, 1), (512, 4, 16)],
+)
+@pytest.mark.parametrize("crossed", [False, True])
+def test_large_clusters(hosts: int, per_host: int, hosts_per_domain: int, crossed: bool) -> None:
+    """Up to 2,048 ranks: domains and hosts are consecutive, each rank stands on the rail of its number, areas too."""
+    places = cluster(hosts, per_host, hosts_per_domain, crossed=crossed)
+    ranks = assign_ranks(reversed(places))
+    ordered = sorted(places, key=lambda one: ranks[one.uid])
+    assert [ranks[one.uid] for one in ordered] == list(range(hosts * per_host))
+    assert [one.rail for one in ordered] == [*range(per_host)] * hosts
+    for key in (lambda one: one.neighbourhood, lambda one: one.hostname, lambda one: one.area):
+        runs = [name for name, _ in itertools.groupby(ordered, key)]
+        if hosts_per_domain <= 8 or key(ordered[0]) != ordered[0].area:  # a domain that is larger than a rack wins
+            assert len(runs) == len(set(runs)), f"not consecutive: {runs}"
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 8), (18, 4), (256, 8)])
+def test_a_returning_host_gets_its_ranks_back(hosts: int, per_host: int) -> None:
+    """In any order of arrival, beside strangers' holes, and under new names: by uid, else by host and local rank."""
+    places = cluster(hosts, per_host, 1)
+    ranks = assign_ranks(places)
+    slots = [Slot(one, live=True) for one in sorted(places, key=lambda one: ranks[one.uid])]
+    away = [one for one in places if one.hostname in {"h0", f"h{hosts - 1}"}]
+    for one in away:
+        slots[ranks[one.uid]] = Slot(one)
+    for renamed in (False, True):
+        now = list(slots)
+        for one in reversed(away):
+            back = Place(f"new-{one.uid}", one.hostname, one.local_rank, one.nvlink_domain) if renamed else one
+            rank = assign_rank(back, now)
+            assert rank == ranks[one.uid]
+            now[rank] = Slot(back, live=True)
+
+
+def test_labels_that_some_workers_lack_tear_no_domain_apart() -> None:
+    places = [Place(f"h{n}/0", f"h{n}", 0, f"d{n % 2}", 0, ("", "", "r" if n < 3 else "")) for n in range(6)]
+    ordered = [uid for uid, _ in sorted(assign_ranks(places).items(), key=lambda item: item[1])]
+    assert ordered == ["h0/0", "h2/0", "h4/0", "h1/0", "h3/0", "h5/0"]
+
+
+def test_rails_count_only_where_all_of_a_host_tell_theirs() -> None:
+    places = [
+        Place("a/0", "a", 0, rail=1),
+        Place("a/1", "a", 1, rail=0),
+        Place("b/0", "b", 0, rail=1),
+        Place("b/1", "b", 1),
+    ]
+    assert assign_ranks(places) == {"a/1": 0, "a/0": 1, "b/0": 2, "b/1": 3}

@@ -1,4 +1,4 @@
-"""`crossdock topo --memory`: the bytes that the kernels' byte map says, shown and as JSON, without a GPU."""
+"""`crossdock memory`: the bytes that the kernels' byte map says, shown and as JSON, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(**changes: Any) -> Any:
 
 
 def shown(*words: str) -> str:
-    done = CliRunner().invoke(cli.app, ["topo", "--memory", *words])
+    done = CliRunner().invoke(cli.app, ["memory", *words])
     assert done.exit_code == 0, done.exception
     return done.output
 

@@ -66,6 +66,30 @@ class LogConfig(_Config, frozen=True, kw_only=True):
     """Also write here; a full disk is reported once and never stops the service. Empty: stderr only."""
 
 
+class KubernetesConfig(_Config, frozen=True, kw_only=True):
+    """Labels of Kubernetes nodes as facts about hosts. Of each list of keys the first label that a node has counts; a
+    missing label means unknown."""
+
+    kubeconfig: str = ""
+    """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to list and watch nodes."""
+    clique_labels: tuple[str, ...] = ("nvidia.com/gpu.clique", "accelerator.topograph.run/domain")
+    """NVLink domain of the node's GPUs, where they do not tell it themselves."""
+    product_labels: tuple[str, ...] = ("nvidia.com/gpu.product",)
+    zone_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
+    block_labels: tuple[str, ...] = (
+        "fabric.topograph.run/tier-2",
+        "network.topology.nvidia.com/spine",
+        "cloud.google.com/gce-topology-block",
+        "topology.k8s.aws/network-node-layer-2",
+    )
+    rack_labels: tuple[str, ...] = (
+        "fabric.topograph.run/tier-1",
+        "network.topology.nvidia.com/leaf",
+        "cloud.google.com/gce-topology-subblock",
+        "topology.k8s.aws/network-node-layer-3",
+    )
+
+
 class ControlConfig(_Config, frozen=True, kw_only=True):
     """The control plane."""
 
@@ -83,6 +107,8 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
     max_message_bytes: Count = 4 << 20
     """Largest message taken from a worker; a region ticket is at most 64 KiB."""
+    kubernetes: KubernetesConfig | None = None
+    """Watch the labels of Kubernetes nodes, for domains and for the order of ranks. Null: hosts' own facts only."""
     log: LogConfig = LogConfig()
 
 

@@ -47,6 +47,8 @@ Observe = Callable[[str, str, float], None]
 """(method, status name, seconds): called once for each finished call of a server."""
 
 _OUR_METHODS = "/crossdock."
+MOST_SENT_BYTES = 64 << 20
+"""Largest message that a server sends and a channel takes, unless told otherwise: the table of 2,048 ranks fits."""
 
 
 class ListenError(OSError):
@@ -169,7 +171,7 @@ async def server(
     """A server with size limits, keepalive, `health` and reflection; add servicers, then `bind`, then `start()`.
 
     Args:
-        max_message_bytes: larger messages end their call with RESOURCE_EXHAUSTED, in both directions.
+        max_message_bytes: larger messages that come end their call with RESOURCE_EXHAUSTED.
         health: its services are also what reflection lists.
         observe: told of each finished call of our own services.
         max_calls: calls open at once; one more is answered RESOURCE_EXHAUSTED. None: no limit.
@@ -205,12 +207,12 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
     return format_address(host, bound)
 
 
-def channel(target: str, max_message_bytes: int = 4 << 20) -> grpc.Channel:
+def channel(target: str, max_message_bytes: int = MOST_SENT_BYTES) -> grpc.Channel:
     """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`."""
     return grpc.insecure_channel(target, options=_channel_options(max_message_bytes))
 
 
-def aio_channel(target: str, max_message_bytes: int = 4 << 20) -> grpc.aio.Channel:
+def aio_channel(target: str, max_message_bytes: int = MOST_SENT_BYTES) -> grpc.aio.Channel:
     """A channel to `host:port` for asyncio; make it inside the running loop."""
     return grpc.aio.insecure_channel(target, options=_channel_options(max_message_bytes))
 
@@ -279,7 +281,7 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # a second server on one port must fail, not share it
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max(max_message_bytes, MOST_SENT_BYTES)),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -325,7 +327,8 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
         parse = handler.request_deserializer
         if parse is not None and not handler.request_streaming:
             parse = _keep_failure(parse)
-        return make(guarded, parse, handler.response_serializer)
+        plain = handler.response_serializer  # a handler may also give bytes, made once for many callers
+        return make(guarded, parse, lambda made: made if isinstance(made, bytes) else plain(made))
 
     def _guard(self, handler: Callable[..., Any], method: str) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(handler):

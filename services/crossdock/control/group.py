@@ -32,6 +32,7 @@ from crossdock.control.records import (
     Leave,
     Lost,
     Member,
+    Members,
     Phase,
     Publish,
     PublishRegion,
@@ -45,6 +46,10 @@ from crossdock.control.records import (
 )
 
 Result = tuple[Group, tuple[Effect, ...]]
+
+ARRANGED_AT_ONCE = 64
+"""While the first group gathers, each arrival is given its place among so many. In larger groups the others have ranks
+in the order of arrival until all are there: to sort at each arrival would cost R^2 log R."""
 
 
 class _Refused(Exception):
@@ -61,7 +66,7 @@ def new_group(settings: Settings, now: float) -> Group:
         settings=settings,
         phase=Phase.FORMING,
         epoch=0,
-        members=(),
+        members=Members(),
         owners=(None,) * settings.world_size,
         placed=False,
         recover_until=now + settings.recover_s,
@@ -102,7 +107,7 @@ def _register(group: Group, event: Register, now: float) -> Result:
         return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
     if known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
-    _check_same_kind(worker, [member for member in group.members if member is not known])
+    _check_same_kind(worker, next((member for member in group.members if member is not known), None))
     if known is None and group.full:
         size = group.settings.world_size
         raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
@@ -146,7 +151,7 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
     if not broken or event.epoch != group.epoch or group.phase not in {Phase.EXCHANGING, Phase.SERVING}:
         return group, ()
     blamed = {rank for rank in event.silent_ranks if rank != member.rank}
-    members = tuple(replace(m, num_blamed=m.num_blamed + 1) if m.rank in blamed else m for m in group.members)
+    members = group.members.each(lambda m: replace(m, num_blamed=m.num_blamed + 1) if m.rank in blamed else m)
     effects = tuple(Blamed(m.rank, member.rank, m.num_blamed) for m in members if m.rank in blamed)
     names = ", ".join(str(m) for m in members if m.rank in blamed)
     told = f" silent: {names}" if names else " a fault"
@@ -195,10 +200,12 @@ def _settle(group: Group, now: float) -> Group:
             return group
         group = recovery.decide(group, now)
     if group.phase is Phase.FORMING and group.full:
+        if not group.placed:
+            group = replace(group, members=recovery.arrange(group.members, group.settings.world_size))
         owners = tuple(member.worker.place for member in group.members)
         group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
-    if group.phase is Phase.EXCHANGING and all(member.ready for member in group.members):
-        size = group.settings.world_size
+    size = group.settings.world_size
+    if group.phase is Phase.EXCHANGING and group.members.num_ready == size:
         group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=f"all {size} ranks ready")
     return group
 
@@ -208,13 +215,16 @@ def _add(group: Group, event: Register, now: float) -> Group:
     member = Member(worker, rank=0, lease_until=now + group.settings.lease_s, claim=prior)
     if group.placed:
         rank = recovery.seat(member, group.slots)
-        members = (*group.members, replace(member, rank=rank))
-        owners = tuple(worker.place if slot == rank else owner for slot, owner in enumerate(group.owners))
-        group = replace(group, owners=owners, members=tuple(sorted(members, key=lambda one: one.rank)))
-    else:
+        members = sorted((*group.members, replace(member, rank=rank)), key=_rank)
+        owners = (*group.owners[:rank], worker.place, *group.owners[rank + 1 :])
+        group = replace(group, owners=owners, members=Members(members))
+    elif len(group.members) < ARRANGED_AT_ONCE:
         group = replace(group, members=recovery.arrange((*group.members, member), group.settings.world_size))
+    else:
+        members = [*group.members, replace(member, rank=len(group.members))]
+        group = replace(group, members=Members(members))
     joined = group.member(worker.uid)
-    missing = len(group.lost_ranks)
+    missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
     group = replace(group, reason=reason, num_failed_epochs=0)
     if prior is None:
@@ -228,7 +238,8 @@ def _add(group: Group, event: Register, now: float) -> Group:
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
     ranks = tuple(member.rank for member in gone)
     broke = group.sealed or group.phase is Phase.FAILED
-    members = tuple(member for member in group.members if member not in gone)
+    lost = frozenset(ranks)
+    members = Members(member for member in group.members if member.rank not in lost)
     if not members:  # whoever comes next may be a wholly other set of workers
         group = replace(group, placed=False, owners=(None,) * group.settings.world_size)
     if not group.placed:
@@ -253,26 +264,28 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) 
 
 def _raise_epoch(group: Group, epoch: int, now: float) -> Group:
     """A new epoch: every region and every ready is void."""
-    members = tuple(replace(member, region=b"", ready=False) for member in group.members)
+    members = group.members.each(lambda member: replace(member, region=b"", ready=False))
     return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members)
 
 
 def _forgive_pause(group: Group, pause: float) -> Group:
     """When this process itself stood still (suspended, starved), nobody could reach it: no lease runs meanwhile."""
-    if pause <= group.settings.lease_s / 2:
+    if pause <= group.settings.lease_s / 4:
         return group
-    members = tuple(replace(member, lease_until=member.lease_until + pause) for member in group.members)
+    members = group.members.each(lambda member: replace(member, lease_until=member.lease_until + pause))
     until = None if group.recover_until is None else group.recover_until + pause
     return replace(group, members=members, recover_until=until)
 
 
-def _check_same_kind(worker: Worker, members: Sequence[Member]) -> None:
-    for member in members:
-        for field in ("abi", "model", "transport"):
-            here, there = getattr(member.worker, field), getattr(worker, field)
-            if here != there:
-                message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
-                raise _Refused(Refusal.MIXED_GROUP, message)
+def _check_same_kind(worker: Worker, member: Member | None) -> None:
+    """`member`: any other one, None = there is none. Members are all of one kind."""
+    if member is None:
+        return
+    for field in ("abi", "model", "transport"):
+        here, there = getattr(member.worker, field), getattr(worker, field)
+        if here != there:
+            message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
+            raise _Refused(Refusal.MIXED_GROUP, message)
 
 
 def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:
@@ -289,11 +302,14 @@ def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int 
 
 
 def _update(group: Group, member: Member) -> Group:
-    members = tuple(member if other.uid == member.uid else other for other in group.members)
-    return replace(group, members=members)
+    return replace(group, members=group.members.put(member))
+
+
+def _rank(member: Member) -> int:
+    return member.rank
 
 
 def _visible(group: Group) -> tuple[Any, ...]:
-    """What watchers are told of when it changes; leases, reports and single regions are not."""
-    who = tuple((member.rank, member.uid, member.worker.incarnation) for member in group.members)
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, who
+    """What watchers are told of when it changes; leases, reports and single regions are not. Members are the same as
+    long as their `places` are the same object."""
+    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, id(group.members.places)

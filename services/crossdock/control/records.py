@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from crossdock.control.ranks import Place, Slot
@@ -90,6 +91,52 @@ class Member:
         return f"rank {self.rank} ({self.uid})"
 
 
+class Members(tuple[Member, ...]):
+    """Members by rank: a tuple that also finds one by uid, and knows how many have come how far, at no cost per event.
+
+    Attributes:
+        places: uid -> position. The same object as long as nobody comes, goes or moves, so that "are these the same
+            members" is one comparison.
+        num_published: members with a region.
+        num_ready: members that are ready.
+    """
+
+    places: dict[str, int]
+    num_published: int
+    num_ready: int
+
+    def __new__(cls, members: Iterable[Member] = ()) -> Members:
+        made = super().__new__(cls, members)
+        made.places = {member.uid: place for place, member in enumerate(made)}
+        made.num_published = sum(bool(member.region) for member in made)
+        made.num_ready = sum(member.ready for member in made)
+        return made
+
+    def find(self, uid: str) -> Member | None:
+        """The member of that name."""
+        place = self.places.get(uid)
+        return None if place is None else self[place]
+
+    def put(self, member: Member) -> Members:
+        """The same members, with `member` in the place of the one of its name; their ranks must be equal."""
+        place = self.places[member.uid]
+        before = self[place]
+        made = tuple.__new__(Members, (*self[:place], member, *self[place + 1 :]))
+        same = before.worker.incarnation == member.worker.incarnation
+        made.places = self.places if same else dict(self.places)
+        made.num_published = self.num_published + bool(member.region) - bool(before.region)
+        made.num_ready = self.num_ready + member.ready - before.ready
+        return made
+
+    def each(self, change: Callable[[Member], Member]) -> Members:
+        """The same members in the same places, each changed."""
+        made = tuple.__new__(Members, map(change, self))
+        made.places = self.places
+        made.num_published = sum(bool(member.region) for member in made)
+        made.num_ready = sum(member.ready for member in made)
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot."""
@@ -97,7 +144,7 @@ class Group:
     settings: Settings
     phase: Phase
     epoch: int
-    members: tuple[Member, ...]
+    members: Members
     """By rank, live ones only."""
     owners: tuple[Place | None, ...]
     """By rank: who holds or last held the slot. All None until ranks are final."""
@@ -126,7 +173,7 @@ class Group:
     @property
     def sealed(self) -> bool:
         """Every region of this epoch is published, so the table was handed out and members may have mapped it."""
-        return self.full and all(member.region for member in self.members)
+        return self.full and self.members.num_published == len(self.members)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -139,7 +186,7 @@ class Group:
         return tuple(Slot(live.get(rank, owner), rank in live) for rank, owner in enumerate(self.owners))
 
     def member(self, uid: str) -> Member | None:
-        return next((member for member in self.members if member.uid == uid), None)
+        return self.members.find(uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from crossdock.control.ranks import Slot, assign_rank, assign_ranks
-from crossdock.control.records import Group, Heartbeat, Member, Phase, Prior
+from crossdock.control.records import Group, Heartbeat, Member, Members, Phase, Prior
 
 
-def arrange(members: Sequence[Member], world_size: int) -> tuple[Member, ...]:
+def arrange(members: Sequence[Member], world_size: int) -> Members:
     """Give ranks to members while ranks are not final.
 
     Remembered ranks are honoured, the highest epoch first, then by uid; without any memory, ranks.py orders all.
@@ -46,16 +46,18 @@ def hear(group: Group, event: Heartbeat, broken: bool) -> Group:
     if event.epoch < past or (event.epoch == past and not broken):
         return group
     doubtful = replace(member, claim=replace(member.claim, ready=False))
-    members = tuple(doubtful if other.uid == member.uid else other for other in group.members)
-    return replace(group, members=members, highest_reported=max(group.highest_reported, event.epoch))
+    return replace(
+        group, members=group.members.put(doubtful), highest_reported=max(group.highest_reported, event.epoch)
+    )
 
 
 def decide(group: Group, now: float) -> Group:
     """End the recovery: serve on at the remembered epoch when all agree, else form above every reported one."""
+    group = replace(group, members=arrange(group.members, group.settings.world_size))
     done = replace(group, recover_until=None, since=now)
     claims = [member.claim for member in group.members]
     if group.full and _whole(claims):
-        members = tuple(replace(m, region=m.claim.region, ready=True) for m in group.members if m.claim)
+        members = Members(replace(m, region=m.claim.region, ready=True) for m in group.members if m.claim)
         epoch = members[0].claim.epoch if members[0].claim else 0
         done = replace(done, members=members, owners=tuple(member.worker.place for member in members), placed=True)
         reason = f"control plane restarted: all {len(members)} ranks serve on"
@@ -87,5 +89,5 @@ def _seniority(member: Member) -> tuple[bool, int, str]:
     return member.claim is None, -(member.claim.epoch if member.claim else 0), member.uid
 
 
-def _by_rank(members: Sequence[Member]) -> tuple[Member, ...]:
-    return tuple(sorted(members, key=lambda member: member.rank))
+def _by_rank(members: Sequence[Member]) -> Members:
+    return Members(sorted(members, key=lambda member: member.rank))

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc.aio
@@ -24,8 +24,9 @@ from crossdock.common.announce import announce
 from crossdock.common.config import ControlConfig
 from crossdock.common.http import serve_http
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import views
+from crossdock.control import discovery, views
 from crossdock.control.group import new_group, step
+from crossdock.control.nodes import Nodes
 from crossdock.control.records import (
     Blamed,
     Effect,
@@ -40,10 +41,16 @@ from crossdock.control.records import (
     Tick,
 )
 from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.v1 import control_pb2_grpc, topology_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
-MAX_WATCHERS = 1024
+MAX_ONLOOKERS = 1024
+"""Watchers that are no members: clients, `crossdock status`."""
+QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
+"""Changes that can wait (somebody comes or goes before the table of an epoch is complete) are told together, so long
+after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
+them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
+QUIET_FROM = 32
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
 STOP_GRACE_S = 1.0
@@ -70,18 +77,27 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         config: of this process.
         metrics: where to count.
         clock: monotonic seconds.
+        labels: what the platform says of hosts just now, by hostname.
     """
 
     def __init__(
-        self, config: ControlConfig, metrics: ControlMetrics, clock: Callable[[], float] = time.monotonic
+        self,
+        config: ControlConfig,
+        metrics: ControlMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
     ) -> None:
         settings = Settings(config.world_size, config.lease_s, config.form_timeout_s, config.recover_s)
-        self._clock, self._metrics = clock, metrics
-        self._limits = views.Limits.of(config.world_size, config.max_message_bytes)
+        self._clock, self._metrics, self._labels = clock, metrics, labels
+        self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
+        self._limits = views.Limits.of(config.world_size)
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._watchers: set[asyncio.Event] = set()
+        self._told: tuple[int, bytes] = (0, b"")
+        self._told_at = 0.0
+        self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
         metrics.world_size.set(config.world_size)
         self._measure()
@@ -93,7 +109,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Enter the group, or enter it again."""
-        self._take(views.register_event(request, self._limits))
+        host = request.host
+        event = views.register_event(request, self._limits, self._labels().get(host.hostname))
+        self._take(event)
+        host.DiscardUnknownFields()
+        self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
         return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
@@ -120,10 +140,15 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._take(views.leave_event(request))
         return pb.LeaveResponse()
 
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView]:
+    async def Topology(self, request: pb.TopologyRequest, context: Any) -> pb.TopologyResponse:
+        """What the members told of their hosts."""
+        return views.topology_response(self._group, self._facts, self._labels())
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise rpc.ResourceExhausted(f"watch: expected at most {MAX_WATCHERS} watchers, got one more")
+        most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
+        if len(self._watchers) >= most:
+            raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
         changed = asyncio.Event()
         self._watchers.add(changed)
         self._metrics.watchers.set(len(self._watchers))
@@ -132,7 +157,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 changed.clear()
                 if views.is_replaced(self._group, request.worker):
                     raise rpc.AlreadyExists(f"worker {request.worker.uid}: a newer process has its place")
-                yield self._view(request.worker)
+                yield self._view(request)
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
         finally:
@@ -148,9 +173,16 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stopping = True
         self._wake_watchers()
 
-    def _view(self, watcher: pb.WorkerId) -> pb.GroupView:
-        regions = views.is_member(self._group, watcher)
-        return views.group_view(self._group, self._version, self._clock(), self._stats, regions=regions)
+    def _view(self, watch: pb.WatchRequest) -> pb.GroupView | bytes:
+        """The message, or its bytes where many watchers get the same."""
+        group, inside = self._group, views.is_member(self._group, watch.worker)
+        if not (watch.brief and inside):
+            return views.group_view(group, self._version, self._clock(), self._stats, regions=inside)
+        if self._told[0] != self._version:
+            make = views.table_view if group.sealed else views.brief_view
+            self._told = self._version, make(group, self._version).SerializeToString()
+        seat = b"" if group.sealed else views.own_seat(group, watch.worker).SerializeToString()
+        return self._told[1] + seat
 
     def _take(self, event: Event) -> None:
         before = self._group
@@ -165,6 +197,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Lost(rank, uid, cause):
                 self._metrics.lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
+                self._facts.pop(uid, None)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
                 log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
@@ -186,6 +219,20 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             regions="complete" if group.sealed else "missing",
             reason=group.reason,
         )
+        self._tell(wait=_is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch)
+
+    def _tell(self, *, wait: bool) -> None:
+        """Wake the watchers: at once, or where the change can `wait` together with others."""
+        size = self._group.settings.world_size
+        now = time.monotonic()
+        per_rank = SHORT_QUIET_S_PER_RANK if self._group.full else QUIET_S_PER_RANK
+        quiet_s = self._told_at + size * per_rank - now if size > QUIET_FROM else 0.0
+        if wait and quiet_s > 0:
+            loop = asyncio.get_running_loop()
+            if self._telling is None or self._telling.when() > loop.time() + quiet_s:
+                self._cancel_telling()
+                self._telling = loop.call_later(quiet_s, self._wake_watchers)
+            return
         self._wake_watchers()
 
     def _measure(self) -> None:
@@ -194,9 +241,21 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         for phase in Phase:
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
 
+    def _cancel_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+
     def _wake_watchers(self) -> None:
+        self._cancel_telling()
+        self._told_at = time.monotonic()
         for changed in self._watchers:
             changed.set()
+
+
+def _is_gathering(group: Group) -> bool:
+    """Nobody has built on this epoch yet: members may still come and go within it."""
+    return group.phase in {Phase.FORMING, Phase.EXCHANGING} and not group.sealed
 
 
 def run_control(config: ControlConfig) -> int:
@@ -214,7 +273,10 @@ async def _serve(config: ControlConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = ControlMetrics()
-    service = ControlPlane(config, metrics)
+    nodes = Nodes(config.kubernetes) if config.kubernetes else None
+    if nodes is not None and not await asyncio.to_thread(nodes.start):
+        log.warning("starting without node labels", why=nodes.trouble)
+    service = ControlPlane(config, metrics, labels=lambda: nodes.labels if nodes is not None else {})
     health = rpc.Health([SERVICE_NAME])
     server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics))
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
@@ -232,6 +294,8 @@ async def _serve(config: ControlConfig) -> int:
     finally:
         await _shut_down(server, service, health, ticking)
         http.close()
+        if nodes is not None:
+            nodes.close()
     return EXIT_OK
 
 

@@ -7,18 +7,25 @@ the state large, and nothing that a peer wrote can break a log line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from crossdock.common.rpc import InvalidArgument
-from crossdock.control.ranks import Place
+from google.protobuf.message import Message
+
+from crossdock.common.rpc import MOST_SENT_BYTES, InvalidArgument
+from crossdock.control import discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import topology_pb2
 
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1000
 MAX_REGION_BYTES = 64 << 10
 MAX_EPOCH = 1 << 62
 MAX_LOCAL_RANK = 1 << 16
+MAX_HOST_BYTES = 64 << 10
+MAX_LOST_NAMED = 128
+MAX_GPUS = 64
+MAX_NICS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +36,20 @@ class Limits:
     max_region_bytes: int
 
     @staticmethod
-    def of(world_size: int, max_message_bytes: int) -> Limits:
+    def of(world_size: int) -> Limits:
         """Such that a view with every region fits in one message, with room for the names."""
-        room = max_message_bytes // world_size - 8 * MAX_NAME_CHARS
+        room = MOST_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
-def register_event(request: pb.RegisterRequest, limits: Limits) -> Register:
-    """Check a RegisterRequest. Raises InvalidArgument."""
+def register_event(request: pb.RegisterRequest, limits: Limits, labels: discovery.Labels | None = None) -> Register:
+    """Check a RegisterRequest; `labels`: what the platform says of its host. Raises InvalidArgument."""
     uid, incarnation = _worker_id(request.worker)
     if request.local_rank > MAX_LOCAL_RANK:
         raise InvalidArgument(f"local_rank: expected <= {MAX_LOCAL_RANK}, got {request.local_rank}")
-    domains = {gpu.index: gpu.nvlink_domain for gpu in request.host.gpus}
-    place = Place(
-        uid,
-        _name("host.hostname", request.host.hostname),
-        request.local_rank,
-        _name("host.gpus.nvlink_domain", domains.get(request.local_rank, "")),
-    )
+    _check_host(request.host)
+    gpu = discovery.gpu_index(request.host, request.gpu_uuid, request.local_rank)
+    place = discovery.place(uid, request.local_rank, request.host, gpu, labels)
     worker = Worker(
         place,
         incarnation,
@@ -100,7 +103,7 @@ def is_replaced(group: Group, worker: pb.WorkerId) -> bool:
 def group_view(
     group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool
 ) -> pb.GroupView:
-    """Render the state.
+    """Render the state with all its members.
 
     Args:
         version: grows with every change of one control-plane process.
@@ -109,16 +112,7 @@ def group_view(
         regions: for members only. Even they get none before all are in: half a table is of no use.
     """
     with_regions = regions and group.sealed
-    view = pb.GroupView(
-        epoch=group.epoch,
-        state=group.phase.value,
-        world_size=group.settings.world_size,
-        reason=group.reason,
-        lost_ranks=group.lost_ranks,
-        version=version,
-        model=group.members[0].worker.model if group.members else "",
-        broken_ranks=group.broken_ranks,
-    )
+    view = _headline(group, version)
     for member in group.members:
         age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
         message = _member(member, age_s, stats.get(member.uid))
@@ -126,6 +120,72 @@ def group_view(
             message.region = member.region
         view.members.append(message)
     return view
+
+
+def brief_view(group: Group, version: int) -> pb.GroupView:
+    """What all members are told before all regions are in: the state, without members. Ranks that are missing are named
+    only where they are few."""
+    view = _headline(group, version)
+    if len(view.lost_ranks) > MAX_LOST_NAMED:
+        del view.lost_ranks[:]
+    return view
+
+
+def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
+    """What one member is told beside `brief_view`: itself. Bytes of the two, one after the other, are one message."""
+    view = pb.GroupView()
+    member = group.member(worker.uid)
+    if member is not None and member.worker.incarnation == worker.incarnation:
+        view.members.add(rank=member.rank, worker=worker, ready=member.ready)
+    return view
+
+
+def table_view(group: Group, version: int) -> pb.GroupView:
+    """The same for all members, once all regions are in: ranks, workers and regions."""
+    view = _headline(group, version)
+    for member in group.members:
+        worker = pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation)
+        view.members.add(rank=member.rank, worker=worker, region=member.region, ready=member.ready)
+    return view
+
+
+def _headline(group: Group, version: int) -> pb.GroupView:
+    return pb.GroupView(
+        epoch=group.epoch,
+        state=group.phase.value,
+        world_size=group.settings.world_size,
+        reason=group.reason,
+        lost_ranks=group.lost_ranks if len(group.members) < group.settings.world_size else (),
+        version=version,
+        model=group.members[0].worker.model if group.members else "",
+        broken_ranks=group.broken_ranks,
+        num_members=len(group.members),
+    )
+
+
+def topology_response(
+    group: Group, facts: Mapping[str, tuple[topology_pb2.HostFacts, int]], labels: Mapping[str, discovery.Labels]
+) -> pb.TopologyResponse:
+    """Render hosts, seats and labels.
+
+    Args:
+        facts: uid -> what it told of its host, and the index of its GPU there (discovery.CPU = none).
+        labels: by hostname.
+    """
+    response = pb.TopologyResponse(epoch=group.epoch, world_size=group.settings.world_size)
+    numbers: dict[bytes, int] = {}
+    for member in group.members:
+        if member.uid not in facts:
+            continue
+        host, gpu = facts[member.uid]
+        number = numbers.setdefault(host.SerializeToString(deterministic=True), len(numbers))
+        if number == len(response.hosts):
+            response.hosts.append(host)
+        seat = response.seats.add(rank=member.rank, uid=member.uid, host=number, on_gpu=gpu != discovery.CPU)
+        seat.gpu = max(gpu, 0)
+    for hostname in sorted({host.hostname for host in response.hosts} & set(labels)):
+        response.labels.add(hostname=hostname, **asdict(labels[hostname]))
+    return response
 
 
 def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Member:
@@ -139,6 +199,29 @@ def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Me
         heartbeat_age_s=age_s,
         stats=stats,
     )
+
+
+def _check_host(host: topology_pb2.HostFacts) -> None:
+    """Facts are kept, shown and joined with those of others: bounded, and with names that cannot break a line."""
+    for what, got, most in (
+        ("bytes", host.ByteSize(), MAX_HOST_BYTES),
+        ("GPUs", len(host.gpus), MAX_GPUS),
+        ("NICs", len(host.nics), MAX_NICS),
+    ):
+        if got > most:
+            raise InvalidArgument(f"host: expected at most {most} {what}, got {got}")
+    _check_texts("host", host)
+
+
+def _check_texts(path: str, message: Message) -> None:
+    """Every text of a message and of those inside it: of bounded length, and printable."""
+    for field, value in message.ListFields():
+        name = f"{path}.{field.name}"
+        for one in value if field.is_repeated else (value,):
+            if isinstance(one, str):
+                _name(name, one)
+            elif isinstance(one, Message):
+                _check_texts(name, one)
 
 
 def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:

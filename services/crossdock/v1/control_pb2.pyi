@@ -42,7 +42,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class RegisterRequest(_message.Message):
     ABI_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PRIOR_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -61,7 +62,8 @@ class RegisterRequest(_message.Message):
     abi: str
     model: str
     prior: PriorMembership
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ...) -> None: ...
+    gpu_uuid: str
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("epoch", "lease_s")
@@ -72,10 +74,12 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "brief")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    BRIEF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ...) -> None: ...
+    brief: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats")
@@ -100,7 +104,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +114,7 @@ class GroupView(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BROKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
     world_size: int
@@ -119,7 +124,8 @@ class GroupView(_message.Message):
     version: int
     model: str
     broken_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_members: int
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")
@@ -198,3 +204,51 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TopologyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("rank", "uid", "host", "gpu", "on_gpu")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    uid: str
+    host: int
+    gpu: int
+    on_gpu: bool
+    def __init__(self, rank: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[int] = ..., gpu: _Optional[int] = ..., on_gpu: bool = ...) -> None: ...
+
+class NodeLabels(_message.Message):
+    __slots__ = ("hostname", "clique", "product", "zone", "block", "rack")
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    CLIQUE_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    RACK_FIELD_NUMBER: _ClassVar[int]
+    hostname: str
+    clique: str
+    product: str
+    zone: str
+    block: str
+    rack: str
+    def __init__(self, hostname: _Optional[str] = ..., clique: _Optional[str] = ..., product: _Optional[str] = ..., zone: _Optional[str] = ..., block: _Optional[str] = ..., rack: _Optional[str] = ...) -> None: ...
+
+class TopologyResponse(_message.Message):
+    __slots__ = ("hosts", "seats", "labels", "epoch", "world_size")
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedCompositeFieldContainer[_topology_pb2.HostFacts]
+    seats: _containers.RepeatedCompositeFieldContainer[Seat]
+    labels: _containers.RepeatedCompositeFieldContainer[NodeLabels]
+    epoch: int
+    world_size: int
+    def __init__(self, hosts: _Optional[_Iterable[_Union[_topology_pb2.HostFacts, _Mapping]]] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., labels: _Optional[_Iterable[_Union[NodeLabels, _Mapping]]] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...

@@ -64,6 +64,11 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Topology = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Topology',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.TopologyRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.TopologyResponse.FromString,
+                _registered_method=True)
 
 
 class ControlPlaneServicer(object):
@@ -111,6 +116,13 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Topology(self, request, context):
+        """The facts of the members' hosts, who has which rank, and what the platform says of the hosts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlPlaneServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.LeaveRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Topology': grpc.unary_unary_rpc_method_handler(
+                    servicer.Topology,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.TopologyRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.TopologyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Leave',
             crossdock_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Topology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Topology',
+            crossdock_dot_v1_dot_control__pb2.TopologyRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.TopologyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,3 +54,8 @@ def enter(device: torch.device) -> None:
         raise ConfigError("worker.device", "a GPU with free memory", f"{device}: {error}") from error
     except RuntimeError as error:
         raise DeviceLost(f"{device}: {error}") from error
+
+
+def uuid_of(device: torch.device) -> str:
+    """The GPU's UUID as NVML writes it; "" for a CPU."""
+    return "" if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -23,6 +23,9 @@ _log = log.get(__name__)
 
 _CALL_S = 5.0
 """Deadline of one call. A call that takes longer than a lease is lost anyway."""
+_PATIENT_S = 20.0
+"""Deadline of what all members of a group say at the same moment: its region, and that it is ready. Thousands of them
+keep a server busy for seconds, and giving up would cost everybody an epoch."""
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a broken line is tried again."""
 
@@ -90,18 +93,21 @@ class Link:
     def me(self, view: View) -> control_pb2.Member | None:
         """This worker's seat in a view."""
         worker = self._registration.worker
+        rank = self._prior.rank if self._prior is not None else 0
+        if rank < len(view.members) and view.members[rank].worker == worker:  # a complete table is by rank
+            return view.members[rank]
         return next((member for member in view.members if member.worker == worker), None)
 
     async def publish(self, epoch: int, rank: int, region: bytes) -> None:
         """Give this rank's region for `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
         self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
-        await rpc.call(self._stub.PublishRegion, request, timeout_s=_CALL_S, retry_s=4 * _CALL_S)
+        await rpc.call(self._stub.PublishRegion, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
 
     async def ready(self, epoch: int) -> None:
         """Everything is in place for `epoch`. Raises rpc.CallError."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
-        await rpc.call(self._stub.Ready, request, timeout_s=_CALL_S, retry_s=4 * _CALL_S)
+        await rpc.call(self._stub.Ready, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
@@ -170,7 +176,7 @@ class Link:
                 task.cancel()
 
     async def _read_views(self) -> bool:
-        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker))
+        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker, brief=True))
         try:
             async for view in stream:
                 await self._show(view)
@@ -194,8 +200,12 @@ class Link:
         me = self.me(view)
         seen = self._prior.epoch if self._prior is not None else 0
         final = self._prior is not None or view.state == control_pb2.EXCHANGING
-        if view.epoch > seen and me is not None and final:
+        if view.epoch <= seen or not final:
+            return
+        if me is not None:
             self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank)
+        elif self._prior is not None:  # lost, and not registered again yet: the newer epoch has no seat to remember
+            self._prior.ready = False
 
     async def _refuse(self, error: JoinRefused) -> None:
         async with self._changed:

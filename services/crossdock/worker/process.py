@@ -25,16 +25,16 @@ from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.rpc import ListenError
+from crossdock.facts import host_facts
 from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.wire import NAMES
 from crossdock.worker.admission import Door
 from crossdock.worker.batcher import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.device import DeviceLost
+from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.link import JoinRefused, Link
 from crossdock.worker.model import Model
-from crossdock.worker.seat import host_facts
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.status import Status
@@ -173,6 +173,7 @@ class _Process:
             worker=control_pb2.WorkerId(uid=uid, incarnation=time.time_ns()),
             host=host_facts(identity.hostname),
             local_rank=config.local_rank,
+            gpu_uuid=uuid_of(self._model.device),
             address=config.advertise or address,
             http_address=http_address,
             transport=config.transport,

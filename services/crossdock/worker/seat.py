@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2, topology_pb2
+from crossdock.v1 import control_pb2
 from crossdock.worker.link import JoinRefused, Link, View
-from ep_kernels import TransportError, topology
+from ep_kernels import TransportError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +73,3 @@ def seat_in(view: View, link: Link) -> Seat | None:
     if me is None or view.state != control_pb2.EXCHANGING:
         return None
     return Seat(view.epoch, me.rank, view.world_size)
-
-
-def host_facts(hostname: str) -> topology_pb2.HostFacts:
-    """What this host says about itself, under the name by which the platform knows it. The GPUs of one host that have
-    NVLinks are one domain."""
-    facts = topology.probe()
-    gpus = [
-        topology_pb2.Gpu(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            name=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            pci_bus_id=gpu.pci_address,
-            numa_node=gpu.numa_node,
-            nvlink_domain=facts.boot_id if gpu.num_nvlinks else "",
-        )
-        for gpu in facts.gpus
-    ]
-    nics = [
-        topology_pb2.Nic(
-            name=f"{nic.device}/{nic.port}",
-            link_layer=nic.link_layer,
-            state=nic.state,
-            rate_bits_per_s=int(nic.rate_gbps * 1e9),
-            numa_node=nic.numa_node,
-        )
-        for nic in facts.nics
-    ]
-    return topology_pb2.HostFacts(
-        hostname=hostname,
-        boot_id=facts.boot_id,
-        num_cpus=facts.num_cpus,
-        memory_bytes=facts.memory_bytes,
-        numa_nodes=len(facts.numa_nodes),
-        gpus=gpus,
-        nics=nics,
-    )

@@ -1,0 +1,301 @@
+"""How the control plane scales: simulated workers against the real server, in a process of its own.
+
+    python -m benchmarks.control --out DIR [--ranks 8 64 ...]        (make bench-control)
+
+The workers are the real `worker/link.py` (register, watch, beat, tell what they remember) without a data plane behind
+it: they publish a region of 128 bytes, take the table, get ready. All of them share one process and one event loop, so
+seconds are an upper bound: on two cores one belongs to the server and one to all the workers. CPU and memory are the
+server's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import csv
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from benchmarks import facts
+from crossdock.common import announce, rpc
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import topology_pb2
+from crossdock.worker.link import Link
+from crossdock.worker.seat import seat_in
+from crossdock.worker.work import Fault
+
+SIZES = (8, 64, 256, 512, 1024)
+REGION_BYTES = 128
+GPUS_PER_HOST = 8
+MOST_LOST = 64
+STEADY_S = 10.0
+DEADLINE_S = 300.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size.
+
+    Attributes:
+        ranks, lease_s: of the group.
+        form_s, form_cpu_s: from the first Register until every worker knows that the group serves; the server's CPU.
+        form_views, form_mbytes: views that all workers together were sent, and their size.
+        beat_cpu_percent, beats_per_s: of one core, while the group serves.
+        lost: workers killed at once; each survivor reports one of them, and successors come at once.
+        reform_s, reform_cpu_s: from the kill until every worker knows that the group serves again.
+        reform_views, reform_mbytes: as above.
+        epochs: epochs that the loss cost.
+        rss_mbytes: memory of the server, at most.
+    """
+
+    ranks: int
+    lease_s: float
+    form_s: float
+    form_cpu_s: float
+    form_views: int
+    form_mbytes: float
+    beats_per_s: float
+    beat_cpu_percent: float
+    lost: int
+    reform_s: float
+    reform_cpu_s: float
+    reform_views: int
+    reform_mbytes: float
+    epochs: int
+    rss_mbytes: float
+
+
+class Traffic:
+    """What all workers together were sent."""
+
+    def __init__(self) -> None:
+        self.views, self.num_bytes, self.beats = 0, 0, 0
+
+    def take(self) -> tuple[int, float]:
+        """Views and megabytes since the last call."""
+        taken = self.views, round(self.num_bytes / 1e6, 2)
+        self.views, self.num_bytes = 0, 0
+        return taken
+
+
+class SimLink(Link):
+    """A link that counts."""
+
+    def __init__(self, target: str, number: int, incarnation: int, traffic: Traffic) -> None:
+        self._traffic = traffic
+        host = number // GPUS_PER_HOST
+        self.uid = f"host-{host}/{number % GPUS_PER_HOST}"
+        registration = pb.RegisterRequest(
+            worker=pb.WorkerId(uid=self.uid, incarnation=incarnation),
+            host=topology_pb2.HostFacts(hostname=f"host-{host}", boot_id=f"boot-{host}"),
+            local_rank=number % GPUS_PER_HOST, address=f"host-{host}:{number}", http_address=f"host-{host}:{number}",
+            transport="cpu", abi="abi", model="model",
+        )  # fmt: skip
+        super().__init__(target, registration, self._count_beat)
+
+    def _count_beat(self) -> pb.WorkerStats:
+        self._traffic.beats += 1
+        return pb.WorkerStats(tokens_total=self._traffic.beats)
+
+    async def _show(self, view: pb.GroupView) -> None:
+        self._traffic.views += 1
+        self._traffic.num_bytes += view.ByteSize()
+        await super()._show(view)
+
+
+class SimWorker:
+    """A worker without a data plane: joins epoch after epoch."""
+
+    def __init__(self, target: str, number: int, incarnation: int, traffic: Traffic) -> None:
+        self.number, self.incarnation = number, incarnation
+        self.link = SimLink(target, number, incarnation, traffic)
+        self.serving = 0
+        self.rank = -1
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.link.start()
+        self._task = asyncio.create_task(self._live())
+
+    async def stop(self) -> None:
+        """As if killed: nothing is said."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.link.close()
+
+    async def _live(self) -> None:
+        joined = 0
+        while True:
+            view = await self.link.wait(lambda v, past=joined: v.epoch > past and seat_in(v, self.link) is not None)  # type: ignore[misc]
+            seat = seat_in(view, self.link)
+            assert seat is not None
+            joined, self.rank = seat.epoch, seat.rank
+            try:
+                await self._join(joined, seat.size)
+            except rpc.CallError as error:  # as session.py does: an epoch that is not over yet is broken
+                self.link.report(joined, Fault(str(error)))
+
+    async def _join(self, epoch: int, size: int) -> None:
+        await self.link.publish(epoch, self.rank, os.urandom(REGION_BYTES))
+        view = await self.link.wait(
+            lambda v: v.epoch > epoch or (len(v.members) == size and bool(v.members[-1].region))
+        )
+        if view.epoch == epoch:
+            await self.link.ready(epoch)
+            view = await self.link.wait(lambda v: v.epoch > epoch or v.state == pb.SERVING)
+            if view.epoch == epoch:
+                self.link.serving(epoch)
+                self.serving = epoch
+
+
+class Server:
+    """The control plane as a process, and what it has used."""
+
+    def __init__(self, ranks: int, lease_s: float) -> None:
+        fields_ = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0", "world_size": ranks, "lease_s": lease_s}
+        fields_ |= {"recover_s": 0.5, "log.level": "error"}
+        overrides = [word for name, value in fields_.items() for word in ("--set", f"{name}={value}")]
+        command = [sys.executable, "-m", "crossdock", "control", *overrides]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        found = announce.parse(self._process.stdout.readline())
+        if found is None:
+            raise RuntimeError("the control plane did not start")
+        self.address = found.address
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU so far."""
+        words = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / _TICKS
+
+    def rss_mbytes(self) -> float:
+        """Most memory so far."""
+        for line in Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) / 1e3, 1)
+        return 0.0
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(timeout=30)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait. Raises TimeoutError that says for what."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {DEADLINE_S:g} s: {what}")
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def group(server: Server, ranks: int, traffic: Traffic) -> AsyncIterator[list[SimWorker]]:
+    """All workers, started."""
+    workers = [SimWorker(server.address, number, 1, traffic) for number in range(ranks)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield workers
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+async def measure(ranks: int, lease_s: float) -> Row:
+    """One size, from an empty control plane to a group that served, lost workers, and serves again."""
+    server, traffic = Server(ranks, lease_s), Traffic()
+    try:
+        begun, cpu = time.monotonic(), server.cpu_s()
+        async with group(server, ranks, traffic) as workers:
+            await until(lambda: all(worker.serving for worker in workers), "all serve")
+            form_s, form_cpu = time.monotonic() - begun, server.cpu_s() - cpu
+            form = traffic.take()
+            beats, cpu = traffic.beats, server.cpu_s()
+            await asyncio.sleep(STEADY_S)
+            steady = (traffic.beats - beats) / STEADY_S, (server.cpu_s() - cpu) / STEADY_S * 100
+            traffic.take()
+            lost = min(MOST_LOST, max(1, ranks // 8))
+            first, begun, cpu = workers[0].serving, time.monotonic(), server.cpu_s()
+            await lose(server, workers, lost, traffic)
+            await until(lambda: all(worker.serving > first for worker in workers), "all serve again")
+            reform_s, reform_cpu = time.monotonic() - begun, server.cpu_s() - cpu
+            reform = traffic.take()
+            epochs = workers[0].serving - first
+            rss = server.rss_mbytes()
+    finally:
+        server.stop()
+    return Row(
+        ranks, lease_s, round(form_s, 2), round(form_cpu, 2), *form, round(steady[0], 1), round(steady[1], 1), lost,
+        round(reform_s, 2), round(reform_cpu, 2), *reform, epochs, rss,
+    )  # fmt: skip
+
+
+async def lose(server: Server, workers: list[SimWorker], lost: int, traffic: Traffic) -> None:
+    """Kill `lost` workers spread over the group; every survivor reports one of them; successors start at once."""
+    stride = len(workers) // lost
+    gone = [index * stride for index in range(lost)]
+    ranks = [workers[index].rank for index in gone]
+    await asyncio.gather(*(workers[index].stop() for index in gone))
+    for index, worker in enumerate(workers):
+        if index not in gone:
+            silent = ranks[index % lost]
+            worker.link.report(worker.serving, Fault(f"rank {silent} is silent", (silent,)))
+    for index in gone:
+        workers[index] = SimWorker(server.address, workers[index].number, 2, traffic)
+        workers[index].start()
+
+
+def lease_of(ranks: int) -> float:
+    """The default up to 256 ranks; then one that keeps heartbeats at about 300 a second."""
+    return max(3.0, round(ranks / 100, 1))
+
+
+def write(folder: Path, rows: Sequence[Row], arguments: Sequence[str]) -> None:
+    """control.csv and run.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "control.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table.writeheader()
+        table.writerows(asdict(row) for row in rows)
+    facts.write(folder, facts.of_control(arguments, {"region_bytes": REGION_BYTES, "steady_s": STEADY_S}))
+
+
+def show(row: Row) -> str:
+    """One line."""
+    return "  ".join(f"{field.name} {getattr(row, field.name)}" for field in fields(Row))
+
+
+async def measure_all(sizes: Sequence[int]) -> list[Row]:
+    """All sizes, one after the other, on one loop: grpc keeps to the first one that it sees."""
+    rows = []
+    for ranks in sizes:
+        rows.append(await measure(ranks, lease_of(ranks)))
+        print(show(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure all sizes; print each as it is done."""
+    parser = argparse.ArgumentParser(description="Measure how the control plane scales.")
+    parser.add_argument("--out", type=Path, help="folder for control.csv and run.json; none: print only")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES), help="sizes of groups")
+    arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    rows = asyncio.run(measure_all(arguments.ranks))
+    if arguments.out:
+        write(arguments.out, rows, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One rank of the doctor's trial: dispatches and combines random tokens, checks the answer, tells times as JSON.
+
+    python -m crossdock.doctor.rank TRANSPORT RANK SIZE STORE
+
+Experts here return their rows unchanged, so a token must come back as it was sent times the sum of its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_kernels import EpError, Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
+
+_TOPK, _EXPERTS_PER_RANK, _SEED = 4, 8, 1234
+_TOLERANCE = 0.03
+"""Relative to the largest value: bf16 rows, rounded once at each rank and once at home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of step: its mode and layout, tokens per rank, columns, and how often it is run."""
+
+    name: str
+    mode: Mode
+    layout: Layout
+    tokens: int
+    hidden: int
+    rounds: int
+
+
+STEPS = {
+    "cpu": (
+        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, 50),
+        Step("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, 12),
+    ),
+    "nvlink": (
+        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, 200),
+        Step("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, 30),
+    ),
+}
+
+
+def main(transport: str, rank: int, size: int, store_path: str) -> dict[str, Any]:
+    """Run the steps; what is printed."""
+    device = torch.device("cpu") if transport == "cpu" else torch.device("cuda", rank)
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
+    answer: dict[str, Any] = {"rank": rank, "steps": {}}
+    for step in STEPS[transport]:
+        group = StoreGroup(store, rank, size, name=step.name)
+        answer["steps"][step.name] = run_step(step, group, transport, device)
+    if transport == "nvlink":
+        answer["handles"] = handle_kind(rank)
+    return answer
+
+
+def handle_kind(device: int) -> dict[str, Any]:
+    """How device memory is shared here, and why no better way is."""
+    from ep_kernels.transports.nvlink.memory import choose_kind
+
+    kind, refused = choose_kind(device)
+    return {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
+
+
+def run_step(step: Step, group: StoreGroup, transport: str, device: torch.device) -> dict[str, Any]:
+    """Times of one kind of step, and how far the answer is off."""
+    generator = torch.Generator().manual_seed(_SEED + group.rank)
+    num_experts = _EXPERTS_PER_RANK * group.size
+    x = torch.randn(step.tokens, step.hidden, generator=generator).to(torch.bfloat16).to(device)
+    scores = torch.rand(step.tokens, num_experts, generator=generator)
+    weights, ids = (part.to(device) for part in scores.topk(_TOPK, dim=-1))
+    ids = ids.to(torch.int32)
+    config = MoEConfig(
+        group=group, num_experts=num_experts, hidden_size=step.hidden, topk=_TOPK, max_tokens_per_rank=step.tokens,
+        mode=step.mode, layout=step.layout, transport=transport, timeout_s=20.0,
+        exact_shapes=step.layout is not Layout.FLAT,
+    )  # fmt: skip
+    with MoECommunicator(config) as comm:
+        times: list[tuple[float, float]] = []
+        error = 0.0
+        for _ in range(step.rounds):
+            answer, dispatch_s, combine_s = _pair(comm, x, ids, weights, device)
+            times.append((dispatch_s, combine_s))
+        expected = x.float() * weights.sum(-1, keepdim=True)
+        error = float((answer.float() - expected).abs().max() / expected.abs().max())
+    kept = times[len(times) // 2 :]
+    remote = _remote_rows(ids, group.rank, group.size)
+    return {
+        "wrong": not error <= _TOLERANCE,
+        "error": error,
+        "dispatch_us": statistics.median(pair[0] for pair in kept) * 1e6,
+        "combine_us": statistics.median(pair[1] for pair in kept) * 1e6,
+        "remote_bytes": remote * step.hidden * 2,
+    }
+
+
+def _pair(
+    comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, float, float]:
+    """A dispatch and its combine: (answer, seconds of each)."""
+    mark = _marker(device)
+    begin = mark()
+    out, handle = comm.dispatch(x, ids, weights)
+    sent = mark()
+    assert out.topk_weights is not None
+    rows = (out.tokens.float() * out.topk_weights.sum(-1, keepdim=True)).to(torch.bfloat16)
+    weighted = mark()
+    answer = comm.combine(rows, handle)
+    end = mark()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return answer, begin.elapsed_time(sent) / 1e3, weighted.elapsed_time(end) / 1e3
+    return answer, sent - begin, end - weighted
+
+
+def _marker(device: torch.device) -> Callable[[], Any]:
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    return mark
+
+
+def _remote_rows(ids: torch.Tensor, rank: int, size: int) -> int:
+    """Rows that leave this rank: one for each (token, other rank)."""
+    owners = ids.cpu() // _EXPERTS_PER_RANK
+    return sum(int((owners == other).any(-1).sum()) for other in range(size) if other != rank)
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
+    except (EpError, RuntimeError) as failure:
+        print(json.dumps({"failed": f"{type(failure).__name__}: {failure}"}))
+        sys.exit(1)

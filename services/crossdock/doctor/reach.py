@@ -1,0 +1,65 @@
+"""Who can be reached from here: the control plane of a group, its members, other addresses."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from crossdock.common import rpc
+from crossdock.common.config import split_address
+from crossdock.doctor.records import Finding, fail, good, judge, warn
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import control_pb2_grpc
+
+_SLOW_MS = 50.0
+_CURE = "check address and listen setting, network policies and firewalls between; it must listen on more than loopback"
+
+
+def judge_addresses(addresses: Sequence[str], timeout_s: float) -> Iterator[Finding]:
+    """A TCP connection to each host:port."""
+    for address in addresses:
+        yield _connect("reachable", address, timeout_s)
+
+
+def judge_group(target: str, timeout_s: float) -> Iterator[Finding]:
+    """The control plane at `target`, its view of the group, and a connection to each member."""
+    try:
+        with rpc.channel(target) as channel:
+            view = _view(channel, timeout_s)
+    except (rpc.CallError, grpc.RpcError) as error:
+        words = str(error) if isinstance(error, rpc.CallError) else str(rpc.error_of(error))
+        yield fail("control-plane", f"{target}: {words}", "workers could not register, clients find nobody", _CURE)
+        return
+    state = pb.GroupState.Name(view.state)
+    words = f"{target}: {state}, epoch {view.epoch}, {len(view.members)}/{view.world_size} ranks"
+    cure = "look at the log of the members that are missing or not ready; docs/group-protocol.md lists the states"
+    yield judge("control-plane", view.state == pb.SERVING, words, view.reason or "the group does not serve", cure)
+    for member in view.members:
+        yield _connect(f"rank-{member.rank}", member.address, timeout_s)
+
+
+def _view(channel: grpc.Channel, timeout_s: float) -> pb.GroupView:
+    call = control_pb2_grpc.ControlPlaneStub(channel).Watch(pb.WatchRequest(), timeout=timeout_s, wait_for_ready=False)
+    try:
+        view: pb.GroupView = next(iter(call))
+        return view
+    except StopIteration:
+        raise rpc.Unavailable("the stream ended before a view came") from None
+    finally:
+        call.cancel()
+
+
+def _connect(check: str, address: str, timeout_s: float) -> Finding:
+    started = time.monotonic()
+    try:
+        with socket.create_connection(split_address(address), timeout_s):
+            milliseconds = (time.monotonic() - started) * 1e3
+    except (OSError, ValueError) as error:
+        return fail(check, f"{address}: {error}", "it cannot be reached from here", _CURE)
+    words = f"{address}: {milliseconds:.1f} ms"
+    if milliseconds > _SLOW_MS:
+        return warn(check, words, "connecting takes long", "check name service and routes")
+    return good(check, words)

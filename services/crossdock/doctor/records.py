@@ -1,0 +1,60 @@
+"""What a finding is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Level(enum.Enum):
+    """How bad it is: GOOD, UNTRIED (nothing to judge, `what` says why), WARN (works, but slower or with less reserve),
+    FAIL (does not work)."""
+
+    GOOD = "good"
+    UNTRIED = "untried"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        check: its name; stable, for programs.
+        level: how bad.
+        what: what was found, with numbers.
+        cause: why that is bad. Empty unless WARN or FAIL.
+        cure: what to do. Empty unless WARN or FAIL.
+    """
+
+    check: str
+    level: Level
+    what: str
+    cause: str = ""
+    cure: str = ""
+
+
+def good(check: str, what: str) -> Finding:
+    """Nothing to do."""
+    return Finding(check, Level.GOOD, what)
+
+
+def untried(check: str, why: str) -> Finding:
+    """Not there, or not asked for."""
+    return Finding(check, Level.UNTRIED, why)
+
+
+def warn(check: str, what: str, cause: str, cure: str) -> Finding:
+    """It works, but worse than it should."""
+    return Finding(check, Level.WARN, what, cause, cure)
+
+
+def fail(check: str, what: str, cause: str, cure: str) -> Finding:
+    """It does not work."""
+    return Finding(check, Level.FAIL, what, cause, cure)
+
+
+def judge(check: str, ok: bool, what: str, cause: str, cure: str, *, level: Level = Level.FAIL) -> Finding:
+    """Good, or `level` with cause and cure."""
+    return good(check, what) if ok else Finding(check, level, what, cause, cure)

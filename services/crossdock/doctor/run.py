@@ -1,0 +1,104 @@
+"""Everything that `crossdock doctor` looks at, in order, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from crossdock.common.config import ConfigFileError
+from crossdock.control.discovery import join
+from crossdock.doctor import hardware, reach, system, trial
+from crossdock.doctor.records import Finding, Level, untried
+from crossdock.facts import host_facts
+from crossdock.v1 import topology_pb2
+from ep_kernels.topology import try_peers
+
+TRANSPORTS = ("auto", "cpu", "nvlink")
+_STYLES = {Level.GOOD: "green", Level.UNTRIED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to look at.
+
+    Attributes:
+        transport: "auto" = nvlink where two GPUs reach each other, else cpu.
+        target: host:port of a control plane, "" = none.
+        addresses: host:port of others to reach.
+        passes: also try peer access, and dispatch and combine.
+        timeout_s: of each connection.
+    """
+
+    transport: str = "auto"
+    target: str = ""
+    addresses: tuple[str, ...] = ()
+    passes: bool = True
+    timeout_s: float = 5.0
+
+
+def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
+    """Look at everything; findings come as they are made. Raises ConfigFileError for an unknown transport."""
+    if request.transport not in TRANSPORTS:
+        raise ConfigFileError(f"--transport: expected one of {', '.join(TRANSPORTS)}, got {request.transport!r}")
+    host = host or host_facts()
+    transport, num_ranks = choose(request.transport, host)
+    yield from hardware.judge_host(host, needs_gpus=request.transport == "nvlink")
+    seen = system.look()
+    yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
+    yield from reach.judge_addresses(request.addresses, request.timeout_s)
+    if request.target:
+        yield from reach.judge_group(request.target, request.timeout_s)
+    if not request.passes:
+        yield untried("pass", "not asked for (--no-pass)")
+        return
+    if len(host.gpus) > 1:
+        trials, why = try_peers()
+        yield from hardware.judge_trials(host, trials, why)
+    answers = trial.run_trial(transport, num_ranks)
+    gpus = [gpu.nvlink_gbps for gpu in host.gpus] if transport == "nvlink" else []
+    yield from trial.judge_trial(transport, answers, min(gpus, default=0.0))
+
+
+def choose(transport: str, host: topology_pb2.HostFacts) -> tuple[str, int]:
+    """(transport, ranks) of the pass: all GPUs of the largest domain, or two processes."""
+    domains = join([host]).domains
+    largest = max((len(members) for members in domains.values()), default=0)
+    if transport == "nvlink" or (transport == "auto" and largest > 1):
+        return "nvlink", max(1, min(largest, trial.MOST_GPUS))
+    return "cpu", trial.CPU_RANKS
+
+
+def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
+    """0 = nothing FAILs (strict: nor WARNs), else 1."""
+    bad = {Level.FAIL, Level.WARN} if strict else {Level.FAIL}
+    return int(any(finding.level in bad for finding in findings))
+
+
+def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Print each finding as it comes, then the sum. Returns them."""
+    kept = []
+    for finding in findings:
+        kept.append(finding)
+        word = (f"{finding.level.value:<8}", _STYLES[finding.level])
+        console.print(Text.assemble(word, _line(finding)), soft_wrap=True)
+    counts = {level: sum(finding.level is level for finding in kept) for level in Level}
+    words = ", ".join(f"{count} {level.value}" for level, count in counts.items() if count)
+    console.print(Text(words, style="bold"))
+    return kept
+
+
+def _line(finding: Finding) -> str:
+    parts = [f"{finding.check:<16} {finding.what}"]
+    if finding.cause:
+        parts += [f"{'':<24} cause: {finding.cause}", f"{'':<24} cure:  {finding.cure}"]
+    return "\n".join(parts)
+
+
+def as_dict(findings: Sequence[Finding], *, strict: bool) -> dict[str, Any]:
+    """For programs."""
+    plain = [{**asdict(finding), "level": finding.level.value} for finding in findings]
+    return {"ok": exit_code(findings, strict=strict) == 0, "findings": plain}

@@ -1,0 +1,101 @@
+"""Where `crossdock topo` takes its facts from: this host, files written before, or the members of a live group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from crossdock.common import rpc
+from crossdock.common.config import ConfigFileError
+from crossdock.control.discovery import CPU, Labels, Topology, join
+from crossdock.control.ranks import Place, assign_ranks
+from crossdock.v1 import control_pb2, control_pb2_grpc, topology_pb2
+
+FACTS = "crossdock-host-facts"
+"""Key of a file of facts, so that other JSON is told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A topology and who has which rank.
+
+    Attributes:
+        topology: hosts, joined.
+        ranks: device -> rank, those that have one; by what a fresh group would get, or as the live group has them.
+        title: where the facts come from.
+    """
+
+    topology: Topology
+    ranks: Mapping[int, int]
+    title: str
+
+    @property
+    def in_order(self) -> list[int]:
+        """Devices by rank; those without one last."""
+        count = len(self.topology.devices)
+        return sorted(range(count), key=lambda device: (self.ranks.get(device, count), device))
+
+
+def of_hosts(hosts: Sequence[topology_pb2.HostFacts], labels: Mapping[str, Labels] | None, title: str) -> Picture:
+    """The ranks that a fresh group with one worker on each GPU would get; a host without GPUs has one worker."""
+    topology = join(hosts, labels)
+    local: dict[int, int] = {}
+    places = []
+    for number, device in enumerate(topology.devices):
+        rank_here = local.setdefault(device.host, 0)
+        local[device.host] += 1
+        host = hosts[device.host]
+        area = topology.labels[device.host].area
+        places.append(Place(str(number), host.hostname, rank_here, device.domain, device.rail, area))
+    ranks = assign_ranks(places)
+    return Picture(topology, {int(uid): rank for uid, rank in ranks.items()}, title)
+
+
+def of_group(target: str, timeout_s: float) -> Picture:
+    """The members of the group at `target` with the ranks that they have. Raises CallError."""
+    with rpc.channel(target) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        answer = rpc.call_sync(stub.Topology, control_pb2.TopologyRequest(), timeout_s=timeout_s)
+    return of_response(answer, target)
+
+
+def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:
+    """A live group's topology. Several workers of one CPU host are one device, named by the lowest rank there."""
+    labels = {
+        label.hostname: Labels(label.clique, label.product, label.zone, label.block, label.rack)
+        for label in answer.labels
+    }
+    topology = join(answer.hosts, labels)
+    numbers = {(device.host, device.gpu): number for number, device in enumerate(topology.devices)}
+    ranks: dict[int, int] = {}
+    for seat in answer.seats:
+        device = numbers.get((seat.host, seat.gpu if seat.on_gpu else CPU))
+        if device is not None:
+            ranks.setdefault(device, seat.rank)
+    kept = [number for number in range(len(topology.devices)) if number in ranks]
+    shown = replace(topology, devices=tuple(topology.devices[number] for number in kept))
+    title = f"group at {target}, epoch {answer.epoch}, {len(answer.seats)}/{answer.world_size} ranks"
+    return Picture(shown, {new: ranks[old] for new, old in enumerate(kept)}, title)
+
+
+def write_facts(host: topology_pb2.HostFacts) -> str:
+    """The JSON text of one host's facts, for `read_facts` on another host."""
+    return json.dumps({FACTS: 1, "host": json_format.MessageToDict(host, preserving_proto_field_name=True)}, indent=1)
+
+
+def read_facts(paths: Sequence[Path]) -> list[topology_pb2.HostFacts]:
+    """Facts of hosts from files that `write_facts` made. Raises ConfigFileError naming the file."""
+    hosts = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or data.get(FACTS) != 1:
+                raise ValueError(f"expected a file of `crossdock topo --facts`, got other JSON without {FACTS!r}: 1")
+            hosts.append(json_format.ParseDict(data["host"], topology_pb2.HostFacts(), ignore_unknown_fields=True))
+        except (OSError, ValueError, KeyError, json_format.ParseError) as error:
+            raise ConfigFileError(f"{path}: {error}") from error
+    return hosts

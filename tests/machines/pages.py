@@ -1,0 +1,46 @@
+"""Writes docs/topology: what `crossdock topo` shows of the hosts on paper. `python -m tests.machines.pages`; a test
+compares."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from crossdock.facts import host_facts
+from crossdock.topo import picture, sources, words
+from ep_kernels.topology import probe
+from tests.machines.kinds import KINDS
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "topology"
+_WIDTH = 160
+
+
+def shown(kind: str, folder: Path) -> sources.Picture:
+    """The topology of one kind of hosts."""
+    make, count = KINDS[kind]
+    hosts = [host_facts(facts=probe(*make(number).write(folder / kind))) for number in range(count)]
+    for host in hosts:
+        host.num_cpus, host.machine = 224, "x86_64"  # the one thing that is of the host that runs this
+    return sources.of_hosts(hosts, None, f"{count} of kind {kind}, on paper")
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """File name -> text."""
+    found = {}
+    for kind in KINDS:
+        topology = shown(kind, folder)
+        out = io.StringIO()
+        Console(file=out, width=_WIDTH).print(words.as_tables(topology))
+        found[f"{kind}.txt"] = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        found[f"{kind}.svg"] = picture.as_svg(topology)
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, text in pages(Path(scratch)).items():
+            (PAGES / name).write_text(text, encoding="utf-8")
+            print(f"wrote docs/topology/{name}")

@@ -1,0 +1,223 @@
+"""The doctor: each fault on paper is found, with cause and cure; a healthy host has none; a real pass on this one."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from crossdock import cli
+from crossdock.common.config import ConfigFileError
+from crossdock.doctor import hardware, reach, run, system, trial
+from crossdock.doctor.records import Finding, Level
+from crossdock.facts import host_facts
+from crossdock.v1 import topology_pb2
+from ep_kernels.topology import PeerTrial, probe
+from tests.machines import hgx_h100, mig_h100, no_gpu, pcie_box
+from tests.machines.host import Host
+
+HEALTHY = system.SystemFacts(
+    open_files=65536, locked_bytes=-1, shm_bytes=1 << 30, memory_bytes=64 << 30, num_cpus=64,
+    cache_bytes=1 << 40, busy_ports=(),
+)  # fmt: skip
+
+
+def facts_of(host: Host, folder: Path) -> topology_pb2.HostFacts:
+    return host_facts(facts=probe(*host.write(folder)))
+
+
+def bad(findings: Any) -> dict[str, Finding]:
+    """Those with something to do, by check; each must say cause and cure."""
+    found = {finding.check: finding for finding in findings if finding.level in (Level.WARN, Level.FAIL)}
+    for finding in found.values():
+        assert finding.what
+        assert finding.cause
+        assert finding.cure
+    return found
+
+
+def test_a_healthy_hgx_has_one_port_down_and_nothing_else(tmp_path: Path) -> None:
+    found = bad(hardware.judge_host(facts_of(hgx_h100(), tmp_path), needs_gpus=True))
+    assert list(found) == ["rdma-state"]
+    assert found["rdma-state"].what == "mlx5_2/1 is DOWN, Disabled"
+
+
+def test_mig_memory_errors_and_heat(tmp_path: Path) -> None:
+    found = bad(hardware.judge_host(facts_of(mig_h100(), tmp_path), needs_gpus=True))
+    assert set(found) == {"mig", "ecc", "clocks", "nvlink-domain", "rdma-state"}
+    assert found["ecc"].level is Level.FAIL
+    assert found["ecc"].what.startswith("GPU 5: 2 uncorrected")
+    assert "heat (hardware)" in found["clocks"].what
+    assert found["nvlink-domain"].what == "7 of 8 GPUs"
+    assert "nvidia-smi -i 2 -mig 0" in found["mig"].cure
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level"),
+    [
+        ({"num_nvlinks": 0, "nvlink_domain": ""}, "nvlink", Level.FAIL),
+        ({"num_nvlinks": 17}, "nvlink", Level.WARN),
+        ({"fabric_state": "in progress"}, "nvlink", Level.FAIL),
+        ({"ecc_uncorrected": 1}, "ecc", Level.FAIL),
+    ],
+)
+def test_one_sick_gpu(tmp_path: Path, change: dict[str, Any], check: str, level: Level) -> None:
+    host = facts_of(hgx_h100(), tmp_path)
+    for name, value in change.items():
+        setattr(host.gpus[3], name, value)
+    found = bad(hardware.judge_host(host, needs_gpus=True))
+    assert found[check].level is level
+    assert found[check].what.startswith("GPU 3: ")
+
+
+def test_a_power_cap_is_no_finding(tmp_path: Path) -> None:
+    host = facts_of(hgx_h100(), tmp_path)
+    host.gpus[0].held_back_by.append("power cap")
+    assert "clocks" not in bad(hardware.judge_host(host, needs_gpus=True))
+
+
+def test_roce(tmp_path: Path) -> None:
+    host = facts_of(pcie_box(), tmp_path)
+    assert set(bad(hardware.judge_host(host, needs_gpus=False))) == {"rdma-state", "rdma-distance"}
+    host.nics[0].mtu_bytes, host.nics[0].roce = 1500, "IB/RoCE v1"
+    assert {"rdma-gid", "rdma-mtu"} <= set(bad(hardware.judge_host(host, needs_gpus=False)))
+
+
+def test_no_gpu_is_a_failure_only_where_gpus_are_wanted(tmp_path: Path) -> None:
+    host = facts_of(no_gpu(), tmp_path)
+    assert not bad(hardware.judge_host(host, needs_gpus=False))
+    assert bad(hardware.judge_host(host, needs_gpus=True))["driver"].level is Level.FAIL
+
+
+def trials_of(host: topology_pb2.HostFacts, gbps: float) -> dict[tuple[str, str], PeerTrial]:
+    names = [gpu.pci_bus_id for gpu in host.gpus]
+    return {(a, b): PeerTrial(True, gbps, "") for a in names for b in names if a != b}
+
+
+def test_peer_access_as_tried(tmp_path: Path) -> None:
+    host = facts_of(hgx_h100(), tmp_path)
+    trials = trials_of(host, 390.0)
+    assert not bad(hardware.judge_trials(host, trials, ""))
+    one, other = host.gpus[2].pci_bus_id, host.gpus[6].pci_bus_id
+    trials[one, other] = PeerTrial(False, 0.0, "cuCtxEnablePeerAccess: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+    trials[other, one] = PeerTrial(True, 100.0, "")
+    found = bad(hardware.judge_trials(host, trials, ""))
+    assert found["peer-access"].level is Level.FAIL
+    assert found["peer-access"].what.startswith("GPUs 2-6: cuCtxEnablePeerAccess")
+    assert found["peer-bandwidth"].what.startswith("GPU 6 to GPU 2: 100 GB/s, expected at least 239")
+    untried = list(hardware.judge_trials(host, {}, "a GPU or its driver hangs"))
+    assert [(one.level, one.what) for one in untried] == [(Level.UNTRIED, "a GPU or its driver hangs")]
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        ({"open_files": 256}, "open-files"),
+        ({"locked_bytes": 65536}, "memlock"),
+        ({"shm_bytes": 1 << 20}, "shm"),
+        ({"memory_bytes": 1 << 20}, "memory"),
+        ({"num_cpus": 2}, "processors"),
+        ({"cache_bytes": -1}, "kernel-cache"),
+        ({"busy_ports": (7400,)}, "ports"),
+    ],
+)
+def test_each_limit(change: dict[str, Any], check: str) -> None:
+    asked = {"num_ranks": 8, "has_gpus": True, "has_nics": True}
+    assert not bad(system.judge_system(HEALTHY, **asked))
+    assert list(bad(system.judge_system(replace(HEALTHY, **change), **asked))) == [check]
+
+
+def test_the_memory_of_a_container_is_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:  9000000 kB\n")
+    assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 9000000 << 10
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 2000000
+    assert system.look(proc=tmp_path / "no", shm=tmp_path / "no").shm_bytes == -1
+
+
+def test_reachable_and_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (here,) = reach.judge_addresses([address], 5.0)
+        assert here.level is Level.GOOD
+    (gone,) = reach.judge_addresses([address], 5.0)
+    assert gone.level is Level.FAIL
+    assert list(bad(reach.judge_addresses(["nonsense"], 1.0))) == ["reachable"]
+    assert bad(reach.judge_group(address, 2.0))["control-plane"].level is Level.FAIL
+
+
+def answer(rank: int, **changes: Any) -> dict[str, Any]:
+    step = {"wrong": False, "error": 0.0, "dispatch_us": 500.0, "combine_us": 600.0, "remote_bytes": 171_000_000}
+    steps = {"latency": {**step, "dispatch_us": 6.0, "combine_us": 5.0}, "bandwidth": step}
+    for path, value in changes.items():
+        name, field = path.split("__")
+        steps[name] = {**steps[name], field: value}
+    return {"rank": rank, "steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level"),
+    [
+        ({"latency__wrong": True}, "nvlink-pass", Level.FAIL),
+        ({"latency__combine_us": 90.0}, "nvlink-latency", Level.WARN),
+        ({"bandwidth__dispatch_us": 1700.0}, "nvlink-bandwidth", Level.WARN),
+    ],
+)
+def test_the_answers_of_a_pass(changes: dict[str, Any], check: str, level: Level) -> None:
+    assert not bad(trial.judge_trial("nvlink", [answer(0), answer(1)], 478.0))
+    found = bad(trial.judge_trial("nvlink", [answer(0), answer(1, **changes)], 478.0))
+    assert {name: finding.level for name, finding in found.items()} == {check: level}
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    answers = [{"rank": 0, "failed": "PeerTimeout: rank 1"}, {"rank": 1, "failed": "no answer before the deadline"}]
+    found = bad(trial.judge_trial("cpu", answers, 0.0))
+    assert found["cpu-pass"].what == "rank 0: PeerTimeout: rank 1; rank 1: no answer before the deadline"
+
+
+def test_a_rank_that_dies_or_hangs_does_not_hang_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for script, said in (("exit 7", "exit status 7"), ("sleep 60", "no answer before the deadline")):
+        program = tmp_path / "rank"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        assert trial.run_trial("cpu", 1, deadline_s=0.5) == [{"rank": 0, "failed": said}]
+
+
+def test_the_domain_decides_what_is_tried(tmp_path: Path) -> None:
+    assert run.choose("auto", facts_of(hgx_h100(), tmp_path)) == ("nvlink", 8)
+    assert run.choose("auto", facts_of(mig_h100(), tmp_path)) == ("nvlink", 7)
+    assert run.choose("auto", facts_of(pcie_box(), tmp_path)) == ("cpu", 2)
+    assert run.choose("cpu", facts_of(hgx_h100(1), tmp_path)) == ("cpu", 2)
+    with pytest.raises(ConfigFileError, match="--transport"):
+        list(run.examine(run.Request(transport="pigeon"), facts_of(no_gpu(1), tmp_path)))
+
+
+def test_it_is_shown_with_cause_and_cure() -> None:
+    findings = [Finding("a", Level.GOOD, "fine"), Finding("b", Level.WARN, "odd", "because", "do this")]
+    out = io.StringIO()
+    assert run.show(findings, Console(file=out, width=100)) == findings
+    assert "cause: because" in out.getvalue()
+    assert out.getvalue().splitlines()[-1] == "1 good, 1 warn"
+    assert (run.exit_code(findings, strict=False), run.exit_code(findings, strict=True)) == (0, 1)
+    assert run.as_dict(findings, strict=True)["ok"] is False
+
+
+def test_a_real_pass_on_this_host() -> None:
+    """Two processes over shared memory: right answers, and exit status 0 where nothing fails."""
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--transport", "cpu"])
+    data = json.loads(done.stdout)
+    found = {finding["check"]: finding for finding in data["findings"]}
+    assert found["cpu-pass"]["level"] == "good", found["cpu-pass"]
+    assert {"cpu-latency", "cpu-bandwidth"} <= set(found)
+    failed = [finding for finding in data["findings"] if finding["level"] == "fail"]
+    assert done.exit_code == bool(failed)

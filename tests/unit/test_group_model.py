@@ -1,0 +1,179 @@
+"""Every order of events of small groups: nobody serves with somebody of another epoch, and every run can end well."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from crossdock.control.records import Phase
+from tests.unit.group_model import Budget, World, moves, start
+
+ROUNDS = 90
+PAIRS = [
+    Budget(crashes=1, restarts=1),
+    Budget(cuts=1, restarts=1),
+    Budget(silences=1, restarts=1),
+    Budget(leaves=1, restarts=1),
+    Budget(restarts=2),
+    Budget(crashes=1, cuts=1),
+    Budget(crashes=1, silences=1, deadlines=1),
+]
+"""Disturbances of two workers that `python -m tests.unit.test_group_model` (make model) searches, in minutes."""
+
+
+def faults_of(world: World) -> str:
+    """What must never be true; "" = all is well."""
+    serving = world.serving
+    for one in serving:
+        assert one.table
+        ranks = [rank for rank, *_ in one.table]
+        if ranks != list(range(len(world.peers))):
+            return f"{one.uid} serves with ranks {ranks}"
+        for other in serving:
+            names_it = any(region == other.region for *_, region in one.table)
+            named = any(region == one.region for *_, region in other.table)
+            if names_it and named and (one.joined, one.table) != (other.joined, other.table):
+                return f"{one.uid} at epoch {one.joined} and {other.uid} at {other.joined} serve with each other"
+            if one.joined == other.joined and one.table != other.table:
+                return f"{one.uid} and {other.uid} serve different tables under epoch {one.joined}"
+    group = world.group
+    if group.phase is Phase.SERVING:
+        for one in serving:
+            members = tuple((m.rank, m.uid, m.worker.incarnation, m.region) for m in group.members)
+            if one.joined == group.epoch and one.registered and one.table != members:
+                return f"{one.uid} serves another table than the control plane's under epoch {group.epoch}"
+    if group.phase is Phase.FAILED and not group.reason:
+        return "FAILED without a reason"
+    return ""
+
+
+def ends_well(world: World, good: set[World]) -> bool:
+    """Whether workers that go on, undisturbed, come to serve one table, or to FAILED; `good`: worlds known to."""
+    path = []
+    for _ in range(ROUNDS):
+        if world in good:
+            break
+        path.append(world)
+        if world.group.phase is Phase.FAILED and world.group.reason:
+            break
+        tables = {(peer.joined, peer.table) for peer in world.serving}
+        if world.group.phase is Phase.SERVING and len(world.serving) == len(world.peers) and len(tables) == 1:
+            break
+        before = world
+        for peer in range(len(world.peers)):
+            mine = f"{world.peers[peer].uid} "
+            for name, after in moves(world, disturbed=False):
+                if name.startswith(mine) and after != world:
+                    world = after
+                    break
+        if world == before:
+            ended = [after for name, after in moves(world, disturbed=False) if name == "recovery ends"]
+            if not ended:
+                return False
+            world = ended[0]
+    else:
+        return False
+    good.update(path)
+    return True
+
+
+def search(size: int, budget: Budget, *, most: int) -> tuple[int, bool]:
+    """Look at every world that can be reached: (how many, whether that was all). Asserts that all is well."""
+    first = start(size, budget)
+    parents: dict[World, tuple[World | None, str]] = {first: (None, "")}
+    queue, good = deque([first]), set[World]()
+    while queue and len(parents) < most:
+        world = queue.popleft()
+        fault = faults_of(world)
+        if not fault and not ends_well(world, good):
+            fault = "it does not end in SERVING or FAILED, whatever the workers do"
+        assert not fault, f"{fault}\n{story(world, parents)}"
+        for name, after in moves(world):
+            if after not in parents:
+                parents[after] = (world, name)
+                queue.append(after)
+    return len(parents), not queue
+
+
+def story(world: World, parents: dict[World, tuple[World | None, str]]) -> str:
+    lines: list[str] = []
+    at: World | None = world
+    while at is not None:
+        before, name = parents[at]
+        states = ", ".join(f"{p.uid}.{p.incarnation} {p.stage}@{p.joined}" for p in at.peers)
+        lines.append(f"{name:<32} -> {at.group.phase.value} {at.group.epoch}: {states}")
+        at = before
+    return "\n".join(reversed(lines))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(),
+        Budget(crashes=1),
+        Budget(cuts=1),
+        Budget(silences=2),
+        Budget(restarts=1),
+        Budget(leaves=1),
+        Budget(deadlines=2),
+    ],
+    ids=lambda budget: " ".join(f"{k}={v}" for k, v in vars(budget).items() if v) or "calm",
+)
+def test_two_workers_in_every_order(budget: Budget) -> None:
+    count, whole = search(2, budget, most=60_000)
+    assert whole, f"{count} worlds were not all"
+    assert count > 20
+
+
+def test_three_workers_in_every_order() -> None:
+    assert search(3, Budget(), most=10_000)[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_long_lives_of_larger_groups(seed: int) -> None:
+    """Walks through worlds of three and four workers, with many disturbances, too many worlds to see all of them."""
+    generator = random.Random(seed)
+    for walk in range(12):
+        world = start(3 + walk % 2, Budget(3, 3, 3, 3, 1, 3), max_failed=3)
+        steps: list[str] = []
+        for _ in range(120):
+            found = list(moves(world))
+            if not found:  # all serve, and nothing more can go wrong
+                break
+            calm_ones = [move for move in found if " " in move[0] and not _is_disturbance(move[0])]
+            name, world = generator.choice(calm_ones if calm_ones and generator.random() < 0.85 else found)
+            steps.append(name)
+            assert not faults_of(world), f"{faults_of(world)}\n" + "\n".join(steps)
+        assert ends_well(world, set()), "it does not end\n" + "\n".join(steps)
+
+
+def _is_disturbance(name: str) -> bool:
+    return any(word in name for word in ("crash", "silent", "lease", "restart", "leaves", "too long"))
+
+
+def test_the_search_sees_two_tables_under_one_epoch() -> None:
+    """A planted fault: a worker that serves on with the table of its past."""
+    world = start(2, Budget())
+    one, other = (
+        replace(peer, stage="serving", joined=3, made=1, table=((0, "h/0", 1, b"h/0.1.1"), (1, "h/1", 1, name)))
+        for peer, name in zip(world.peers, (b"h/1.1.1", b"h/1.1.2"), strict=True)
+    )
+    assert "serve with each other" in faults_of(replace(world, peers=(one, other)))
+    apart = replace(other, table=((0, "h/0", 1, b"h/0.1.9"), other.table[1]))
+    assert "different tables" in faults_of(replace(world, peers=(one, apart)))
+
+
+if __name__ == "__main__":
+    for pair in PAIRS:
+        begun = time.monotonic()
+        count, whole = search(2, pair, most=int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)
+        what = ", ".join(f"{name} {value}" for name, value in vars(pair).items() if value)
+        print(
+            f"2 workers, {what}: {count} worlds{'' if whole else ' (not all)'}, {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )

@@ -1,0 +1,61 @@
+"""What a worker remembers of the group, and tells a control plane that has forgotten it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from crossdock.v1 import control_pb2 as pb
+from crossdock.worker.link import Link
+from crossdock.worker.work import Fault
+
+ME, OTHER = pb.WorkerId(uid="h/0", incarnation=7), pb.WorkerId(uid="h/1", incarnation=9)
+
+
+@pytest_asyncio.fixture
+async def link() -> AsyncIterator[Link]:
+    made = Link("127.0.0.1:1", pb.RegisterRequest(worker=ME), pb.WorkerStats)
+    await serve(made, 1)
+    yield made
+    await made.close()
+
+
+def view(epoch: int, state: int, *members: pb.WorkerId) -> pb.GroupView:
+    seats = [pb.Member(rank=rank, worker=worker) for rank, worker in enumerate(members)]
+    return pb.GroupView(epoch=epoch, state=state, world_size=2, members=seats, version=epoch + 1)  # type: ignore[arg-type]
+
+
+async def serve(link: Link, epoch: int) -> None:
+    """As if `epoch` had come to serve."""
+    await link._show(view(epoch, pb.EXCHANGING, ME, OTHER))
+    link._prior = pb.PriorMembership(epoch=epoch, rank=0, region=b"mine")
+    link.serving(epoch)
+
+
+async def test_a_serving_group_is_remembered(link: Link) -> None:
+    assert link._prior == pb.PriorMembership(epoch=1, rank=0, region=b"mine", ready=True)
+
+
+async def test_a_newer_epoch_makes_the_memory_void(link: Link) -> None:
+    await link._show(view(2, pb.FORMING, ME))
+    assert link._prior == pb.PriorMembership(epoch=2, rank=0)
+
+
+async def test_so_does_a_newer_epoch_without_a_seat(link: Link) -> None:
+    """Else a control plane that restarts just then is told that the old epoch serves on, and nobody serves in it."""
+    await link._show(view(2, pb.FORMING, OTHER))
+    assert link._prior is not None
+    assert (link._prior.epoch, link._prior.ready) == (1, False)
+
+
+async def test_an_older_view_of_a_restarted_control_plane_does_not(link: Link) -> None:
+    await link._show(view(0, pb.FORMING))
+    assert link._prior is not None
+    assert link._prior.ready
+
+
+async def test_a_fault_does(link: Link) -> None:
+    link.report(1, Fault("silent", (1,)))
+    assert link._prior is not None
+    assert not link._prior.ready
