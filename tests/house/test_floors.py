@@ -18,6 +18,8 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.control": {"crossdock.common", "crossdock.v1"},
     "crossdock.worker": {"crossdock.common", "crossdock.v1", "crossdock.wire", "ep_kernels"},
     "crossdock.client": {"crossdock.common", "crossdock.v1", "crossdock.wire", "ep_kernels"},
+    "crossdock.deep_ep": {"crossdock.common", "ep_kernels"},
+    "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
     "crossdock.child": {"crossdock.common"},
     "crossdock.supervisor": {"crossdock.child", "crossdock.common", "crossdock.v1"},
     "crossdock.status": {"crossdock.v1"},
@@ -31,7 +33,16 @@ FLOORS: dict[str, set[str]] = {
 ANYTHING = ("crossdock.cli", "crossdock.__main__", "benchmarks")
 
 RESERVED: dict[str, set[str]] = {
-    "torch": {"ep_kernels", "crossdock.wire", "crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
+    "torch": {
+        "ep_kernels",
+        "crossdock.wire",
+        "crossdock.worker",
+        "crossdock.client",
+        "crossdock.demo",
+        "crossdock.deep_ep",
+        "crossdock.vllm_plugin",
+        "benchmarks",
+    },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo"},
     "transformers": {"crossdock.client", "crossdock.demo"},
