@@ -13,10 +13,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 from crossdock.common.config import FrameworkConfig
-from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.log import get
 from crossdock.common.metrics import FrameworkMetrics
-from crossdock.common.rpc import ListenError
 from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
 
 log = get(__name__)
@@ -33,7 +31,7 @@ class Telemetry:
         self._watched: weakref.WeakSet[MoECommunicator] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._server: HttpServer | None = None
+        self._served = False
 
     def watch(self, comm: MoECommunicator, listen: str) -> None:
         """Count what it does from now on, and serve that on host:port `listen`, if any."""
@@ -42,12 +40,19 @@ class Telemetry:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
-            if listen and self._server is None:
-                try:
-                    self._server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
-                    log.info("serving metrics", http_listen=self._server.address)
-                except ListenError as error:
-                    log.warning("metrics are not served", reason=str(error))
+            if listen and not self._served:
+                self._served = True
+                self._serve(listen)
+
+    def _serve(self, listen: str) -> None:
+        from crossdock.common.http import serve_http  # brings gRPC along, which engines rarely need
+        from crossdock.common.rpc import ListenError
+
+        try:
+            server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
+            log.info("serving metrics", http_listen=server.address)
+        except ListenError as error:
+            log.warning("metrics are not served", reason=str(error))
 
     def timed_out(self, rank: int, peer: int) -> None:
         """A wait of this rank ended because of that peer."""
