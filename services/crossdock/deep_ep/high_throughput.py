@@ -95,10 +95,17 @@ class HighThroughput:
         return Kind(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms)
 
     def dispatch(
-        self, payload: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor, kind: Kind, alignment: int
+        self,
+        payload: Payload,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        kind: Kind,
+        alignment: int,
+        keep: bool = True,
     ) -> Delivered:
         """Each token to the ranks of its experts. Reads the device once for the number of rows and once for `counts`
-        (rounded up to `alignment`), unless shapes are fixed."""
+        (rounded up to `alignment`), unless shapes are fixed. Without `keep` the rows are views, good until the second
+        dispatch after this."""
         comm = self._communicator(kind, payload[0])
         out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
         handle = Handle(comm, inner, kind, topk_idx, topk_weights)
@@ -110,7 +117,7 @@ class HighThroughput:
             ids = torch.where(arrived[:, None], ids, -1)
         else:
             counts = _rows_per_expert(ids, comm.num_local_experts, alignment)
-        x, scales = _kept(out, payload)
+        x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
         return Delivered(x, scales, ids, out.topk_weights, counts, handle)
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
