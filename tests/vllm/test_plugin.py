@@ -68,7 +68,8 @@ def test_a_word_that_it_does_not_know_is_refused() -> None:
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
-        ("import vllm.distributed.device_communicators.all2all as m; del m.DeepEPHTAll2AllManager", "all2all.DeepEPHTAll2AllManager"),
+        ("import vllm.distributed.device_communicators.all2all as m; del m.DeepEPHTAll2AllManager",
+         "all2all.DeepEPHTAll2AllManager"),
         ("import vllm.model_executor.layers.fused_moe.all2all_utils as m; m.maybe_make_prepare_finalize = len",
          "all2all_utils.maybe_make_prepare_finalize looks DeepEPLLPrepareAndFinalize up as a global"),
         ("import vllm.model_executor.layers.fused_moe.modular_kernel as m\n"
@@ -92,3 +93,26 @@ def test_a_real_deep_ep_is_not_hidden(tmp_path: Path) -> None:
     assert f"expected no other deep_ep, got {tmp_path}" in done.stderr
     done = vllm("deep_ep", path=Path(crossdock.__file__).parent / "deep_ep" / "path")
     assert done.returncode == 0, done.stderr
+
+
+COUNT = """
+from crossdock.deep_ep.telemetry import telemetry
+from ep_kernels import LatencySample
+telemetry()._count("3", [LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000), 4000)])
+"""
+SCRAPE = """
+from prometheus_client import generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+print(generate_latest(get_prometheus_registry()).decode())
+"""
+
+
+def test_a_workers_counts_are_on_the_page_that_vllm_serves(tmp_path: Path) -> None:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
+    pages = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True)
+        for code in (COUNT, SCRAPE)
+    ]
+    page = pages[-1].stdout
+    assert 'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="3"} 7.0' in page
+    assert 'crossdock_ep_peer_wait_seconds_total{op="dispatch",peer="1",rank="3"} 2e-06' in page
