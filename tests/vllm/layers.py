@@ -20,6 +20,8 @@ from ep_kernels import quant
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = (16, 5, 0, 9)
 NUM_EXPERTS, TOPK, WIDTH, MAX_TOKENS = 8, 3, 32, 16
+PLACED = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+"""Round-robin placement of eight experts on four ranks: expert e is number PLACED[e] in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Case:
         fp8: rows are quantised in blocks of 128 on the way, or before.
         hidden: H; vLLM's own low-latency class takes a few sizes only.
         topk: K; with 1 the router's weight is applied to the input.
+        missing: some tokens have no expert, others fewer than K.
+        round_robin: expert e lives where `PLACED[e]` says.
         tokens: T of each rank.
     """
 
@@ -41,6 +45,8 @@ class Case:
     hidden: int = 2048
     topk: int = TOPK
     tokens: tuple[int, ...] = TOKENS
+    missing: bool = False
+    round_robin: bool = False
 
     @property
     def batched(self) -> bool:
@@ -59,6 +65,9 @@ class Inputs:
         self.x = (torch.randn(tokens, case.hidden) / 3).to(BF16)
         ids = [torch.randperm(NUM_EXPERTS)[: case.topk] for _ in range(tokens)]
         self.ids = torch.stack(ids) if ids else torch.empty(0, case.topk, dtype=torch.int64)
+        if case.missing:
+            self.ids[torch.rand(self.ids.shape) < 0.3] = -1
+            self.ids[:1] = -1
         self.weights = torch.rand(tokens, case.topk)
 
     def ffn(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -66,12 +75,13 @@ class Inputs:
         return (torch.nn.functional.silu(gate) * up) @ self.w2[expert].float().T
 
     def expected(self, case: Case) -> torch.Tensor:
-        total, x = torch.zeros(self.x.shape), self.x.float()
-        for t, k in ((t, k) for t in range(len(x)) for k in range(case.topk)):
+        total = torch.zeros(self.x.shape)
+        for t, k in (self.ids >= 0).nonzero().tolist():
+            expert = int(PLACED[self.ids[t, k]] if case.round_robin else self.ids[t, k])
             if case.topk == 1:
-                total[t] += self.ffn((self.x[t : t + 1] * self.weights[t, k].to(BF16)), int(self.ids[t, k]))[0]
+                total[t] += self.ffn(self.x[t : t + 1] * self.weights[t, k].to(BF16), expert)[0]
             else:
-                total[t] += self.weights[t, k] * self.ffn(self.x[t : t + 1], int(self.ids[t, k]))[0]
+                total[t] += self.weights[t, k] * self.ffn(self.x[t : t + 1], expert)[0]
         return total
 
 
@@ -151,8 +161,9 @@ def finalizer_of(case: Case, rank: int, first: int) -> Any:
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     if case.plugin == "native":
+        tables = (PLACED, PLACED.argsort(), PLACED.argsort()[2 * rank : 2 * rank + 2]) if case.round_robin else None
         return all2all_utils.maybe_make_prepare_finalize(
-            _layer_config(case), _quant_config(case), allow_new_interface=True
+            _layer_config(case), _quant_config(case), routing_tables=tables, allow_new_interface=True
         )
     import deep_ep
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize

@@ -18,6 +18,8 @@ CLASSES = {
 CASES = [Case(plugin, backend, fp8) for plugin, backend in CLASSES for fp8 in (False, True)]
 CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, tokens=(0, 0, 0, 0)) for plugin, backend in CLASSES]
+CASES += [Case(plugin, backend, missing=True) for plugin, backend in CLASSES]
+CASES += [Case("native", LL, missing=missing, round_robin=True) for missing in (False, True)]
 CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backend != HT]
 
 

@@ -94,7 +94,7 @@ class LowLatencyFinalizer(Finalizer):
             raise PluginError("crossdock: experts that want unquantised rows cannot get them from an fp8 dispatch")
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         comm = self._communicator(x, num_experts, topk_ids.shape[1])
-        ids = topk_ids.int() if self._physical is None else self._physical[topk_ids.long()]
+        ids = self._placed(topk_ids)
         with self._watched():
             request = comm.dispatch_async(x.contiguous(), ids.contiguous(), weights.float().contiguous())
         tokens, scales, counts = request.buffers()
@@ -105,6 +105,12 @@ class LowLatencyFinalizer(Finalizer):
                 request.wait()
 
         return hook, lambda: self._rows(tokens, scales, counts, quant_config, defer_input_quant)
+
+    def _placed(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Physical ids int32, -1 where there is none."""
+        if self._physical is None:
+            return topk_ids.int()
+        return torch.where(topk_ids < 0, -1, self._physical[topk_ids.clamp(min=0).long()])
 
     def _rows(
         self, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, quant_config: Any, defer: bool
