@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 import crossdock
 from crossdock import deep_ep
-from crossdock.deep_ep.telemetry import Telemetry
+from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep.telemetry import Telemetry, counting_timeouts, telemetry
+from ep_kernels import PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.transports import deep_ep_steps as steps
@@ -104,15 +107,31 @@ def test_it_is_deep_ep_by_choice_only() -> None:
 
 
 def test_samples_become_metrics() -> None:
-    telemetry = Telemetry()
+    made = Telemetry()
     sample = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000, 500), 4000)
-    telemetry._count("1", [sample, sample])
-    telemetry.timed_out(1, 2)
-    value = telemetry.metrics.registry.get_sample_value
+    made._count("1", [sample, sample])
+    value = made.metrics.registry.get_sample_value
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14
     assert value("crossdock_ep_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)
-    assert value("crossdock_ep_peer_wait_seconds_total", {"rank": "1", "op": "dispatch", "peer": "2"}) == pytest.approx(
-        1e-6
-    )
-    assert value("crossdock_ep_peer_timeouts_total", {"rank": "1", "peer": "2"}) == 1
+    waited = {"rank": "1", "op": "dispatch", "peer": "2"}
+    assert value("crossdock_ep_peer_wait_seconds_total", waited) == pytest.approx(1e-6)
+    made._serve("127.0.0.1:0")
+    with urllib.request.urlopen(f"http://{made.address}/metrics", timeout=10) as answer:
+        assert b'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="1"} 14.0' in answer.read()
+    other = Telemetry()
+    other._serve(made.address)
+    assert other.address == "", "taken: said in the log, and the engine goes on"
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_silent_peer_is_counted(counted: bool) -> None:
+    def value() -> float:
+        labels = {"rank": "1", "peer": "2"}
+        return telemetry().metrics.registry.get_sample_value("crossdock_ep_peer_timeouts_total", labels) or 0
+
+    before = value()
+    lost = PeerTimeout(peer=2, op="dispatch", phase="counts", expected=2, seen=1, waited_s=1.0)
+    with pytest.raises(PeerTimeout), counting_timeouts(1, FrameworkConfig(metrics=counted)):
+        raise lost
+    assert value() - before == counted

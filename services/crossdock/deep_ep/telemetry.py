@@ -31,6 +31,8 @@ class Telemetry:
         self._watched: weakref.WeakSet[MoECommunicator] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self.address = ""
+        """host:port of the endpoint, once it is served."""
         self._served = False
 
     def watch(self, comm: MoECommunicator, listen: str) -> None:
@@ -50,7 +52,8 @@ class Telemetry:
 
         try:
             server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
-            log.info("serving metrics", http_listen=server.address)
+            self.address = server.address
+            log.info("serving metrics", http_listen=self.address)
         except ListenError as error:
             log.warning("metrics are not served", reason=str(error))
 
