@@ -79,6 +79,10 @@ class HighThroughputFinalizer(Finalizer):
 
         return receive
 
+    def _elsewhere(self, num_experts: int) -> int:
+        """An expert of another rank."""
+        return num_experts - 1 if self._first_expert == 0 else 0
+
     def _dispatch(
         self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
@@ -88,8 +92,7 @@ class HighThroughputFinalizer(Finalizer):
         with self._watched():
             got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, 1, keep=False)
         self._keep(got.handle)
-        elsewhere = num_experts - 1 if self._first_expert == 0 else 0
-        ids = torch.where(got.topk_idx < 0, elsewhere, got.topk_idx + self._first_expert)
+        ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
         metadata = _Metadata.make_from_list(got.counts, device=str(got.x.device))
         return got.x, got.scales, ids, got.topk_weights, metadata
 
@@ -174,7 +177,7 @@ class GraphFinalizer(HighThroughputFinalizer):
     def _dispatch(
         self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
-        """As above; in graphs R * (the step's most tokens) rows, those that did not arrive without experts (-1)."""
+        """As above; in graphs R * (the step's most tokens) rows; those that did not arrive have experts of others."""
         if not self._fixed:
             return super()._dispatch(payload, topk_ids, weights, num_experts, a1)
         comm = self._communicator(payload, num_experts, topk_ids.shape[1], a1.dtype)
@@ -189,8 +192,9 @@ class GraphFinalizer(HighThroughputFinalizer):
         assert out.topk_weights is not None
         local = out.topk_ids[:rows]
         arrived = torch.arange(rows, device=local.device)[:, None] < out.num_rows
-        ids = torch.where(arrived & (local >= 0), local.long() + self._first_expert, -1)
-        return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, out.topk_weights[:rows], None
+        ids = torch.where(arrived & (local >= 0), local.long() + self._first_expert, self._elsewhere(num_experts))
+        home_weights = torch.where(arrived, out.topk_weights[:rows], 0.0)
+        return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, home_weights, None
 
     def _communicator(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> MoECommunicator:
         x, scales = payload
