@@ -8,8 +8,6 @@ import pytest
 
 from tests.worlds import World
 
-pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` makes an environment that has it")
-
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[World]:

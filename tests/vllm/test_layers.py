@@ -7,6 +7,8 @@ import pytest
 from tests.vllm.layers import Case, run
 from tests.worlds import World
 
+pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+
 LL, HT, GRAPH = "deepep_low_latency", "deepep_high_throughput", "deepep_v2"
 CLASSES = {
     ("deep_ep", LL): "DeepEPLLPrepareAndFinalize",

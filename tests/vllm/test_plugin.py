@@ -12,6 +12,8 @@ import pytest
 
 import crossdock
 
+pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+
 SHOW = """
 import sys
 from vllm.plugins import load_general_plugins
