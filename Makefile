@@ -8,6 +8,7 @@ CASES ?=
 PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
 CONTROL_VENV := $(VENV)-control
+VLLM_VENV := $(VENV)-vllm
 PIP := -m pip --disable-pip-version-check --quiet
 # setuptools warns that an editable installation finds this folder's packages, which is the point of it.
 EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
@@ -20,9 +21,14 @@ DEMO := $(VENV)/installed-demo-$(KEY)
 DEV := $(VENV)/installed-dev-$(KEY)
 PROTO := $(PROTO_VENV)/installed-1.76.0
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
+# The vLLM whose classes run in the tests, and the newest, of which only the Python part is needed.
+VLLM_VERSION := 0.26.0
+VLLM_NEWEST := 0.33.0
+VLLM := $(VLLM_VENV)/installed-$(VLLM_VERSION)-$(shell cat $(BUILT_FROM) tests/vllm/requirements.txt 2>/dev/null | cksum | cut -d ' ' -f 1)
+NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-gpu test-gpu sanitize native kernels wheel venv image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -36,6 +42,10 @@ test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choo
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; summary and log under docs/results
 	$(PY) -m tests.gpu.everything $(ARGS)
+
+test-vllm: $(VLLM) $(NEWEST)/vllm ## Real vLLM on the CPU: the plugin, and MoE layers over our transport (downloads 3 GB)
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)
+	PYTHONPATH=$(abspath $(NEWEST)) $(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)
 
 sanitize: $(DEV) ## On a machine with a GPU: compute-sanitizer's four tools over every kernel (ARGS="racecheck" for one)
 	$(PY) -m tests.gpu.sanitize $(ARGS)
@@ -97,12 +107,12 @@ image: ## Build the container images crossdock-control and crossdock-worker
 	docker build --target worker --tag crossdock-worker .
 
 clean: ## Remove the virtual environments, caches and built files
-	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
 	find ep_kernels -name '*.so' -delete
 
-$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python:
+$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'
 	@echo "making $(@:/bin/python=)"
 	$(PYTHON) -m venv $(@:/bin/python=)
@@ -130,3 +140,17 @@ $(CONTROL): | $(CONTROL_VENV)/bin/python
 	$(CONTROL_VENV)/bin/python $(PIP) install --force-reinstall --no-deps $(CONTROL_VENV)/wheels/*.whl
 	$(CONTROL_VENV)/bin/python $(PIP) install "$$(ls $(CONTROL_VENV)/wheels/*.whl)[control]"
 	@touch $@
+
+$(VLLM): | $(VLLM_VENV)/bin/python
+	@echo "installing vLLM $(VLLM_VERSION) into $(VLLM_VENV) (6 GB; some minutes)"
+	$(VLLM_VENV)/bin/python $(PIP) install --requirement tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python $(PIP) install --no-deps 'vllm==$(VLLM_VERSION)'
+	rm -rf crossdock.egg-info
+	PYTHONWARNINGS=ignore $(VLLM_VENV)/bin/python $(PIP) install --editable .
+	@rm -f $(VLLM_VENV)/installed-*
+	@touch $@
+
+$(NEWEST)/vllm: | $(VLLM)
+	@echo "unpacking vLLM $(VLLM_NEWEST) into $(NEWEST), without its libraries"
+	$(VLLM_VENV)/bin/python $(PIP) download --no-deps --dest $(NEWEST) 'vllm==$(VLLM_NEWEST)'
+	$(VLLM_VENV)/bin/python tests/vllm/unpack.py $(NEWEST)

@@ -90,6 +90,13 @@ def combine_arguments(
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
 
 
+def home_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
+    """float32 [T, K] that an exact combine applies where the rows come home, or None."""
+    if value is not None and not config.exact_combine:
+        raise ArgumentError("topk_weights", "None unless exact_combine is on", type(value).__name__)
+    return None if value is None else topk_weights(value, rows, config, device_type)
+
+
 def handle(value: object, owner: int, epoch: int) -> None:
     """A DispatchHandle of communicator `owner`, made in this epoch; HandleError otherwise."""
     if not isinstance(value, DispatchHandle):

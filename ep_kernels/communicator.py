@@ -20,10 +20,10 @@ from ep_kernels import bringup, checks, ops
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError
 from ep_kernels.membership import Member
-from ep_kernels.requests import CombineRequest, DispatchRequest
+from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.routing import may_overflow
 from ep_kernels.transports import base, create
-from ep_kernels.types import DispatchHandle, DispatchOutput, Overflow
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
 
 T = TypeVar("T")
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -115,12 +115,12 @@ class MoECommunicator(Member):
         """As `dispatch`, but returns when this rank's sends are done; `.wait()` receives. x may be reused at once."""
         if torch.compiler.is_compiling():
             done = ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
-            return DispatchRequest(lambda: done)
+            return DispatchRequest(lambda: done, lambda: (done[0].tokens, done[0].scales, done[0].counts))
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=False)
         number = self._count("dispatch")
         pending = self._run(self._transport.dispatch, args)
         finish = self._finisher("dispatch", number, pending.wait)
-        return DispatchRequest(lambda: self._delivered(number, *finish(), args))
+        return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
     def _dispatch_args(
         self,
@@ -148,7 +148,14 @@ class MoECommunicator(Member):
         self._check_pending("dispatch")
         return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once)
 
-    def combine(self, y: torch.Tensor, handle: DispatchHandle, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        *,
+        out: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Bring the expert rows home, reduced. Collective.
 
         Args:
@@ -156,14 +163,17 @@ class MoECommunicator(Member):
                 memory, or what `combine_input(handle)` gave.
             handle: of the dispatch; may be used more than once.
             out: [T, H] output dtype to write into, or None.
+            topk_weights: [T, K] float32 to weigh with instead of those of the dispatch, for callers that get them only
+                now. `exact_combine` only, and not inside torch.compile.
 
         Returns z [T, H] in the output dtype; zeros for a token without a valid expert.
         Raises: ArgumentError, HandleError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
         if torch.compiler.is_compiling():
+            _uncompiled(topk_weights)
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
-        args = self._combine_args(y, handle, out, None, True, at_once=True)
+        args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
         self._count("combine")
         return self._run(self._run(self._transport.combine, args).wait, out)[0]
 
@@ -175,6 +185,7 @@ class MoECommunicator(Member):
         out: torch.Tensor | None = None,
         row_weights: torch.Tensor | None = None,
         apply_weights: bool = True,
+        topk_weights: torch.Tensor | None = None,
     ) -> CombineRequest:
         """As `combine`, but returns when this rank's sends are done; `.wait()` receives. y may be reused at once,
         unless it is `combine_input`'s buffer: that is lent until a later `combine_input` gives it again.
@@ -183,10 +194,11 @@ class MoECommunicator(Member):
         where the request has it as `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
         """
         if torch.compiler.is_compiling():
+            _uncompiled(topk_weights)
             z, home = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, home))
-        args = self._combine_args(y, handle, out, row_weights, apply_weights, at_once=False)
+        args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
         number = self._count("combine")
         pending = self._run(self._transport.combine, args)
         return CombineRequest(self._finisher("combine", number, lambda: pending.wait(out)))
@@ -195,7 +207,7 @@ class MoECommunicator(Member):
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine_async` and both its results, as one operation."""
-        args = self._combine_args(y, handle, None, row_weights, apply_weights, at_once=True)
+        args = self._combine_args(y, handle, None, row_weights, apply_weights, None, at_once=True)
         self._count("combine")
         return self._run(self._run(self._transport.combine, args).wait)
 
@@ -206,13 +218,15 @@ class MoECommunicator(Member):
         out: torch.Tensor | None,
         row_weights: torch.Tensor | None,
         apply_weights: bool,
+        topk_weights: torch.Tensor | None,
         at_once: bool,
     ) -> base.CombineArgs:
         self._ready()
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
+        weights = checks.home_weights(topk_weights, handle.num_tokens, self._config, self._device)
         self._check_pending("combine")
-        return base.CombineArgs(y, handle, row_weights, apply_weights, at_once)
+        return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """A registered buffer [num_tokens, H] of `config.dtype` to write the next dispatch's x into: dispatch copies it
@@ -256,6 +270,12 @@ class MoECommunicator(Member):
         return self._run(self._transport.row_weights, handle)
 
     # Inside.
+
+    def _buffers(self, pending: base.PendingDispatch) -> Buffers:
+        compact = self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
+        if compact and self._config.exact_shapes:
+            raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
+        return pending.buffers()
 
     def _forget(self) -> None:
         for numbers in self._pending.values():
@@ -311,3 +331,8 @@ class MoECommunicator(Member):
         if self._reads_dropped and int(out.num_dropped):
             raise CapacityError(int(out.num_dropped), out, handle)
         return out, handle
+
+
+def _uncompiled(topk_weights: torch.Tensor | None) -> None:
+    if topk_weights is not None:
+        raise ArgumentError("topk_weights", "None inside torch.compile", "a tensor")

@@ -41,8 +41,28 @@ class Request(Generic[T]):
         return self._result[0]
 
 
+Buffers = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""tokens, scales (or None), counts of a DispatchOutput."""
+
+
 class DispatchRequest(Request[tuple[DispatchOutput, DispatchHandle]]):
-    """What `dispatch_async` returns."""
+    """What `dispatch_async` returns.
+
+    Args:
+        finish: runs the receive half; called once.
+        buffers: what `buffers()` gives.
+    """
+
+    def __init__(
+        self, finish: Callable[[], tuple[DispatchOutput, DispatchHandle]], buffers: Callable[[], Buffers]
+    ) -> None:
+        super().__init__(finish)
+        self._buffers = buffers
+
+    def buffers(self) -> Buffers:
+        """(tokens, scales, counts) of the output, for who has to hand them on before `wait()` fills them. Only where no
+        shape depends on what arrives: EXPERT_MAJOR, RANK_MAJOR, or `exact_shapes=False`; else ArgumentError."""
+        return self._buffers()
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """Receive. A second call gives the same result, or raises the same error.

@@ -73,6 +73,8 @@ class CombineArgs:
             Per-expert layouts: float32 [L, slots] | [N], one number per row.
         at_once: as in DispatchArgs.
         apply_weights: False sums a rank's rows unweighted (backward of dispatch). Ignored by rank-wise layouts.
+        topk_weights: float32 [T, K] contiguous, exact combines only: weigh with these instead of the dispatch's; or
+            None. Unless `at_once`, the caller may overwrite them before `wait`.
     """
 
     y: torch.Tensor
@@ -80,6 +82,7 @@ class CombineArgs:
     row_weights: torch.Tensor | None
     apply_weights: bool
     at_once: bool = False
+    topk_weights: torch.Tensor | None = None
 
 
 class PendingDispatch(Protocol):
@@ -91,6 +94,10 @@ class PendingDispatch(Protocol):
         that does not wait for its device cannot know yet, `check` and `check_results` raise later. Rows past the
         capacity are dropped and counted in `num_dropped` whatever `config.overflow` says: it is the communicator that
         raises CapacityError."""
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(tokens, scales, counts) of the output to come: the same memory, before `wait` has filled it. Asked only
+        where their shapes do not depend on what arrives."""
 
 
 class PendingCombine(Protocol):

@@ -108,6 +108,12 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     raise typer.Exit(code)
 
 
+@app.command("deep-ep")
+def deep_ep() -> None:
+    """Print the folder that makes `import deep_ep` mean Crossdock: PYTHONPATH="$(crossdock deep-ep)" PROGRAM."""
+    print(Path(__file__).parent / "deep_ep" / "path")
+
+
 @app.command()
 def status(
     target: Target = DEFAULT_TARGET,

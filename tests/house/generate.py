@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.common.metrics import ControlMetrics, Declaration, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, Declaration, FrameworkMetrics, HostMetrics, WorkerMetrics
 from tests.house.tree import ROOT
 
 SCHEMA = ROOT / "helm" / "crossdock" / "values.schema.json"
@@ -88,6 +88,7 @@ def metrics_table() -> str:
         "Worker": WorkerMetrics().declarations(),
         "Control plane": ControlMetrics().declarations(),
         "Host (`crossdock up` with `http_listen`)": HostMetrics().declarations(),
+        "Inside vLLM and other engines ([how](vllm.md#metrics))": FrameworkMetrics().declarations(),
     }
     return "\n\n".join(_table(title, declared) for title, declared in processes.items())
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -46,7 +47,7 @@ def unused_address() -> str:
 def test_help_names_every_command_and_the_exit_is_clean() -> None:
     done = crossdock_command("--help")
     assert done.returncode == 0
-    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "doctor", "version"):
+    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "doctor", "deep-ep", "version"):
         assert f" {name} " in done.stdout
 
 
@@ -58,6 +59,11 @@ def test_help_says_how_many_workers_there_are() -> None:
 def test_no_command_shows_the_help() -> None:
     done = crossdock_command()
     assert "Usage" in done.stdout + done.stderr
+
+
+def test_deep_ep_names_the_folder_that_holds_it() -> None:
+    done = crossdock_command("deep-ep")
+    assert (Path(done.stdout.strip()) / "deep_ep" / "__init__.py").is_file()
 
 
 def test_version_names_what_it_stands_on() -> None:

@@ -17,6 +17,7 @@ from tests.compare import expert, poison, same_bits, same_dispatch
 from tests.transports.steps import (
     Expected,
     Inputs,
+    caught_up,
     check_combine,
     check_dispatch,
     check_step,
@@ -395,3 +396,55 @@ def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
         assert 0 <= s.send_ns <= s.total_ns
         assert s.start_ns > 0
     assert comm.samples() == []
+
+
+def weights_at_home(comm: MoECommunicator, case: RoutingCase) -> None:
+    """An exact combine weighs with what it is given, whatever the dispatch was given, and may lose it again at once."""
+    for number in range(4):
+        request, inputs = start(comm, next_case(case, number))
+        out, handle = request.wait()
+        late = Inputs(inputs.xs, inputs.scales, inputs.ids, [w.flip(0) * 2 + 1 for w in inputs.weights])
+        z = Expected(comm, late).combined()[comm.rank]
+        y = expert(out, comm.config.resolved_output_dtype)
+        weights = late.weights[comm.rank].to(out.tokens.device)
+        same_bits(comm.combine(y, handle, topk_weights=weights), z, "combine")
+        combining = comm.combine_async(y, handle, topk_weights=weights)
+        weights.fill_(float("nan"))
+        same_bits(combining.wait(), z, "combine_async")
+        same_bits(comm.combine(y, handle), Expected(comm, inputs).combined()[comm.rank], "with those of the dispatch")
+    with pytest.raises(ArgumentError, match="topk_weights: expected shape"):
+        comm.combine(y, handle, topk_weights=torch.zeros(1, 99, device=y.device))
+
+
+def weights_at_home_need_exact_combine(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Elsewhere the owner of the expert has weighed long before."""
+    out, handle = start(comm, case)[0].wait()
+    y = expert(out, comm.config.resolved_output_dtype)
+    with pytest.raises(ArgumentError, match="topk_weights: expected None unless exact_combine is on"):
+        comm.combine(y, handle, topk_weights=torch.zeros(handle.num_tokens, case.topk, device=y.device))
+    comm.combine(y, handle)
+
+
+def buffers_before_they_are_full(comm: MoECommunicator, case: RoutingCase) -> None:
+    """`request.buffers()` is the memory that `wait()` fills."""
+    for number in range(2 * comm.config.max_in_flight + 1):
+        request, inputs = start(comm, next_case(case, number))
+        tokens, scales, counts = request.buffers()
+        out, handle = request.wait()
+        caught_up(comm)
+        same_dispatch(
+            replace(out, tokens=tokens, scales=scales, counts=counts), Expected(comm, inputs).outputs[comm.rank]
+        )
+        assert tokens.data_ptr() == out.tokens.data_ptr()
+        assert (scales is None) == (out.scales is None)
+        if scales is not None and out.scales is not None:
+            assert scales.stride() == out.scales.stride()
+        check_combine(comm, Expected(comm, inputs), out, handle)
+
+
+def buffers_of_exact_shapes(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Nobody knows their shapes yet."""
+    request, _ = start(comm, case)
+    with pytest.raises(ArgumentError, match="exact_shapes: expected False"):
+        request.buffers()
+    request.wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_kernels import MoECommunicator
-from ep_kernels.types import Capabilities, Layout, Mode
+from ep_kernels.types import Capabilities, Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed, replicated
 from tests.transports import calls, devices, gradients, lives
 from tests.transports.steps import run_story
@@ -194,3 +194,21 @@ def test_ten_thousand_iterations(world: Worlds, transport: str) -> None:
     case = RoutingCase(6, 3, 16, (0, 0, 0, 0), "uniform", draw_seed(), max_tokens=6)
     overrides = {"mode": Mode.AUTO, "layout": Layout.GROUPED, "dtype": torch.float32, "ll_max_tokens": 3}
     world(4).run(run_story, transport, lives.counted_iterations, case, overrides, timeout_s=280)
+
+
+@pytest.mark.parametrize("mode", LL_HT)
+def test_weights_given_at_combine(world: Worlds, transport: str, mode: Mode) -> None:
+    overrides = {"mode": mode, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}
+    world(3).run(run_story, transport, calls.weights_at_home, case_of(3, "single_none"), overrides)
+    overrides["exact_combine"] = False
+    world(3).run(run_story, transport, calls.weights_at_home_need_exact_combine, case_of(3), overrides)
+
+
+@pytest.mark.parametrize(
+    "quirk", [{}, {"quantize": True}, {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED}]
+)
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+def test_buffers_are_known_early(world: Worlds, transport: str, layout: Layout, quirk: dict[str, Any]) -> None:
+    case = case_of(3, hidden_size=256)
+    world(3).run(run_story, transport, calls.buffers_before_they_are_full, case, {"layout": layout, **quirk})
+    world(3).run(run_story, transport, calls.buffers_of_exact_shapes, case_of(3), {"mode": Mode.HT})

@@ -14,10 +14,11 @@ import pytest
 from crossdock.common import log as logs
 from crossdock.common.config import LogConfig, split_address
 from crossdock.common.http import HttpServer, serve_http
-from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.common.rpc import ListenError
 
-ALL = [WorkerMetrics, ControlMetrics, HostMetrics]
+ALL = [WorkerMetrics, ControlMetrics, HostMetrics, FrameworkMetrics]
+Kind = type[WorkerMetrics | ControlMetrics | HostMetrics | FrameworkMetrics]
 
 
 def get(address: str, path: str, method: str = "GET") -> tuple[int, str]:
@@ -43,7 +44,7 @@ def server() -> Iterator[HttpServer]:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_each_metric_says_its_unit_and_meaning(kind: type[WorkerMetrics | ControlMetrics | HostMetrics]) -> None:
+def test_each_metric_says_its_unit_and_meaning(kind: Kind) -> None:
     for metric in kind().declarations():
         assert metric.name.startswith("crossdock_")
         assert metric.unit
@@ -54,7 +55,7 @@ def test_each_metric_says_its_unit_and_meaning(kind: type[WorkerMetrics | Contro
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_what_is_declared_is_what_the_registry_holds(kind: type[WorkerMetrics | ControlMetrics | HostMetrics]) -> None:
+def test_what_is_declared_is_what_the_registry_holds(kind: Kind) -> None:
     made = kind()
     families = {family.name for family in made.registry.collect() if not family.name.startswith("process_")}
     assert families == {metric.name.removesuffix("_total") for metric in made.declarations()}

@@ -9,6 +9,7 @@ import pytest
 from crossdock.common.config import (
     ConfigFileError,
     ControlConfig,
+    FrameworkConfig,
     HostConfig,
     Identity,
     LogConfig,
@@ -154,3 +155,26 @@ def test_the_group_of_a_host_has_as_many_ranks_as_it_has_workers() -> None:
 )
 def test_a_server_on_every_interface_is_reached_over_loopback(address: str, reached: str) -> None:
     assert reachable_from_here(address) == reached
+
+
+def test_inside_an_engine_the_environment_names_the_file(tmp_path: Path) -> None:
+    assert FrameworkConfig.from_env({}) == FrameworkConfig()
+    assert FrameworkConfig.from_env({"CROSSDOCK_VLLM": "native"}).vllm == "native"
+    path = tmp_path / "c.yaml"
+    path.write_text("vllm: deep_ep\ntimeout_s: 7\nhttp_listen: 127.0.0.1:9100\n")
+    got = FrameworkConfig.from_env({"CROSSDOCK_CONFIG": str(path)})
+    assert (got.vllm, got.timeout_s, got.listen_of(3), FrameworkConfig().listen_of(3)) == (
+        "deep_ep",
+        7,
+        "127.0.0.1:9103",
+        "",
+    )
+    assert FrameworkConfig.from_env({"CROSSDOCK_CONFIG": str(path), "CROSSDOCK_VLLM": "off"}).vllm == "off"
+
+
+@pytest.mark.parametrize("text", ["vllm: on\n", "timeout_s: 0\n", "http_listen: nowhere\n", "time: 3\n"])
+def test_a_wrong_engine_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigFileError, match=r"c\.yaml"):
+        FrameworkConfig.from_env({"CROSSDOCK_CONFIG": str(path)})

@@ -203,6 +203,12 @@ class PendingDispatch:
         self._transport.judge(comm.lib.cd_dispatch_send(comm.pointer, ctypes.byref(self._op)))
         self._args = None  # type: ignore[assignment]  # x and the rest are staged; the caller may have them back
 
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        lead = self._buffers.lead(0)
+        stride = -(-lead[-1] // quant.ROW_PAD) * quant.ROW_PAD
+        return self._buffers.tokens()[: lead[0]], self._buffers.scales(lead, stride), self._state.counts
+
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """See `base.PendingDispatch`."""
         if self._result is None:
@@ -244,6 +250,8 @@ class PendingCombine:
         self._comm = transport.native()
         self._epoch = transport.epoch
         self._state: RoutingState = args.handle.state
+        if args.topk_weights is not None:
+            self._state = replace(self._state, weights=args.topk_weights.clone())
         self.slot = transport.next_slot(1)
         self.dispatch_slot = args.handle.seq % transport.geometry.in_flight
         registered = self._comm.buffers[self.dispatch_slot].expert_outputs

@@ -211,6 +211,13 @@ class Engine:
         )
         return out, handle
 
+    def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        tokens, scales = self._outputs.delivered(step.slot, step.scales, self._outputs.rows[0])
+        counts = step.outputs["counts"]
+        assert counts is not None
+        return tokens, scales, counts
+
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -252,6 +259,8 @@ class Engine:
         """(the call, receive(out) -> (z, weights), which completes its arguments for the receiving half)."""
         c, handle = self._config, args.handle
         state: DispatchState = handle.state
+        if args.topk_weights is not None:
+            state = replace(state, topk_weights=args.topk_weights if args.at_once else args.topk_weights.clone())
         slot = self._num_combines % self.sizes.shape.combine_slots
         self._num_combines += 1
         y = _aligned(args.y)

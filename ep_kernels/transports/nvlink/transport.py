@@ -275,6 +275,10 @@ class NvlinkTransport:
             rows = int(step.outputs["num_rows"]) if unknown else rows
         return self._engine.finish(step, rows, self._epoch)
 
+    def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        return self._engine.buffers(step)
+
     def combine(self, args: CombineArgs) -> _PendingCombine:
         """See `base.Transport`."""
         self.check()
@@ -365,6 +369,9 @@ class _PendingDispatch:
         if self._result is None:
             self._result = self._transport.finish(self._step, self._halves)
         return self._result
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        return self._transport.buffers(self._step)
 
 
 class _PendingCombine:

@@ -1,6 +1,7 @@
 """One typed, frozen config per program: a YAML file, then `--set path=value`, then the checks of the types.
 
-The only reader of the environment in the repository is `Identity.from_env`, and nothing writes it.
+The only readers of the environment in the repository are `Identity.from_env` and `FrameworkConfig.from_env`, and
+nothing writes it.
 Unknown keys are refused with their path. `helm/crossdock/values.schema.json` is generated from these types.
 """
 
@@ -205,6 +206,37 @@ def _count_up(address: str, steps: int) -> str:
         return ""
     host, port = split_address(address)
     return format_address(host, port + steps if port else 0)
+
+
+class FrameworkConfig(_Config, frozen=True, kw_only=True):
+    """Crossdock inside another program: the vLLM plugin, and whatever imports our `deep_ep`. Equal on all ranks."""
+
+    vllm: Literal["off", "deep_ep", "native"] = "off"
+    """What the plugin does in vLLM: nothing; offers our `deep_ep` where no other is installed; or puts Crossdock's own
+    classes in the places of vLLM's DeepEP backends."""
+    transport: str = ""
+    """Folder name under `ep_kernels/transports`. Empty: nvlink for tensors on GPUs, cpu for others."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 100.0
+    """Deadline of every wait for a peer. Engines compile and capture at different speeds on different ranks, so this is
+    as long as DeepEP's, and longer than MoEConfig's."""
+    kernel_cache_dir: str = ""
+    """Folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
+    metrics: bool = True
+    """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
+    http_listen: str = ""
+    """host:port of an endpoint of our own for them; rank i listens on port + i. Empty: none."""
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None) -> FrameworkConfig:
+        """CROSSDOCK_CONFIG names a YAML file with these fields; CROSSDOCK_VLLM is its field `vllm`. Raises
+        ConfigFileError."""
+        env = os.environ if environ is None else environ
+        chosen = env.get("CROSSDOCK_VLLM", "")
+        return load(FrameworkConfig, env.get("CROSSDOCK_CONFIG") or None, [f"vllm={chosen}"] if chosen else [])
+
+    def listen_of(self, rank: int) -> str:
+        """Where rank i serves its metrics; "" for nowhere."""
+        return _count_up(self.http_listen, rank)
 
 
 class Identity(_Config, frozen=True, kw_only=True):

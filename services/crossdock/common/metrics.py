@@ -13,7 +13,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 import crossdock
 
-__all__ = ["ControlMetrics", "Counter", "Declaration", "Gauge", "Histogram", "HostMetrics", "WorkerMetrics"]
+__all__ = [
+    "ControlMetrics",
+    "Counter",
+    "Declaration",
+    "FrameworkMetrics",
+    "Gauge",
+    "Histogram",
+    "HostMetrics",
+    "WorkerMetrics",
+]
 
 NAMESPACE = "crossdock"
 
@@ -154,3 +163,33 @@ class HostMetrics(_Metrics):
         super().__init__()
         self.up = self._gauge("up", "1", "1 while that process runs and has said that it listens", "process")
         self.restarts = self._gauge("restarts", "restarts", "Times that process was started anew", "process")
+
+
+class FrameworkMetrics(_Metrics):
+    """What a rank inside another engine exports. The engine may serve all ranks' values on one page: hence `rank`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ep_seconds = self._seconds(
+            "ep_seconds",
+            "Time inside one dispatch or combine; phase is send, wait (for the slowest peer) or total",
+            STEP_BUCKETS,
+            "rank",
+            "op",
+            "mode",
+            "phase",
+        )
+        self.ep_tokens_total = self._counter(
+            "ep_tokens_total", "tokens", "Tokens that this rank brought to an operation", "rank", "op", "mode"
+        )
+        self.ep_peer_wait_seconds_total = self._counter(
+            "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data had arrived, summed",
+            "rank", "op", "peer",
+        )  # fmt: skip
+        self.ep_peer_timeouts_total = self._counter(
+            "ep_peer_timeouts_total",
+            "timeouts",
+            "Waits that ended because that peer was silent or dead",
+            "rank",
+            "peer",
+        )

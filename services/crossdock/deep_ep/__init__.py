@@ -1,0 +1,19 @@
+"""DeepEP's Python interface over Crossdock: what vLLM, SGLang and Megatron call as `deep_ep`, on every transport.
+
+    from crossdock.deep_ep import Buffer          # under its own name: hides nothing
+    PYTHONPATH="$(crossdock deep-ep)" program     # as `deep_ep`, for programs that import that name
+
+Tensors on a GPU travel by the `nvlink` transport, tensors on the CPU by `cpu`: the same code, so the second is the
+executable specification of the first. What differs from DeepEP is listed in docs/vllm.md. Names and arguments follow
+DeepEP (github.com/deepseek-ai/DeepEP, MIT); nothing else does. Not here: internode calls, `ElasticBuffer`, shrink.
+"""
+
+import crossdock
+from crossdock.deep_ep.buffer import Buffer
+from crossdock.deep_ep.events import EventHandle, EventOverlap
+from crossdock.deep_ep.hints import Config
+
+__version__ = f"1.2.1+crossdock.{crossdock.__version__}"
+"""DeepEP's release whose interface this is, and ours."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__"]

@@ -1,0 +1,276 @@
+"""`Buffer`: DeepEP's class, over one MoECommunicator per shape. Checks arguments; the two halves do the work.
+
+A call that is new to a Buffer (another shape, more tokens than before) makes a communicator, which is collective as the
+call itself is, and cannot happen while a CUDA graph is captured: run each shape once before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+
+from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep import hints
+from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
+from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
+from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, Shape
+from crossdock.deep_ep.pool import Pool
+from crossdock.deep_ep.telemetry import counting_timeouts
+from ep_kernels import ArgumentError, ScaleFormat
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""x [T, H], or (x, scales [T, S] or [T])."""
+Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]
+
+
+class Buffer:
+    """Communication of one group of ranks.
+
+    Args:
+        group: torch.distributed.ProcessGroup, gloo or nccl; used to bring communicators up, not to move tokens.
+        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them; regions are sized by what comes.
+        low_latency_mode: kept for callers that read it; both kinds of calls always work.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, without effect.
+        explicitly_destroy: as given; `destroy()` may be called either way, and is when the object is collected.
+        enable_shrink: must be False: a lost rank ends in PeerTimeout.
+
+    Raises: ArgumentError.
+    """
+
+    num_sms: ClassVar[int] = 20
+    """What callers read. Only a number given to `set_num_sms` bounds anything."""
+    _chosen_sms: ClassVar[int | None] = None
+
+    def __init__(
+        self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
+        use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False,
+    ) -> None:  # fmt: skip
+        if enable_shrink:
+            raise ArgumentError("enable_shrink", "False: a lost rank ends in PeerTimeout, it is not masked", True)
+        self._settings = FrameworkConfig.from_env()
+        self._pool = Pool(group, self._settings)
+        self._low, self._high, self._streams = LowLatency(self._pool), HighThroughput(self._pool), CommStream()
+        self.group, self.rank, self.group_size = group, self._pool.rank, self._pool.size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+
+    def destroy(self) -> None:
+        """Free every communicator. Idempotent; waits for no peer. No call works afterwards (ClosedError)."""
+        self._pool.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.close()
+
+    # What callers ask before they call.
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels are compiled for the GPU that is there."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Multiprocessors that one high-throughput operation may fill; for communicators made after this call. Equal on
+        all ranks. Raises ArgumentError unless positive and even."""
+        if type(new_num_sms) is not int or new_num_sms < 2 or new_num_sms % 2:
+            raise ArgumentError("new_num_sms", "a positive even int", repr(new_num_sms))
+        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """What the current stream has been given so far."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """About the bytes per rank that low-latency steps of these sizes take."""
+        return hints.low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> hints.Config:
+        """A Config, which nothing depends on."""
+        return hints.Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> hints.Config:
+        """A Config, which nothing depends on."""
+        return hints.Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream on which calls with `async_finish` run."""
+        return self._streams.stream()
+
+    # High throughput.
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
+        """Who gets how many tokens of this rank: (int32 [R], None, int32 [E], bool [T, R], event). `dispatch` finds
+        that out by itself; of what is given back to it, it reads the length E."""
+        _ids(topk_idx)
+        self._pool.experts_per_rank(num_experts)
+        with self._streams.enter(topk_idx, previous_event, async_finish) as turn:
+            per_rank, per_expert, to_rank = layout(topk_idx, num_experts, self.group_size)
+            event = turn.done([topk_idx], [per_rank, per_expert, to_rank])
+        return per_rank, None, per_expert, to_rank, event
+
+    def dispatch(
+        self, x: Rows, handle: Handle | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
+        config: hints.Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Dispatched:  # fmt: skip
+        """Each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [T, H], or (x, scales [T, S] or [T]), which travel as they are.
+            handle: of an earlier dispatch: its routing again; then topk_idx and topk_weights must be None.
+            num_tokens_per_expert: of `get_dispatch_layout`; its length is E. The others of it are not read.
+            topk_idx: int64 [T, K], -1 = none. topk_weights: float32 [T, K].
+            expert_alignment: to which the numbers of the fourth result are rounded up.
+            num_worst_tokens: > 0: fixed shapes of so many rows (R times the most tokens of any rank), nothing is read
+                back, ids past what arrived are -1, the fourth result is []. Needed in CUDA graphs.
+
+        Returns (rows, or (rows, scales), [N, ...], by source rank and token; local expert ids int64 [N, K], -1 = not
+        here; weights [N, K], 0 there; rows per local expert; handle; event). With `handle`: rows, four None, event.
+        """
+        payload: Payload = x if isinstance(x, tuple) else (x, None)
+        with self._operation(), self._streams.enter(payload[0], previous_event, async_finish) as turn:
+            if handle is not None:
+                if topk_idx is not None or topk_weights is not None:
+                    raise ArgumentError("topk_idx, topk_weights", "None beside a handle", "a tensor")
+                rows, scales = self._high.dispatch_again(payload, _handle(handle))
+                event = turn.done([*payload], [rows, scales])
+                return rows if scales is None else (rows, scales), None, None, None, None, event
+            ids, weights = _ids(topk_idx), _weights(topk_weights)
+            if num_tokens_per_expert is None:
+                raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
+            num_experts = num_tokens_per_expert.numel()
+            kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, Buffer._chosen_sms)
+            got = self._high.dispatch(payload, ids, weights, kind, expert_alignment)
+            event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
+        rows_out: Rows = got.x if got.scales is None else (got.x, got.scales)
+        return rows_out, got.topk_idx, got.topk_weights, got.counts, got.handle, event
+
+    def combine(
+        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None, config: hints.Config | None = None,
+        previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
+        """Rows [N, H], which the caller has weighed and reduced per token, summed over the ranks at home. Collective.
+
+        Args:
+            topk_weights: float32 [N, K] to be brought home, each to its (token, k), or None.
+            bias: [T, H], or up to two of them, added at home.
+
+        Returns ([T, H], weights [T, K] or None, event).
+        """
+        extra = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        with self._operation(), self._streams.enter(x, previous_event, async_finish) as turn:
+            z, home = self._high.combine(x.contiguous(), _handle(handle), topk_weights)
+            for each in extra:
+                z = z + each
+            event = turn.done([x, topk_weights, *extra], [z, home])
+        return z, home, event
+
+    # Low latency.
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing to do: regions are never shared between kinds of calls, nor left unclean."""
+
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None, use_fp8: bool = True,
+        round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]:  # fmt: skip
+        """Each token to its experts. Collective; never reads the device.
+
+        Args:
+            x: bfloat16 (or float16) [T, H], T <= M. topk_idx: int64 [T, K], -1 = none.
+            num_max_dispatch_tokens_per_rank: M. num_experts: E, a multiple of R.
+            cumulative_local_expert_recv_stats: int32 [L] that grows by what each expert received, or None.
+            use_fp8: quantise on the way, blocks of 128. round_scale: scales are powers of two. use_ue8m0: and packed.
+            return_recv_hook: return when this rank's sends are done; nothing is there before the hook was called.
+
+        Returns (rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; event; hook). Scales are float32
+        [L, R*M, ceil(H/128)] or packed int32, the row index fast. Rows stay until the second dispatch after this.
+        """
+        ids = _ids(topk_idx)
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise ArgumentError("use_ue8m0", "False unless use_fp8 and round_scale are on", True)
+        packed = ScaleFormat.UE8M0_PACKED if use_ue8m0 else ScaleFormat.UE8M0
+        scales = (packed if round_scale else ScaleFormat.FP32) if use_fp8 else None
+        most = num_max_dispatch_tokens_per_rank
+        shape = Shape(most, x.shape[-1], num_experts, ids.shape[1], x.dtype, scales)
+        stats = cumulative_local_expert_recv_stats
+        with self._operation():
+            rows, counts, handle, hook = self._low.dispatch(x.contiguous(), ids, shape, stats, return_recv_hook)
+        return rows, counts, handle, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
+
+    def low_latency_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
+        """Expert rows [L, R*M, H] home, weighed with topk_weights [T, K] and summed over k in fp32. Collective.
+
+        Args:
+            topk_idx: as dispatched; the handle knows them. use_logfmt: taken, rows travel unchanged.
+            zero_copy: the rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not read.
+            out: [T, H] to write into, or None.
+
+        Returns ([T, H], event, hook); with `return_recv_hook` nothing is there before the hook was called.
+        """
+        if not isinstance(handle, LowLatencyHandle):
+            raise ArgumentError("handle", "what low_latency_dispatch gave", type(handle).__name__)
+        weights = _weights(topk_weights)
+        if zero_copy and handle.combine_buffer is None:
+            raise ArgumentError("zero_copy", "get_next_low_latency_combine_buffer(handle) called before", True)
+        rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.contiguous()
+        z = x.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
+        with self._operation():
+            hook = self._low.combine(rows, weights, handle, z, return_recv_hook)
+        return z, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[L, R*M, H] to write expert rows into, for a combine with `zero_copy`."""
+        return self._low.combine_buffer(handle)
+
+    def _operation(self) -> contextlib.AbstractContextManager[None]:
+        return counting_timeouts(self.rank, self._settings)
+
+    def _counted(self, hook: Hook) -> Hook:
+        def run() -> None:
+            with self._operation():
+                hook()
+
+        return run
+
+
+def _ids(value: torch.Tensor | None) -> torch.Tensor:
+    if value is None or value.ndim != 2 or value.dtype != torch.int64:
+        got = None if value is None else (list(value.shape), value.dtype)
+        raise ArgumentError("topk_idx", "int64 [T, K]", got)
+    return value.contiguous()
+
+
+def _weights(value: torch.Tensor | None) -> torch.Tensor:
+    if value is None or value.ndim != 2 or value.dtype != torch.float32:
+        got = None if value is None else (list(value.shape), value.dtype)
+        raise ArgumentError("topk_weights", "float32 [T, K]", got)
+    return value.contiguous()
+
+
+def _handle(value: object) -> Handle:
+    if not isinstance(value, Handle):
+        raise ArgumentError("handle", "what dispatch gave", type(value).__name__)
+    return value

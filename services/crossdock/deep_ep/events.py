@@ -1,0 +1,103 @@
+"""Points in time on a device's stream, in the two wrappings that DeepEP's callers know. On the CPU all have passed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class EventHandle:
+    """A point on torch's current stream: all that was launched there before. Without a GPU: no point at all."""
+
+    def __init__(self) -> None:
+        self.point: torch.cuda.Event | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.point = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.point.record()
+
+    def current_stream_wait(self) -> None:
+        """Whatever is launched on the current stream from now on waits for it, on the device."""
+        if self.point is not None:
+            torch.cuda.current_stream().wait_event(self.point)
+
+
+class EventOverlap:
+    """An event that a caller may wait for later, or none. As a context manager it is waited for at the end.
+
+    Args:
+        event: the point, or None: nothing to wait for.
+        extra_tensors: kept alive as long as this object.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """As `EventHandle.current_stream_wait`; nothing without an event."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.current_stream_wait()
+
+
+class CommStream:
+    """Runs operations on a stream of their own when a caller wants to go on meanwhile (`async_finish`)."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self) -> torch.cuda.Stream:
+        """The stream, made when first asked for."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def enter(self, like: torch.Tensor, previous: EventOverlap | None, async_finish: bool) -> _Turn:
+        """A context for one operation on tensors like this one; its `done(inputs, outputs)` gives the event."""
+        after = None if previous is None else previous.event
+        return _Turn(self.stream() if async_finish and like.is_cuda else None, after, async_finish)
+
+
+class _Turn:
+    """One operation: on the caller's stream, or aside."""
+
+    def __init__(self, aside: torch.cuda.Stream | None, after: EventHandle | None, wants_event: bool) -> None:
+        self._aside, self._after, self._wants_event = aside, after, wants_event
+        self._caller: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> _Turn:
+        if self._aside is None:
+            if self._after is not None:
+                self._after.current_stream_wait()
+            return self
+        self._caller = torch.cuda.current_stream()
+        if self._after is not None and self._after.point is not None:
+            self._aside.wait_event(self._after.point)
+        else:
+            self._aside.wait_stream(self._caller)
+        torch.cuda.set_stream(self._aside)
+        return self
+
+    def done(self, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor | None]) -> EventOverlap:
+        """The event after it. Torch's allocator learns who still uses which tensor."""
+        event = EventHandle() if self._wants_event else None
+        for stream, tensors in ((self._aside, inputs), (self._caller, outputs)):
+            for tensor in tensors:
+                if stream is not None and tensor is not None:
+                    tensor.record_stream(stream)
+        return EventOverlap(event)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._caller is not None:
+            torch.cuda.set_stream(self._caller)

@@ -1,0 +1,208 @@
+"""DeepEP's high-throughput calls: compact rows, one per (token, rank); the caller weighs, combine only sums.
+
+A step may bring any number of tokens: before each dispatch of a new routing the ranks tell each other how many, and the
+communicator is replaced by a larger one where it must be. Rows are copies, for callers keep them (training does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crossdock.deep_ep.pool import Pool
+from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, Layout, Mode, MoECommunicator
+from ep_kernels.transports.base import EXCHANGE_WORDS
+
+SMALLEST = 128
+"""Tokens per rank of the first communicator; then powers of two."""
+
+Payload = tuple[torch.Tensor, torch.Tensor | None]
+"""x [T, H] and its scales [T, S], or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What one communicator is made for, but for how many tokens.
+
+    Attributes:
+        hidden: H.
+        dtype: of x.
+        scale_columns: S, 0 without scales.
+        scale_dtype: of the scales.
+        num_experts: E.
+        topk: K.
+        worst: most rows that a rank may receive, where shapes are fixed; 0 where they are exact.
+        num_sms: multiprocessors of one operation, or None.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    scale_columns: int
+    scale_dtype: torch.dtype
+    num_experts: int
+    topk: int
+    worst: int
+    num_sms: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """What dispatch gives to combine, and to a dispatch of the same routing.
+
+    Attributes:
+        comm: whose rows they are.
+        inner: its handle.
+        kind: what it was made for.
+        topk_idx, topk_weights: [T, K] of the dispatch.
+    """
+
+    comm: MoECommunicator
+    inner: DispatchHandle
+    kind: Kind
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], rows per local expert (None where
+    shapes are fixed), handle."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    counts: list[int]
+    handle: Handle
+
+
+class HighThroughput:
+    """The high-throughput half of a Buffer."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def kind(self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None) -> Kind:
+        """What this payload needs."""
+        x, scales = payload
+        self._pool.experts_per_rank(num_experts)
+        if worst % self._pool.size:
+            raise ArgumentError("num_worst_tokens", f"a multiple of the group's {self._pool.size} ranks", worst)
+        columns = 0 if scales is None else 1 if scales.ndim == 1 else scales.shape[1]
+        dtype = torch.float32 if scales is None else scales.dtype
+        return Kind(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms)
+
+    def dispatch(
+        self,
+        payload: Payload,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        kind: Kind,
+        alignment: int,
+        keep: bool = True,
+    ) -> Delivered:
+        """Each token to the ranks of its experts. Reads the device once for the number of rows and once for `counts`
+        (rounded up to `alignment`), unless shapes are fixed. Without `keep` the rows are views, good until the second
+        dispatch after this."""
+        comm = self._communicator(kind, payload[0])
+        out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
+        handle = Handle(comm, inner, kind, topk_idx, topk_weights)
+        assert out.topk_ids is not None
+        assert out.topk_weights is not None
+        ids, counts = out.topk_ids.long(), []
+        if kind.worst:
+            arrived = torch.arange(len(ids), device=ids.device) < out.num_rows
+            ids = torch.where(arrived[:, None], ids, -1)
+        else:
+            counts = _rows_per_expert(ids, comm.num_local_experts, alignment)
+        x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
+        return Delivered(x, scales, ids, out.topk_weights, counts, handle)
+
+    def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
+        """Other rows by the same routing, of another dtype if need be."""
+        old = handle.kind
+        kind = self.kind(payload, old.num_experts, old.topk, old.worst, old.num_sms)
+        if kind == old:
+            out, _ = handle.comm.dispatch(_packed(payload), None, None, previous_handle=handle.inner)
+        else:
+            comm = self._communicator(kind, payload[0])
+            out, _ = comm.dispatch(_packed(payload), handle.topk_idx, handle.topk_weights)
+        return _kept(out, payload)
+
+    def combine(
+        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [N, H] summed over the ranks at home, [T, H]; and the weights [N, K] brought home, [T, K]."""
+        if topk_weights is None:
+            return handle.comm.combine(x, handle.inner), None
+        request = handle.comm.combine_async(x, handle.inner, row_weights=topk_weights.contiguous())
+        return request.wait(), request.weights
+
+    def _communicator(self, kind: Kind, x: torch.Tensor) -> MoECommunicator:
+        """One that is large enough for what every rank brings to this step. Collective."""
+        comm = self._pool.get(kind)
+        if kind.worst:
+            return comm or self._make(kind, x, kind.worst // self._pool.size)
+        most = self._most_tokens(comm, x.shape[0])
+        if comm is not None and most <= comm.config.max_tokens_per_rank:
+            return comm
+        return self._make(kind, x, max(SMALLEST, 1 << (most - 1).bit_length()))
+
+    def _most_tokens(self, comm: MoECommunicator | None, mine: int) -> int:
+        if comm is not None:
+            words = comm.exchange([mine] + [0] * (EXCHANGE_WORDS - 1))
+            return max(word[0] for word in words if word is not None)
+        answers = self._pool.group.all_gather(mine.to_bytes(8, "little"), 0)
+        return max(1, *(int.from_bytes(answer, "little") for answer in answers))
+
+    def _make(self, kind: Kind, x: torch.Tensor, max_tokens: int) -> MoECommunicator:
+        scaled: dict[str, Any] = {}
+        if kind.scale_columns:
+            scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}
+        return self._pool.make(
+            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=not kind.worst, dtype=kind.dtype,
+            num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk, max_tokens_per_rank=max_tokens,
+            num_sms=kind.num_sms, **scaled,
+        )  # fmt: skip
+
+
+def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens per rank int32 [R], per expert int32 [E], bool [T, R]: which token goes there). Never synchronises."""
+    device, valid = topk_idx.device, topk_idx >= 0
+    rank = torch.where(valid, topk_idx // (num_experts // num_ranks), num_ranks)
+    to_rank = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=device).scatter_(1, rank, True)
+    to_rank = to_rank[:, :num_ranks].contiguous()
+    return (
+        to_rank.sum(0, dtype=torch.int32),
+        _histogram(torch.where(valid, topk_idx, num_experts), num_experts),
+        to_rank,
+    )
+
+
+def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """int32 [size]: how often each value occurs; `size` itself is not counted. `bincount` would synchronise."""
+    flat = ids.flatten()
+    counts = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:size]
+
+
+def _rows_per_expert(ids: torch.Tensor, num_local: int, alignment: int) -> list[int]:
+    counts: list[int] = _histogram(torch.where(ids >= 0, ids, num_local), num_local).tolist()
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def _packed(payload: Payload) -> Any:
+    x, scales = payload
+    if scales is None:
+        return x.contiguous()
+    return x.contiguous(), (scales[:, None] if scales.ndim == 1 else scales).contiguous()
+
+
+def _kept(out: DispatchOutput, payload: Payload) -> Payload:
+    """The rows as the caller may keep them; scales in the rank in which they were given."""
+    scales = payload[1]
+    if scales is None or out.scales is None:
+        return out.tokens.clone(), None
+    return out.tokens.clone(), out.scales.clone().view(-1) if scales.ndim == 1 else out.scales.clone()

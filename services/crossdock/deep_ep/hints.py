@@ -1,0 +1,38 @@
+"""Sizes that callers ask for before they make a Buffer. Regions are sized by what comes; these tell about how large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """DeepEP's tuning record. Taken and shown again, but not used: the plan of a launch follows from its sizes.
+
+    Attributes:
+        num_sms: multiprocessors; what `Buffer.set_num_sms` sets is used, this is not.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens, num_max_rdma_chunked_send_tokens,
+        num_max_rdma_chunked_recv_tokens: chunk sizes of DeepEP's queues, of which Crossdock has none.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: regions are made, and grow, with the steps that come."""
+        return 0
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: no RDMA here."""
+        return 0
+
+
+def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """About what a bf16 low-latency communicator of these sizes takes per rank, with two steps in flight."""
+    row = 2 * hidden + 16
+    received = -(-num_experts // num_ranks) * num_ranks * max_tokens * row
+    travelling = 2 * num_ranks * max_tokens * row
+    return 2 * (received + travelling)

@@ -1,0 +1,198 @@
+"""DeepEP's low-latency calls: expert-major rows, weights that come only with combine, hooks that receive.
+
+Callers bring the weights to combine, so rows travel home unweighted (`exact_combine`) and are weighed there. What
+travels beside the rows at dispatch, where weights would, is where each came from: `LowLatencyHandle` reads it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from crossdock.deep_ep.pool import Pool
+from ep_kernels import ArgumentError, DispatchHandle, HandleError, Layout, Mode, MoECommunicator, ScaleFormat
+
+MARK_LIMIT = 1 << 24
+"""float32 counts so far: R * M must be less for `LowLatencyHandle` to tell rows apart."""
+TMA_ROWS = 4
+"""fp32 scales lie column-major, the columns 16 bytes apart at least, which are 4 rows."""
+
+Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Hook = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one communicator is made for.
+
+    Attributes:
+        max_tokens: M.
+        hidden: H.
+        num_experts: E.
+        topk: K.
+        dtype: of x.
+        scales: format of the fp8 scales, or None where x travels as it is.
+    """
+
+    max_tokens: int
+    hidden: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+    scales: ScaleFormat | None
+
+
+class LowLatencyHandle(Sequence[Any]):
+    """What dispatch gives to combine. As DeepEP's it reads as a tuple, whose first two parts are made when asked for:
+
+    [0] int32 [L, R*M], the source's token index of each row (rows past the counts: 0)
+    [1] int64 [L, R], begin << 32 | count of each source rank's rows
+    [2] M, [3] H, [4] E
+    """
+
+    def __init__(self, comm: MoECommunicator, shape: Shape, num_tokens: int) -> None:
+        self.comm, self.shape, self.num_tokens = comm, shape, num_tokens
+        self.inner: DispatchHandle | None = None
+        self.combine_buffer: torch.Tensor | None = None
+
+    def received(self) -> DispatchHandle:
+        """The communicator's own handle. HandleError before the receive hook has run."""
+        if self.inner is None:
+            raise HandleError("handle: its receive hook has not been called; call it before anything uses the rows")
+        return self.inner
+
+    def sources(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts [0] and [1]."""
+        ranks, most = self.comm.size, self.shape.max_tokens
+        if ranks * most >= MARK_LIMIT:
+            raise ArgumentError("num_max_dispatch_tokens_per_rank", f"R * M < {MARK_LIMIT}", most)
+        marks = self.comm.row_weights(self.received()).long() - 1
+        filled = marks >= 0
+        source = torch.where(filled, marks // most, ranks)
+        counts = (source[..., None] == torch.arange(ranks, device=marks.device)).sum(1)
+        begins = counts.cumsum(1) - counts
+        return torch.where(filled, marks % most, 0).int(), begins << 32 | counts
+
+    def __len__(self) -> int:
+        return 5
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        shape = self.shape
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(index)
+        return self.sources()[at] if at < 2 else (shape.max_tokens, shape.hidden, shape.num_experts)[at - 2]
+
+
+class LowLatency:
+    """The low-latency half of a Buffer."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._marks: dict[Shape, torch.Tensor] = {}
+
+    def _communicator(self, shape: Shape, like: torch.Tensor) -> MoECommunicator:
+        comm = self._pool.get(shape)
+        if comm is not None:
+            return comm
+        self._pool.experts_per_rank(shape.num_experts)
+        quantized = {} if shape.scales is None else {"quantize": True, "scale_format": shape.scales}
+        comm = self._pool.make(
+            shape, like, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True, dtype=shape.dtype,
+            num_experts=shape.num_experts, hidden_size=shape.hidden, topk=shape.topk,
+            max_tokens_per_rank=shape.max_tokens, **quantized,
+        )  # fmt: skip
+        first = 1 + self._pool.rank * shape.max_tokens
+        marks = torch.arange(first, first + shape.max_tokens, dtype=torch.float32, device=like.device)
+        self._marks[shape] = marks[:, None].expand(-1, shape.topk).contiguous()
+        return comm
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, shape: Shape, stats: torch.Tensor | None, hooked: bool
+    ) -> tuple[Received, torch.Tensor, LowLatencyHandle, Hook]:
+        """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` nothing is there before
+        the hook has been called. `stats` [L] grows by the counts."""
+        comm = self._communicator(shape, x)
+        handle = LowLatencyHandle(comm, shape, x.shape[0])
+        marks = self._marks[shape][: x.shape[0]]
+        if not hooked:
+            out, handle.inner = comm.dispatch(x, topk_idx, marks)
+            scales = _column_major(out.scales)
+            _finish(out.scales, scales, out.counts, stats)
+            return _pair(out.tokens, scales), out.counts, handle, _nothing
+        request = comm.dispatch_async(x, topk_idx, marks)
+        tokens, raw, counts = request.buffers()
+        scales = _column_major(raw)
+
+        def hook() -> None:
+            if handle.inner is None:
+                handle.inner = request.wait()[1]
+                _finish(raw, scales, counts, stats)
+
+        return _pair(tokens, scales), counts, handle, hook
+
+    def combine(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor, hooked: bool
+    ) -> Hook:
+        """Rows home, weighed, into `out` [T, H]; with `hooked` it is complete once the hook has been called."""
+        inner = handle.received()
+        z = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        weights = topk_weights.contiguous()
+        if not hooked:
+            handle.comm.combine(x, inner, out=z, topk_weights=weights)
+            _copied(z, out)
+            return _nothing
+        request = handle.comm.combine_async(x, inner, out=z, topk_weights=weights)
+
+        def hook() -> None:
+            if not request.done:
+                request.wait()
+                _copied(z, out)
+
+        return hook
+
+    def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[L, R*M, H] to write expert rows into for a combine with `zero_copy`."""
+        handle.combine_buffer = handle.comm.combine_input(handle.received())
+        return handle.combine_buffer
+
+
+def _nothing() -> None:
+    """The hook of what is complete."""
+
+
+def _pair(tokens: torch.Tensor, scales: torch.Tensor | None) -> Received:
+    return tokens if scales is None else (tokens, scales)
+
+
+def _column_major(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Room for fp32 scales [L, rows, blocks] whose row index is the fast one; packed scales lie so already."""
+    if scales is None or scales.dtype != torch.float32:
+        return scales
+    num_local, rows, blocks = scales.shape
+    stride = -(-rows // TMA_ROWS) * TMA_ROWS
+    room = torch.empty(num_local, blocks, stride, dtype=torch.float32, device=scales.device)
+    return room.transpose(1, 2)[:, :rows]
+
+
+def _finish(
+    raw: torch.Tensor | None, scales: torch.Tensor | None, counts: torch.Tensor, stats: torch.Tensor | None
+) -> None:
+    if scales is not None and raw is not None and scales is not raw:
+        scales.copy_(raw)
+    if stats is not None:
+        stats += counts
+
+
+def _copied(z: torch.Tensor, out: torch.Tensor) -> None:
+    if z is not out:
+        out.copy_(z)

@@ -1,0 +1,77 @@
+"""The communicators behind one Buffer: one for each shape that came, made when it first comes. Collective."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep.telemetry import watch
+from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
+
+IN_FLIGHT = 2
+"""As in DeepEP: the tensors of two low-latency dispatches may be held at a time (dual-batch overlap)."""
+
+
+class Pool:
+    """Makes communicators of one group and closes them.
+
+    Args:
+        group: a torch.distributed.ProcessGroup (gloo or nccl).
+        settings: deadline, kernel cache, transport.
+    """
+
+    def __init__(self, group: Any, settings: FrameworkConfig) -> None:
+        self.group = TorchGroup(group)
+        self.rank, self.size = self.group.rank, self.group.size
+        self._settings = settings
+        self._made: dict[Hashable, MoECommunicator] = {}
+        self._all: list[MoECommunicator] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        """L. ArgumentError unless the experts divide by the ranks, as DeepEP's numbering wants."""
+        if num_experts < 1 or num_experts % self.size:
+            raise ArgumentError("num_experts", f"a multiple of the group's {self.size} ranks", num_experts)
+        return num_experts // self.size
+
+    def get(self, key: Hashable) -> MoECommunicator | None:
+        """What was last made under this key."""
+        return self._made.get(key)
+
+    def make(self, key: Hashable, like: torch.Tensor, **fields: Any) -> MoECommunicator:
+        """A communicator for tensors like this one, from now on the key's. One that it replaces stays usable: handles
+        refer to it. Collective."""
+        if self._closed:
+            raise ClosedError("the Buffer was destroyed")
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError("x", "a shape that has been dispatched before the graph is captured", list(like.shape))
+        settings = self._settings
+        config = MoEConfig(
+            group=self.group, transport=settings.transport or ("nvlink" if like.is_cuda else "cpu"),
+            timeout_s=settings.timeout_s, kernel_cache_dir=settings.kernel_cache_dir or None,
+            max_in_flight=IN_FLIGHT, **fields,
+        )  # fmt: skip
+        comm = MoECommunicator(config)
+        with self._lock:
+            self._made[key] = comm
+            self._all.append(comm)
+        watch(comm, settings)
+        return comm
+
+    def communicators(self) -> list[MoECommunicator]:
+        """All that were made, oldest first."""
+        return list(self._all)
+
+    def close(self) -> None:
+        """Free everything. Idempotent; waits for no peer."""
+        with self._lock:
+            self._closed = True
+            made, self._all = self._all, []
+            self._made.clear()
+        for comm in reversed(made):
+            comm.close()

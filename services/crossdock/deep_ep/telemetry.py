@@ -1,0 +1,113 @@
+"""What communicators inside another engine count, on its way to Prometheus: one daemon thread per process.
+
+Latency records come from the transports' own rings, which any thread may read and no GPU is asked for: nothing is added
+to an operation, and a CUDA graph that is being captured is not disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+from crossdock.common.config import FrameworkConfig
+from crossdock.common.log import get
+from crossdock.common.metrics import FrameworkMetrics
+from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
+
+log = get(__name__)
+
+COLLECT_S = 0.25
+"""A ring holds 4096 records: 16,000 operations a second."""
+
+
+class Telemetry:
+    """Counts of this process's communicators."""
+
+    def __init__(self) -> None:
+        self.metrics = FrameworkMetrics()
+        self._watched: weakref.WeakSet[MoECommunicator] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.address = ""
+        """host:port of the endpoint, once it is served."""
+        self._served = False
+
+    def watch(self, comm: MoECommunicator, listen: str) -> None:
+        """Count what it does from now on, and serve that on host:port `listen`, if any."""
+        with self._lock:
+            self._watched.add(comm)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
+                self._thread.start()
+            if listen and not self._served:
+                self._served = True
+                self._serve(listen)
+
+    def _serve(self, listen: str) -> None:
+        from crossdock.common.http import serve_http  # brings gRPC along, which engines rarely need
+        from crossdock.common.rpc import ListenError
+
+        try:
+            server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
+            self.address = server.address
+            log.info("serving metrics", http_listen=self.address)
+        except ListenError as error:
+            log.warning("metrics are not served", reason=str(error))
+
+    def timed_out(self, rank: int, peer: int) -> None:
+        """A wait of this rank ended because of that peer."""
+        self.metrics.ep_peer_timeouts_total.labels(str(rank), str(peer)).inc()
+
+    def collect(self) -> None:
+        """Count the records that there are."""
+        with self._lock:
+            watched = list(self._watched)
+        for comm in watched:
+            with contextlib.suppress(EpError):
+                self._count(str(comm.rank), comm.samples())
+
+    def _count(self, rank: str, samples: Iterable[LatencySample]) -> None:
+        metrics = self.metrics
+        for sample in samples:
+            waited = sample.peer_wait_ns
+            for phase, time_ns in (
+                ("send", sample.send_ns),
+                ("wait", max(waited, default=0)),
+                ("total", sample.total_ns),
+            ):
+                metrics.ep_seconds.labels(rank, sample.op, sample.mode, phase).observe(time_ns * 1e-9)
+            metrics.ep_tokens_total.labels(rank, sample.op, sample.mode).inc(sample.tokens)
+            for peer, wait_ns in enumerate(waited):
+                if wait_ns:
+                    metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(COLLECT_S):
+            self.collect()
+
+
+@functools.cache
+def telemetry() -> Telemetry:
+    """This process's; made at the first call."""
+    return Telemetry()
+
+
+def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
+    """Count what a communicator does, unless the settings say no."""
+    if settings.metrics:
+        telemetry().watch(comm, settings.listen_of(comm.rank))
+
+
+@contextlib.contextmanager
+def counting_timeouts(rank: int, settings: FrameworkConfig) -> Iterator[None]:
+    """Counts a PeerTimeout that passes through."""
+    try:
+        yield
+    except PeerTimeout as error:
+        if settings.metrics:
+            telemetry().timed_out(rank, error.peer)
+        raise

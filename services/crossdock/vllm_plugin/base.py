@@ -1,0 +1,77 @@
+"""What the prepare/finalize classes have in common. vLLM makes one per MoE layer; they share the manager's link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crossdock.deep_ep.telemetry import counting_timeouts
+from crossdock.vllm_plugin import compat
+from crossdock.vllm_plugin.managers import Link
+from ep_kernels import ArgumentError
+
+_Base: Any = compat.find("FusedMoEPrepareAndFinalizeModular")
+current_ubatch: Any = compat.find("dbo_current_ubatch_id")
+ROW_BYTES = 16
+"""Rows travel as 16-byte words."""
+IN_FLIGHT = 2
+"""Micro-batches of vLLM's dual-batch overlap."""
+
+
+def round_up(hidden_size: int, itemsize: int) -> int:
+    """The next hidden size whose rows are whole 16-byte words."""
+    unit = ROW_BYTES // itemsize
+    return -(-hidden_size // unit) * unit
+
+
+def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, on_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, the weights that combine is to apply). `on_input` (K = 1): x is multiplied here."""
+    if not on_input:
+        return a1, topk_weights
+    if topk_weights.shape[1] != 1:
+        raise ArgumentError("apply_router_weight_on_input", "top-1 routing", f"top-{topk_weights.shape[1]}")
+    return a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+
+
+class Finalizer(_Base):  # type: ignore[misc]
+    """Base of the three.
+
+    Args:
+        link: of the manager.
+        num_dispatchers: R, as vLLM counts them.
+    """
+
+    def __init__(self, link: Link, num_dispatchers: int) -> None:
+        super().__init__()
+        self._link, self._num_dispatchers = link, num_dispatchers
+        self._handles: list[Any] = [None] * IN_FLIGHT
+
+    def num_dispatchers(self) -> int:
+        """R."""
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        """Combine sums over ranks."""
+        return True
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """As our kernels want them, so that nothing is converted on the way."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Not bounded."""
+        return None
+
+    def supports_async(self) -> bool:
+        """Shared experts run between the halves of combine."""
+        return True
+
+    def _watched(self) -> Any:
+        return counting_timeouts(self._link.pool.rank, self._link.settings)
+
+    def _keep(self, handle: Any) -> None:
+        self._handles[current_ubatch()] = handle
+
+    def _kept(self) -> Any:
+        return self._handles[current_ubatch()]

@@ -1,0 +1,171 @@
+"""All that is known of vLLM's private names, what is expected of them, and where ours are put. vLLM 0.20 to 0.33.
+
+vLLM has no registry for all-to-all backends. But `CudaCommunicator` imports the manager class by name when it is built,
+and the two functions of `all2all_utils` look their prepare/finalize classes up as globals of that module: so it is
+enough to bind these names anew, whatever was imported before, and no function of vLLM is replaced. `missing()` checks
+that this still is so; `install()` refuses otherwise, naming vLLM's version and each hook.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from crossdock.vllm_plugin import PluginError
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_COMM = "vllm.distributed.device_communicators"
+_MANAGERS, _FINALIZERS = f"{_COMM}.all2all", f"{_MOE}.all2all_utils"
+_BUILDER = (f"{_COMM}.cuda_communicator", "CudaCommunicator")
+_FACTORIES = ("maybe_make_prepare_finalize", "maybe_roundup_layer_hidden_size")
+_BLOCK_SHAPE = "DEEPEP_QUANT_BLOCK_SHAPE"
+
+NAMES = {
+    "All2AllManagerBase": f"{_COMM}.base_device_communicator",
+    "ExpertTokensMetadata": f"{_MOE}.modular_kernel",
+    "FusedMoEActivationFormat": f"{_MOE}.modular_kernel",
+    "FusedMoEPrepareAndFinalizeModular": f"{_MOE}.modular_kernel",
+    "TopKWeightAndReduceContiguous": f"{_MOE}.topk_weight_and_reduce",
+    "TopKWeightAndReduceDelegate": f"{_MOE}.topk_weight_and_reduce",
+    "moe_kernel_quantize_input": f"{_MOE}.utils",
+    "normalize_batched_scales_shape": f"{_MOE}.utils",
+    "dbo_current_ubatch_id": "vllm.v1.worker.ubatching",
+    "dbo_enabled": "vllm.v1.worker.ubatching",
+    "dbo_maybe_run_recv_hook": "vllm.v1.worker.ubatching",
+    "dbo_switch_to_comm": "vllm.v1.worker.ubatching",
+    "dbo_switch_to_compute": "vllm.v1.worker.ubatching",
+    "dbo_switch_to_compute_sync": "vllm.v1.worker.ubatching",
+    "dbo_yield_and_switch_from_comm_to_compute": "vllm.v1.worker.ubatching",
+    "dbo_yield_and_switch_from_compute_to_comm": "vllm.v1.worker.ubatching",
+    "get_forward_context": "vllm.forward_context",
+}
+"""What our classes use, and where it is."""
+
+PARAMETERS = {
+    "prepare_async": {
+        "self", "a1", "topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input",
+        "quant_config", "defer_input_quant",
+    },
+    "finalize_async": {
+        "self", "output", "fused_expert_output", "topk_weights", "topk_ids", "apply_router_weight_on_input",
+        "weight_and_reduce_impl",
+    },
+}  # fmt: skip
+"""Of the methods that vLLM calls; `prepare` and `finalize` take the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A backend of vLLM whose place ours take.
+
+    Attributes:
+        backend: as `--all2all-backend` names it.
+        manager, finalizer: names of its classes.
+        optional: older vLLM has no such backend.
+    """
+
+    backend: str
+    manager: str
+    finalizer: str
+    optional: bool = False
+
+
+SLOTS = (
+    Slot("deepep_low_latency", "DeepEPLLAll2AllManager", "DeepEPLLPrepareAndFinalize"),
+    Slot("deepep_high_throughput", "DeepEPHTAll2AllManager", "DeepEPHTPrepareAndFinalize"),
+    Slot("deepep_v2", "DeepEPV2All2AllManager", "DeepEPV2PrepareAndFinalize", optional=True),
+)
+
+
+def version() -> str:
+    """vLLM's."""
+    return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+
+
+def find(name: str) -> Any:
+    """One of NAMES. Raises PluginError."""
+    try:
+        return getattr(importlib.import_module(NAMES[name]), name)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"vLLM {version()}: expected {NAMES[name]}.{name}: {error}") from error
+
+
+def present(slot: Slot) -> bool:
+    """Whether this vLLM has the backend at all."""
+    return slot.manager in _code_names(_module(_BUILDER[0]), _BUILDER[1], "__init__")
+
+
+def missing() -> list[str]:
+    """What this vLLM does not have, or has otherwise than expected; empty: all is well."""
+    builder, managers, utils = _module(_BUILDER[0]), _module(_MANAGERS), _module(_FINALIZERS)
+    made = _code_names(builder, _BUILDER[1], "__init__")
+    faults = []
+    for slot in SLOTS:
+        if slot.optional and slot.manager not in made:
+            continue
+        if slot.manager not in made:
+            faults.append(f"{'.'.join(_BUILDER)}.__init__ imports {slot.manager} when it is called")
+        if not hasattr(managers, slot.manager):
+            faults.append(f"{_MANAGERS}.{slot.manager}")
+        faults += [
+            f"{_FINALIZERS}.{function} looks {slot.finalizer} up as a global"
+            for function in _FACTORIES
+            if slot.finalizer not in _code_names(utils, function)
+        ]
+    if _BLOCK_SHAPE not in _code_names(utils, _FACTORIES[0]):
+        faults.append(f"{_FINALIZERS}.{_FACTORIES[0]} looks {_BLOCK_SHAPE} up as a global")
+    for name, place in NAMES.items():
+        if not hasattr(_module(place), name):
+            faults.append(f"{place}.{name}")
+    return faults + _changed_methods()
+
+
+def _changed_methods() -> list[str]:
+    base = getattr(_module(NAMES["FusedMoEPrepareAndFinalizeModular"]), "FusedMoEPrepareAndFinalizeModular", None)
+    faults = []
+    for method, wanted in PARAMETERS.items() if base is not None else ():
+        found = set(inspect.signature(getattr(base, method, lambda: None)).parameters)
+        if found != wanted:
+            faults.append(f"FusedMoEPrepareAndFinalizeModular.{method} takes {sorted(wanted)}, not {sorted(found)}")
+    return faults
+
+
+def install() -> None:
+    """Put our classes in the places of the slots. Idempotent. Raises PluginError where a hook is missing: nothing has
+    been changed then."""
+    faults = missing()
+    if faults:
+        raise PluginError(
+            f"CROSSDOCK_VLLM=native: vLLM {version()} lacks what the plugin needs: {'; '.join(faults)}. Tested with "
+            "0.26.0 and 0.33.0; CROSSDOCK_VLLM=deep_ep needs none of it."
+        )
+    from crossdock.vllm_plugin import high_throughput, low_latency, managers
+
+    chosen: dict[str, tuple[Any, Any]] = {
+        "deepep_low_latency": (managers.LowLatencyManager, low_latency.LowLatencyFinalizer),
+        "deepep_high_throughput": (managers.HighThroughputManager, high_throughput.HighThroughputFinalizer),
+        "deepep_v2": (managers.GraphManager, high_throughput.GraphFinalizer),
+    }
+    for slot in filter(present, SLOTS):
+        manager, finalizer = chosen[slot.backend]
+        setattr(_module(_MANAGERS), slot.manager, manager)
+        setattr(_module(_FINALIZERS), slot.finalizer, finalizer)
+    setattr(_module(_FINALIZERS), _BLOCK_SHAPE, [128, 128])
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PluginError(f"vLLM {version()}: expected the module {name}: {error}") from error
+
+
+def _code_names(holder: Any, *path: str) -> set[str]:
+    """Names that a function's code mentions; empty where there is no such function."""
+    for name in path:
+        holder = getattr(holder, name, None)
+    code = getattr(holder, "__code__", None)
+    return set() if code is None else {*code.co_names, *(c for n in code.co_consts if isinstance(n, tuple) for c in n)}

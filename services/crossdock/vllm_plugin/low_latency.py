@@ -1,0 +1,192 @@
+"""Low latency in vLLM: batched experts, fixed shapes, made for CUDA graphs.
+
+Other than DeepEP's calls, ours get the weights with dispatch: a rank's experts are summed where they are, and each
+token comes home once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one
+communicator per shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from crossdock.vllm_plugin import PluginError, compat
+from crossdock.vllm_plugin.base import Finalizer, round_up, weighted_input
+from crossdock.vllm_plugin.managers import Link
+from ep_kernels import Layout, Mode, MoECommunicator, ScaleFormat
+
+_BATCHED: Any = compat.find("FusedMoEActivationFormat").BatchedExperts
+_Metadata: Any = compat.find("ExpertTokensMetadata")
+_Delegate: Any = compat.find("TopKWeightAndReduceDelegate")
+_quantize: Any = compat.find("moe_kernel_quantize_input")
+_batched_scales: Any = compat.find("normalize_batched_scales_shape")
+_run_hook: Any = compat.find("dbo_maybe_run_recv_hook")
+
+Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, None, None]
+
+
+class LowLatencyFinalizer(Finalizer):
+    """In the place of vLLM's `DeepEPLLPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
+        """Rows of whole 16-byte words also as fp8."""
+        return round_up(hidden_size, 1)
+
+    def __init__(
+        self,
+        buffer: Link,
+        max_tokens_per_rank: int,
+        num_dispatchers: int,
+        use_fp8_dispatch: bool = False,
+        global_to_physical: torch.Tensor | None = None,
+        physical_to_global: torch.Tensor | None = None,
+        local_expert_global_ids: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(buffer, num_dispatchers)
+        self._max_tokens, self._quantized = max_tokens_per_rank, use_fp8_dispatch
+        self._scales = ScaleFormat.FP32
+        self._physical = None if global_to_physical is None else global_to_physical.int()
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Experts that read packed scales get them from the dispatch kernel."""
+        if self._quantized and fused_experts.supports_packed_ue8m0_act_scales():
+            self._scales = ScaleFormat.UE8M0_PACKED
+
+    @property
+    def activation_format(self) -> Any:
+        """[L, R*M, H]."""
+        return _BATCHED
+
+    def max_num_tokens_per_rank(self) -> int:
+        """M."""
+        return self._max_tokens
+
+    def _communicator(self, a1: torch.Tensor, num_experts: int, topk: int) -> MoECommunicator:
+        scales = self._scales if self._quantized else None
+        key = ("ll", self._max_tokens, a1.shape[1], a1.dtype, num_experts, topk, scales)
+        pool = self._link.pool
+        found = pool.get(key)
+        if found is not None:
+            return found
+        pool.experts_per_rank(num_experts)
+        quantized = {} if scales is None else {"quantize": True, "scale_format": scales}
+        return pool.make(
+            key, a1, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, dtype=a1.dtype, num_experts=num_experts, topk=topk,
+            hidden_size=a1.shape[1], max_tokens_per_rank=self._max_tokens, **quantized,
+        )  # fmt: skip
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
+        """Send; (hook that receives, what gives vLLM the rows)."""
+        if defer_input_quant and self._quantized:
+            raise PluginError("crossdock: experts that want unquantised rows cannot get them from an fp8 dispatch")
+        x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
+        comm = self._communicator(x, num_experts, topk_ids.shape[1])
+        ids = self._placed(topk_ids)
+        with self._watched():
+            request = comm.dispatch_async(x.contiguous(), ids.contiguous(), weights.float().contiguous())
+        tokens, scales, counts = request.buffers()
+        self._keep((comm, request))
+
+        def hook() -> None:
+            with self._watched():
+                request.wait()
+
+        return hook, lambda: self._rows(tokens, scales, counts, quant_config, defer_input_quant)
+
+    def _placed(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Physical ids int32, -1 where there is none."""
+        if self._physical is None:
+            return topk_ids.int()
+        return torch.where(topk_ids < 0, -1, self._physical[topk_ids.clamp(min=0).long()])
+
+    def _rows(
+        self, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, quant_config: Any, defer: bool
+    ) -> Prepared:
+        metadata = _Metadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+        if self._quantized or defer or quant_config.quant_dtype is None:
+            return tokens, scales, metadata, None, None
+        num_local, _, hidden = tokens.shape
+        q, scale = _quantize(
+            tokens.view(-1, hidden), quant_config.a1_scale, quant_config.quant_dtype,
+            quant_config.per_act_token_quant, quant_config.block_shape,
+        )  # fmt: skip
+        return q.view(num_local, -1, q.shape[-1]), _batched_scales(scale, num_local), metadata, None, None
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Prepared:
+        """Both halves."""
+        hook, rows = self.prepare_async(
+            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
+            defer_input_quant,
+        )  # fmt: skip
+        hook()
+        return rows()
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Send home; (hook that receives into `output`, nothing)."""
+        if not isinstance(weight_and_reduce_impl, _Delegate):
+            raise PluginError(
+                f"crossdock: expected experts that leave the weights to combine, got {weight_and_reduce_impl}"
+            )
+        comm, request = self._kept()
+        z = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        _run_hook()
+        with self._watched():
+            combining = comm.combine_async(fused_expert_output.contiguous(), request.wait()[1], out=z)
+
+        def hook() -> None:
+            with self._watched():
+                combining.wait()
+            if z is not output:
+                output.copy_(z)
+
+        return hook, _nothing
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Both halves."""
+        hook, _ = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        hook()
+
+
+def _nothing() -> None:
+    """The receiver of what its hook has received."""

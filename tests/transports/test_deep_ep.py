@@ -1,0 +1,137 @@
+"""`crossdock.deep_ep` on every transport: the surface that vLLM, SGLang and Megatron call as `deep_ep`."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import crossdock
+from crossdock import deep_ep
+from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep.telemetry import Telemetry, counting_timeouts, telemetry
+from ep_kernels import PeerTimeout
+from ep_kernels.types import LatencySample, ScaleFormat
+from tests.cases import RoutingCase, draw_seed
+from tests.transports import deep_ep_steps as steps
+from tests.worlds import World
+
+Worlds = Callable[[int], World]
+FOLDER = Path(crossdock.__file__).parent / "deep_ep" / "path"
+
+
+@pytest.fixture
+def device(transport: str) -> str:
+    """Where the tensors are; the transport follows from it."""
+    return "cpu" if transport == "cpu" else "cuda"
+
+
+def case_of(hidden: int = 256, kind: str = "single_none") -> RoutingCase:
+    return RoutingCase(8, 3, hidden, (6, 2, 0, 5), kind, draw_seed(), max_tokens=8)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("scales", [None, *ScaleFormat])
+def test_low_latency(world: Worlds, device: str, scales: ScaleFormat | None, hooked: bool) -> None:
+    world(4).run(steps.run, steps.ll_steps, case_of(), device, scales, hooked)
+
+
+@pytest.mark.parametrize(
+    "story", [steps.ll_two_at_once, steps.ll_wrong, steps.ht_scaled, steps.ht_worst, steps.ht_wrong]
+)
+def test_stories(world: Worlds, device: str, story: Callable[..., Any]) -> None:
+    world(4).run(steps.run, story, case_of(), device)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_high_throughput(world: Worlds, device: str, asynchronous: bool) -> None:
+    world(4).run(steps.run, steps.ht_steps, case_of(128), device, asynchronous)
+
+
+def test_nobody_brings_a_token(world: Worlds, device: str) -> None:
+    case = RoutingCase(8, 3, 128, (0, 0), seed=draw_seed(), max_tokens=4)
+    world(2).run(steps.run, steps.ll_steps, case, device, None, True)
+    world(2).run(steps.run, steps.ht_steps, case, device, False)
+
+
+def test_a_buffer_that_nobody_holds_frees_its_regions(world: Worlds, device: str) -> None:
+    assert all(world(2).run(steps.run, steps.collected, RoutingCase(4, 2, 128, (3, 1)), device))
+
+
+def test_every_name_that_frameworks_call_is_here() -> None:
+    """By keyword, as vLLM 0.20-0.33, SGLang and Megatron call them."""
+    wanted = {
+        "__init__": {"group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank",
+                     "allow_nvlink_for_low_latency_mode", "allow_mnnvl", "explicitly_destroy", "enable_shrink"},
+        "get_low_latency_rdma_size_hint": {"num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts"},
+        "get_dispatch_layout": {"topk_idx", "num_experts", "previous_event", "async_finish", "allocate_on_comm_stream"},
+        "dispatch": {"x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank",
+                     "num_tokens_per_expert", "topk_idx", "topk_weights", "expert_alignment", "config",
+                     "previous_event", "async_finish", "allocate_on_comm_stream"},
+        "combine": {"x", "handle", "topk_weights", "config", "previous_event", "async_finish",
+                    "allocate_on_comm_stream"},
+        "low_latency_dispatch": {"use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"},
+        "low_latency_combine": {"async_finish", "zero_copy", "return_recv_hook", "out"},
+        "clean_low_latency_buffer": {"num_max_dispatch_tokens_per_rank", "hidden", "num_experts"},
+        "get_dispatch_config": set(), "get_combine_config": set(), "set_num_sms": set(), "capture": set(),
+        "destroy": set(), "get_comm_stream": set(), "get_next_low_latency_combine_buffer": set(),
+    }  # fmt: skip
+    for name, keywords in wanted.items():
+        assert keywords <= set(inspect.signature(getattr(deep_ep.Buffer, name)).parameters), name
+    config = deep_ep.Buffer.get_dispatch_config(7)
+    assert (config.get_nvl_buffer_size_hint(4096, 8), config.get_rdma_buffer_size_hint(4096, 8)) == (0, 0)
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 32 * 128 * 7168 * 2
+
+
+def _python(code: str, *paths: Path) -> str:
+    start = f"import sys; sys.path[:0] = {[str(path) for path in paths]}; sys.path += {sys.path}\n"
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_it_is_deep_ep_by_choice_only() -> None:
+    code = "import importlib.util as u; import crossdock.deep_ep; print(u.find_spec('deep_ep'))"
+    assert _python(code) == "None"
+    code = (
+        "import deep_ep, deep_ep.utils, deep_ep.buffer as b; print(deep_ep.__spec__.name, deep_ep.Buffer is b.Buffer)"
+    )
+    assert _python(code, FOLDER) == "deep_ep True"
+    assert _python("import deep_ep; print('crossdock' in deep_ep.__version__)", FOLDER) == "True"
+
+
+def test_samples_become_metrics() -> None:
+    made = Telemetry()
+    sample = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000, 500), 4000)
+    made._count("1", [sample, sample])
+    value = made.metrics.registry.get_sample_value
+    labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
+    assert value("crossdock_ep_tokens_total", labels) == 14
+    assert value("crossdock_ep_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)
+    waited = {"rank": "1", "op": "dispatch", "peer": "2"}
+    assert value("crossdock_ep_peer_wait_seconds_total", waited) == pytest.approx(1e-6)
+    made._serve("127.0.0.1:0")
+    with urllib.request.urlopen(f"http://{made.address}/metrics", timeout=10) as answer:
+        assert b'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="1"} 14.0' in answer.read()
+    other = Telemetry()
+    other._serve(made.address)
+    assert other.address == "", "taken: said in the log, and the engine goes on"
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_silent_peer_is_counted(counted: bool) -> None:
+    def value() -> float:
+        labels = {"rank": "1", "peer": "2"}
+        return telemetry().metrics.registry.get_sample_value("crossdock_ep_peer_timeouts_total", labels) or 0
+
+    before = value()
+    lost = PeerTimeout(peer=2, op="dispatch", phase="counts", expected=2, seen=1, waited_s=1.0)
+    with pytest.raises(PeerTimeout), counting_timeouts(1, FrameworkConfig(metrics=counted)):
+        raise lost
+    assert value() - before == counted

@@ -1,0 +1,33 @@
+"""vLLM's FusedMoEKernel over the `cpu` transport, four ranks of 16, 5, 0 and 9 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.layers import Case, run
+from tests.worlds import World
+
+pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+
+LL, HT, GRAPH = "deepep_low_latency", "deepep_high_throughput", "deepep_v2"
+CLASSES = {
+    ("deep_ep", LL): "DeepEPLLPrepareAndFinalize",
+    ("deep_ep", HT): "DeepEPHTPrepareAndFinalize",
+    ("native", LL): "LowLatencyFinalizer",
+    ("native", HT): "HighThroughputFinalizer",
+    ("native", GRAPH): "GraphFinalizer",
+}
+CASES = [Case(plugin, backend, fp8) for plugin, backend in CLASSES for fp8 in (False, True)]
+CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]
+CASES += [Case(plugin, backend, tokens=(0, 0, 0, 0)) for plugin, backend in CLASSES]
+CASES += [Case(plugin, backend, missing=True) for plugin, backend in CLASSES]
+CASES += [Case("native", LL, missing=missing, round_robin=True) for missing in (False, True)]
+CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backend != HT]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer(four: World, case: Case) -> None:
+    results = four.run(run, case, timeout_s=120)
+    assert {name for name, _ in results} == {CLASSES[case.plugin, case.backend]}
+    if any(case.tokens):
+        assert max(error for _, error in results) > 0, "rows have travelled in bf16"
