@@ -156,8 +156,14 @@ def test_reachable_and_not() -> None:
 
 
 def answer(rank: int, **changes: Any) -> dict[str, Any]:
-    step = {"wrong": False, "error": 0.0, "dispatch_us": 500.0, "combine_us": 600.0, "remote_bytes": 171_000_000}
-    steps = {"latency": {**step, "dispatch_us": 6.0, "combine_us": 5.0}, "bandwidth": step}
+    step = {
+        "wrong": False,
+        "error": 0.0,
+        "dispatch_us": [500.0] * 3,
+        "combine_us": [600.0] * 3,
+        "remote_bytes": 171_000_000,
+    }
+    steps = {"latency": {**step, "dispatch_us": [6.0] * 3, "combine_us": [5.0] * 3}, "bandwidth": step}
     for path, value in changes.items():
         name, field = path.split("__")
         steps[name] = {**steps[name], field: value}
@@ -168,14 +174,19 @@ def answer(rank: int, **changes: Any) -> dict[str, Any]:
     ("changes", "check", "level"),
     [
         ({"latency__wrong": True}, "nvlink-pass", Level.FAIL),
-        ({"latency__combine_us": 90.0}, "nvlink-latency", Level.WARN),
-        ({"bandwidth__dispatch_us": 1700.0}, "nvlink-bandwidth", Level.WARN),
+        ({"latency__combine_us": [90.0] * 3}, "nvlink-latency", Level.WARN),
+        ({"bandwidth__dispatch_us": [1700.0] * 3}, "nvlink-bandwidth", Level.WARN),
     ],
 )
 def test_the_answers_of_a_pass(changes: dict[str, Any], check: str, level: Level) -> None:
     assert not bad(trial.judge_trial("nvlink", [answer(0), answer(1)], 478.0))
-    found = bad(trial.judge_trial("nvlink", [answer(0), answer(1, **changes)], 478.0))
+    found = bad(trial.judge_trial("nvlink", [answer(0, **changes), answer(1, **changes)], 478.0))
     assert {name: finding.level for name, finding in found.items()} == {check: level}
+
+
+def test_the_wait_for_a_rank_that_comes_late_is_not_the_pass() -> None:
+    late = answer(1, latency__combine_us=[5.0, 500.0, 500.0]), answer(0, latency__combine_us=[900.0, 5.0, 5.0])
+    assert not bad(trial.judge_trial("nvlink", late, 478.0))
 
 
 def test_a_rank_that_fails_is_named() -> None:

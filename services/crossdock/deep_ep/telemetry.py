@@ -28,7 +28,7 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.metrics = FrameworkMetrics()
-        self._watched: weakref.WeakSet[MoECommunicator] = weakref.WeakSet()
+        self._watched: weakref.WeakKeyDictionary[MoECommunicator, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.address = ""
@@ -38,7 +38,7 @@ class Telemetry:
     def watch(self, comm: MoECommunicator, listen: str) -> None:
         """Count what it does from now on, and serve that on host:port `listen`, if any."""
         with self._lock:
-            self._watched.add(comm)
+            self._watched[comm] = str(comm.rank)  # known now: the group may be gone before the communicator
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
@@ -64,10 +64,10 @@ class Telemetry:
     def collect(self) -> None:
         """Count the records that there are."""
         with self._lock:
-            watched = list(self._watched)
-        for comm in watched:
+            watched = list(self._watched.items())
+        for comm, rank in watched:
             with contextlib.suppress(EpError):
-                self._count(str(comm.rank), comm.samples())
+                self._count(rank, comm.samples())
 
     def _count(self, rank: str, samples: Iterable[LatencySample]) -> None:
         metrics = self.metrics
