@@ -116,7 +116,7 @@ def judge_trial(
 def _took_us(answers: Sequence[Mapping[str, Any]], step: str, field: str) -> float:
     """Of the rank that came last in each round: the others' times hold their wait for it. The median of all rounds."""
     rounds = zip(*(answer["steps"][step][field] for answer in answers), strict=True)
-    return statistics.median(min(times) for times in rounds)
+    return float(statistics.median(min(times) for times in rounds))
 
 
 def _bandwidth(
