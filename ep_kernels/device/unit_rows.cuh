@@ -86,6 +86,7 @@ __device__ __forceinline__ void write_scales(const DispatchArgs& args, const Uni
   const i32 group = lane_idx() >> 3, blocks = (world.hidden + quant::kBlock - 1) / quant::kBlock;
   if (!is_tag_lane() || group > 1) return;
   const bool packed = args.power_of_two == quant::kPacked;
+#pragma unroll 2
   for (i32 i = 0; i < 4 - group; ++i) {
     const i32 block = index * 7 + group * 4 + i;
     if (block < blocks && !packed) *reinterpret_cast<u32*>(scale_at(args, row, block, num_rows)) = word_of(unit.first, i);
