@@ -49,6 +49,12 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
   return value;
 }
 
+// Asks for what an ordinary load wants soon; nothing waits for it.
+__device__ __forceinline__ void hurry(const i32* address) {
+  i32 value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+}
+
 // For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }

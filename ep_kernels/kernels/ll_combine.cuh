@@ -66,7 +66,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& o
     }
     queue.turn = queue.next;
     if (owes) return true;
-    refill(queue, args.world.state->taken + 16);
+    refill(queue);
   }
   return false;
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, const Owe
 #pragma unroll 1
   while (more) {
     Task now = task;
-    refill(queue, args.world.state->taken + 16);
+    refill(queue);
     more = next_task(args, owed, queue, task);  // its loads run beside this one's
     if (take_rows(args, now)) {
       const i32 row = KIND == EXACT ? now.landing : static_cast<i32>(line_position(args.world, args.world.rank, now.position));
@@ -344,7 +344,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Team sending = {team.block, max(1, senders)};
   const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
   const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
-  Queue queue = queue_of(sending, items, sources);
+  Queue queue = queue_of(sending, items, sources, world.state->taken + 16);
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
   if (threadIdx.x == 0) verdict = kSame;

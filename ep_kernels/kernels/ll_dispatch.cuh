@@ -109,7 +109,7 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
       store_unit(scratch.lines_to[rank] + (static_cast<i64>(position) * world.row_units + now.index) * kUnitBytes, row, seq);
     });
     queue.turn = queue.next;
-    refill(queue, world.state->taken);
+    refill(queue);
   }
 }
 
@@ -308,6 +308,12 @@ __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
 }
 
+// The ids that this warp routes first, on their way into L1 while it looks for credit.
+__device__ __forceinline__ void hurry_ids(const DispatchArgs& args) {
+  const i32 token = (num_warps() - 1 - warp_idx()) * 32 + lane_idx();
+  if (token < args.num_tokens) ptx::hurry(args.topk_ids + static_cast<i64>(token) * args.world.topk);
+}
+
 // Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
 // records, whose loads would queue behind rows, and receive. A rank of one block does all.
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
@@ -345,7 +351,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   }
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
   for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
-  Queue queue = queue_of(rows, units, one);
+  Queue queue = queue_of(rows, units, one, world.state->taken);
   const Turn none = {world.ll_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
@@ -360,16 +366,18 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (here || notes) credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   Unit unit = {};
   if (carries && queue.turn.position < args.num_tokens) unit = make_unit(args, queue.turn.position, queue.turn.index);
-  auto granted = [&] {
-    const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
-    return warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
-  };
   if (tells && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)  // before anything of this operation waits for peers
     warp_tell_started(world, FLAG_STARTED, seq);
+  bool granted = false;
+  if (here || notes) {
+    if (!args.cached) hurry_ids(args);
+    const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+    granted = stop == STOP_RUNNING && warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
+  }
   if (tells) {
     const Walk counted = count_all(args, scratch, told);
     const bool all = args.num_tokens <= 32 && warp_idx() == num_warps() - 1;
-    if (all && stop == STOP_RUNNING && granted()) tell_heads(args, counted.low, counted.high, origin, seq);
+    if (all && granted) tell_heads(args, counted.low, counted.high, origin, seq);
   } else if (carries || notes) {
     route_chunks(args, scratch, [](Routed) {});
   }
@@ -378,12 +386,12 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (wants) note_wants(args, scratch, topk);
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
   if (tells && threadIdx.x == 0) *args.num_invalid_ids = told.invalid;
-  if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted())
+  if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted)
     tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);
-  if (tells && kPerExpert && granted()) tell_counts(args, scratch, seq);
-  if (notes && first_item(records) < args.num_tokens * world.size && granted())
+  if (tells && kPerExpert && granted) tell_counts(args, scratch, seq);
+  if (notes && first_item(records) < args.num_tokens * world.size && granted)
     send_all_records(args, records, scratch, entry, sources, seq);
-  if (carries && granted()) send_rows(args, scratch, queue, unit, seq);
+  if (carries && granted) send_rows(args, scratch, queue, unit, seq);
   if (here) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? arrivals.num_blocks + (apart ? 1 : 0) : team.num_blocks, seq, start);
