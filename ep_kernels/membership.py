@@ -136,8 +136,25 @@ class Member:
         self._ready()
         self._transport.check_results()
 
+    def unheard(self) -> TransportError | None:
+        """The error in which an operation ended on the device and that no call has raised so far, for a graph's replay
+        asks nobody; None where there is none, once a call has raised it, and once closed. Breaks nothing. Any
+        thread."""
+        with self._lock:
+            if self._closed or self._fault is not None:
+                return None
+            try:
+                self._transport.check()
+            except TransportError as error:
+                return error
+            return None
+
     def close(self) -> None:
-        """Free everything; never waits for a peer. Idempotent; any thread. Tensors handed out stay readable."""
+        """Free everything. What this rank has begun is brought to its end first, for peers may need rows of it: bounded
+        by the deadline of those operations, and not at all once the communicator is broken or aborted. Idempotent; any
+        thread. Tensors handed out stay readable."""
+        if not self._closed and self._fault is None:
+            self._transport.drain()  # not under the lock: `abort` ends it
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -187,6 +187,10 @@ class Transport(Protocol):
     def abort(self, reason: str) -> None:
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
 
+    def drain(self) -> None:
+        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
+        by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
+
     def close(self) -> None:
         """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
 

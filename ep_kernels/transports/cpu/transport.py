@@ -169,6 +169,9 @@ class CpuTransport:
                 raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
         self.lib.cd_activate(comm.pointer, self._mask(self.active))
 
+    def drain(self) -> None:
+        """See `Transport.drain`: operations end before they return."""
+
     def close(self) -> None:
         """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
         comm, self.comm = self.comm, None

@@ -181,6 +181,12 @@ class NvlinkTransport:
         self._watcher = threading.Thread(target=watch, name="crossdock-peer-watch", daemon=True)
         self._watcher.start()
 
+    def drain(self) -> None:
+        """See `base.Transport`. Of the whole device, since graphs are replayed on any stream."""
+        if hasattr(self, "_engine") and not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
+                torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this memory.
         A graph may be replayed after this: its kernels read tables, look at one word and return, and the caller's own
