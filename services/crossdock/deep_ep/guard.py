@@ -1,5 +1,5 @@
-"""Looks for operations that have failed without anybody being told: a CUDA graph's replay asks no Python code, so that a
-lost rank would end in NaN, step after step. One daemon thread per process, which reads host memory only.
+"""Looks for operations that have failed without anybody being told: a CUDA graph's replay asks no Python code, so
+that a lost rank would end in NaN, step after step. One daemon thread per process; it only reads host memory.
 
 A call that comes meanwhile raises the error itself, and then it is the program's to handle. Where none has come after
 GRACE_S, the process ends with the error in its log: the engine above it sees a dead worker, which it knows how to
