@@ -138,16 +138,14 @@ class Member:
 
     def unheard(self) -> TransportError | None:
         """The error in which an operation ended on the device and that no call has raised so far, for a graph's replay
-        asks nobody; None where there is none, once a call has raised it, and once closed. Breaks nothing. Any
-        thread."""
-        with self._lock:
-            if self._closed or self._fault is not None:
-                return None
-            try:
+        asks nobody; None where there is none, once a call has raised it, and once closed. Breaks nothing, waits for
+        nothing, other threads included. Any thread."""
+        try:
+            if not self._closed and self._fault is None:
                 self._transport.check()
-            except TransportError as error:
-                return error
-            return None
+        except TransportError as error:
+            return None if self._closed or self._fault is not None else error
+        return None
 
     def close(self) -> None:
         """Free everything. What this rank has begun is brought to its end first, for peers may need rows of it: bounded
