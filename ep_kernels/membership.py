@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+import torch
+
 from ep_kernels import checks
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ClosedError, TransportError
@@ -135,6 +137,12 @@ class Member:
         so far, so synchronise first to hear of all of them (after a graph's replay, say)."""
         self._ready()
         self._transport.check_results()
+
+    def failed(self) -> torch.Tensor:
+        """int64 [1] on the device of the operations: 0 until one of them has ended in an error there, which the next
+        call raises (or `check`). Whoever copies it behind an operation, on a stream, learns of that one: a CUDA graph's
+        replay raises nothing. Always 0 on the CPU."""
+        return self._transport.failed()
 
     def unheard(self) -> TransportError | None:
         """The error in which an operation ended on the device and that no call has raised so far, for a graph's replay

@@ -260,6 +260,10 @@ class CpuTransport:
     def check(self) -> None:
         """See `base.Transport`. Every wait is on the host here and raises by itself."""
 
+    def failed(self) -> torch.Tensor:
+        """See `Transport.failed`."""
+        return torch.zeros(1, dtype=torch.int64)
+
     def check_results(self) -> None:
         """See `base.Transport`. Nothing is left to tell after a call."""
 

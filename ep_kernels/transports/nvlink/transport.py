@@ -230,6 +230,10 @@ class NvlinkTransport:
         if fault is not None:
             raise fault
 
+    def failed(self) -> torch.Tensor:
+        """See `base.Transport`."""
+        return self._engine.tables.aborted
+
     def check_results(self) -> None:
         """See `base.Transport`."""
         finding = self._engine.tables.host.finding()
@@ -268,9 +272,7 @@ class NvlinkTransport:
         return _PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
     def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """What is left of it. Reads the device only where shapes or errors depend on it, and never under graph
-        capture.
-        """
+        """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
         self._launch(step.call, halves)
         rows = step.state.num_rows  # known where the routing is used again
         unknown = self._exact and rows is None
