@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+import torch
+
 from ep_kernels import checks
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ClosedError, TransportError
@@ -136,8 +138,29 @@ class Member:
         self._ready()
         self._transport.check_results()
 
+    def failed(self) -> torch.Tensor:
+        """int64 [1] on the device of the operations: 0 until one of them has ended in an error there, which the next
+        call raises (or `check`). Whoever copies it behind an operation, on a stream, learns of that one: a CUDA graph's
+        replay raises nothing. Always 0 on the CPU."""
+        return self._transport.failed()
+
+    def unheard(self) -> TransportError | None:
+        """The error in which an operation ended on the device and that no call has raised so far, for a graph's replay
+        asks nobody; None where there is none, once a call has raised it, and once closed. Breaks nothing, waits for
+        nothing, other threads included. Any thread."""
+        try:
+            if not self._closed and self._fault is None:
+                self._transport.check()
+        except TransportError as error:
+            return None if self._closed or self._fault is not None else error
+        return None
+
     def close(self) -> None:
-        """Free everything; never waits for a peer. Idempotent; any thread. Tensors handed out stay readable."""
+        """Free everything. What this rank has begun is brought to its end first, for peers may need rows of it: bounded
+        by the deadline of those operations, and not at all once the communicator is broken or aborted. Idempotent; any
+        thread. Tensors handed out stay readable."""
+        if not self._closed and self._fault is None:
+            self._transport.drain()  # not under the lock: `abort` ends it
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -131,6 +131,10 @@ class Transport(Protocol):
         """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
         each operation. A transport whose calls raise their own errors does nothing here."""
 
+    def failed(self) -> torch.Tensor:
+        """int64 [1], 0 until an operation has ended in an error on the device, on which it lies. Always 0 where
+        a transport's calls raise their own errors."""
+
     def check_results(self) -> None:
         """Raise, once each, what operations found whose `wait` did not read the device: HandleError where ranks brought
         the routings of different steps, CapacityError (without output and handle) where rows were dropped though none
@@ -186,6 +190,10 @@ class Transport(Protocol):
 
     def abort(self, reason: str) -> None:
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
+
+    def drain(self) -> None:
+        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
+        by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
 
     def close(self) -> None:
         """Free everything. Never waits for a peer; safe with dead ones; idempotent."""

@@ -115,7 +115,12 @@ def one_closes_under_a_graph(
         graph.replay()
         torch.cuda.synchronize()
         took = time.monotonic() - begin
+        unheard = comm.unheard()
+        assert (unheard is None) == (rank == 0), "the one that closed knows"
+        assert rank == 0 or int(comm.failed()) != 0, "the stream knows of it"
         with pytest.raises((TimeoutError, ClosedError)) as error:
             comm.check()
+        assert str(unheard) in (str(error.value), "None")
+        assert comm.unheard() is None, "it has been raised"
         meet(store, rank, size, "replayed")
     return str(error.value), took

@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep import Buffer, EventHandle, EventOverlap
 from ep_kernels import ArgumentError, ClosedError, HandleError, quant
 from ep_kernels.types import ScaleFormat
 from tests.cases import RoutingCase
 
 BF16 = torch.bfloat16
+DEADLINE_S = 30.0
+"""Less than what a world waits for its ranks: a silent one is named."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,14 @@ def run(rank: int, size: int, store: Any, story: Callable[..., Any], case: Routi
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
-    try:
-        return story(buffer, Peers(case, rank, device), *rest)
-    finally:
-        buffer.destroy()
-        dist.destroy_process_group()
+    settings = FrameworkConfig(timeout_s=DEADLINE_S, exit_on_fault=False)
+    with mock.patch.object(FrameworkConfig, "from_env", return_value=settings):
+        buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+        try:
+            return story(buffer, Peers(case, rank, device), *rest)
+        finally:
+            buffer.destroy()
+            dist.destroy_process_group()
 
 
 def next_step(peers: Peers, number: int) -> Peers:

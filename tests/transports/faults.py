@@ -17,12 +17,26 @@ from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.compare import expert
-from tests.transports.steps import Place, Store, check_step, next_case, settled, start
+from tests.transports.steps import (
+    Place,
+    Store,
+    caught_up,
+    check_combine,
+    check_dispatch,
+    check_step,
+    next_case,
+    settled,
+    start,
+)
 
 PATIENCE_S = 2.0
 """Deadline of waits in these tests."""
 SLACK_S = 15.0
 """What a loaded machine may add; far below what a hang takes."""
+
+
+LATE_S = 0.3
+"""Long after a kernel that did not have to wait would be done."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +314,26 @@ def dead_before_close(rank: int, size: int, store: Store, transport: str, case: 
             kill_self()
         begin = time.monotonic()
     return time.monotonic() - begin
+
+
+def leaves_at_once(
+    rank: int, size: int, store: Store, transport: str, case: RoutingCase, overrides: dict[str, Any]
+) -> None:
+    """A rank without tokens of its own, which nothing makes wait, closes right after its last combine was begun; the
+    others come to theirs later, and still get its rows."""
+    place = Place(rank, size, store, transport)
+    with place.communicator(case, timeout_s=SLACK_S, **overrides) as comm:
+        request, inputs = start(comm, case)
+        out, handle = request.wait()
+        expected = check_dispatch(comm, inputs, out)
+        y = expert(out, comm.config.resolved_output_dtype)
+        caught_up(comm)
+        meet(store, rank, size, "dispatched")
+        if case.tokens[rank]:
+            time.sleep(LATE_S)
+            check_combine(comm, expected, out, handle)
+        else:
+            comm.combine(y, handle)
 
 
 def meet(store: Store, rank: int, size: int, name: str) -> None:

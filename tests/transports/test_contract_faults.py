@@ -1,6 +1,7 @@
 """The contract when peers are late, silent or dead. Nothing hangs, the error names the peer, and the rest go on."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ MODES: list[dict[str, Any]] = [
     {"mode": Mode.AUTO, "layout": Layout.GROUPED, "ll_max_tokens": 2},
     {"mode": Mode.LL, "layout": Layout.RANK_MAJOR},
 ]
+LEAVING: list[dict[str, Any]] = [*MODES[:2], {"mode": Mode.LL, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}]
 
 
 @pytest.mark.parametrize("overrides", MODES[:2], ids=["ll", "ht"])
@@ -88,6 +90,12 @@ def test_rank_missing_at_bring_up(transport: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_slow_rank_is_waited_for(world: Worlds, transport: str, size: int) -> None:
     assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.2))
+
+
+@pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact"])
+def test_close_right_after_the_last_combine(world: Worlds, transport: str, overrides: dict[str, Any]) -> None:
+    case = replace(faults.silent_case(3, draw_seed()), tokens=(3, 0, 4), max_tokens=4)
+    world(3).run(faults.leaves_at_once, transport, case, overrides)
 
 
 def test_close_with_a_dead_peer(transport: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
 from crossdock.deep_ep.telemetry import Telemetry, counting_timeouts, telemetry
 from ep_kernels import PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
@@ -104,6 +106,50 @@ def test_it_is_deep_ep_by_choice_only() -> None:
     )
     assert _python(code, FOLDER) == "deep_ep True"
     assert _python("import deep_ep; print('crossdock' in deep_ep.__version__)", FOLDER) == "True"
+
+
+class Broken:
+    """A communicator, as far as the guard knows it."""
+
+    rank = 3
+
+    def __init__(self) -> None:
+        self.error: PeerTimeout | None = None
+
+    def unheard(self) -> PeerTimeout | None:
+        return self.error
+
+
+def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
+    now, said = [0.0], list[str]()
+    guard = Guard(said.append, lambda: now[0])
+    guard._thread = threading.current_thread()  # its own is not started: looks happen when this test says so
+    quiet, told, comm = Broken(), Broken(), Broken()
+    for each in (quiet, told, comm):
+        guard.watch(each)  # type: ignore[arg-type]
+    told.error = comm.error = PeerTimeout(
+        peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, gone=True
+    )
+    guard.look()
+    now[0] = GRACE_S - 0.01
+    guard.look()
+    assert not said, "an eager engine's next call may still raise it"
+    told.error = None  # it has
+    now[0] = GRACE_S
+    guard.look()
+    guard.look()
+    assert len(said) == 1
+    assert said[0].startswith(f"crossdock: rank 3: {comm.error}")
+
+
+def test_the_process_ends_with_the_reason() -> None:
+    code = "from crossdock.deep_ep.guard import leave; leave('crossdock: rank 3: rank 2 did not deliver')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path += {sys.path}\n{code}"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_CODE
+    assert done.stderr.startswith("crossdock: rank 3: rank 2 did not deliver; no call has raised it")
 
 
 def test_samples_become_metrics() -> None:

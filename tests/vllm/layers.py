@@ -32,6 +32,7 @@ class Case:
         plugin: value of CROSSDOCK_VLLM.
         backend: as `--all2all-backend` names it.
         fp8: rows are quantised in blocks of 128 on the way, or before.
+        scale: where not by blocks: "token" for a scale per token, "given" for one of all rows.
         hidden: H; vLLM's own low-latency class takes a few sizes only.
         topk: K; with 1 the router's weight is applied to the input.
         missing: some tokens have no expert, others fewer than K.
@@ -42,6 +43,7 @@ class Case:
     plugin: str
     backend: str
     fp8: bool = False
+    scale: str = ""
     hidden: int = 2048
     topk: int = TOPK
     tokens: tuple[int, ...] = TOKENS
@@ -85,9 +87,17 @@ class Inputs:
         return total
 
 
-def quantized(x: torch.Tensor, scale: Any, quant_dtype: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, Any]:
+def quantized(
+    x: torch.Tensor, scale: Any, quant_dtype: Any, per_act_token_quant: bool = False, block_shape: Any = None, **_: Any
+) -> tuple[torch.Tensor, Any]:
     """Stands for vLLM's quantiser, whose kernels need a GPU."""
-    return (x, None) if quant_dtype is None else quant.quantize(x)
+    if quant_dtype is None:
+        return x, None
+    if block_shape is not None:
+        return quant.quantize(x)
+    assert per_act_token_quant == (scale is None)
+    scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 if scale is None else scale
+    return (x.float() / scale).to(FP8), scale
 
 
 def experts_of(case: Case, inputs: Inputs, first: int, num_local: int) -> Any:
@@ -100,7 +110,12 @@ def experts_of(case: Case, inputs: Inputs, first: int, num_local: int) -> Any:
 
     def rows_of(hidden_states: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         assert (scale is not None) == case.fp8 == (hidden_states.dtype == FP8)
-        return hidden_states if scale is None else quant.dequantize(hidden_states, scale).to(BF16)
+        if scale is None:
+            return hidden_states
+        if case.scale:
+            assert scale.shape[-1] == 1
+            return (hidden_states.float() * scale).to(BF16)
+        return quant.dequantize(hidden_states, scale).to(BF16)
 
     class Base(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         _supports_current_device = _supports_no_act_and_mul = staticmethod(lambda *_: True)
@@ -199,6 +214,10 @@ def _layer_config(case: Case) -> Any:
 def _quant_config(case: Case) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
+    if case.scale == "token":
+        return FusedMoEQuantConfig.make(FP8, per_act_token_quant=True)
+    if case.scale == "given":
+        return FusedMoEQuantConfig.make(FP8, a1_scale=torch.tensor([2.0 / 448]))
     return FusedMoEQuantConfig.make(FP8, block_shape=[128, 128]) if case.fp8 else FusedMoEQuantConfig.make()
 
 
@@ -231,9 +250,10 @@ def engine(case: Case, rank: int) -> Iterator[None]:
             configured = mock.Mock()
             configured.model_config.enforce_eager = False
             enter(mock.patch.object(all2all_utils, "get_current_vllm_config", return_value=configured))
-            from crossdock.vllm_plugin import high_throughput
+            from crossdock.vllm_plugin import high_throughput, low_latency
 
             enter(mock.patch.object(high_throughput, "_quantize", quantized))
+            enter(mock.patch.object(low_latency, "_quantize", quantized))
             step = mock.Mock()
             step.dp_metadata.num_tokens_across_dp_cpu = torch.tensor(case.tokens)
             enter(mock.patch.object(high_throughput, "_forward_context", return_value=step))
@@ -292,4 +312,6 @@ def _steps(case: Case, rank: int) -> tuple[str, float]:
         want = inputs.expected(case)
         torch.testing.assert_close(z.float(), want, atol=6e-2, rtol=6e-2)
         worst = max(worst, float((z.float() - want).abs().max()) if len(want) else 0.0)
+    if case.scale:
+        assert [comm.config.dtype for comm in finalizer._link.pool.communicators()] == [FP8], "rows travel as fp8"
     return type(finalizer).__name__, worst

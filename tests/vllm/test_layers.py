@@ -22,6 +22,10 @@ CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, tokens=(0, 0, 0, 0)) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, missing=True) for plugin, backend in CLASSES]
 CASES += [Case("native", LL, missing=missing, round_robin=True) for missing in (False, True)]
+CASES += [
+    Case(plugin, backend, fp8=True, scale=scale)
+    for plugin, backend in CLASSES for scale in ("token", "given") if plugin == "native"
+]  # fmt: skip
 CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backend != HT]
 
 

@@ -169,6 +169,9 @@ class CpuTransport:
                 raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
         self.lib.cd_activate(comm.pointer, self._mask(self.active))
 
+    def drain(self) -> None:
+        """See `Transport.drain`: operations end before they return."""
+
     def close(self) -> None:
         """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
         comm, self.comm = self.comm, None
@@ -256,6 +259,10 @@ class CpuTransport:
 
     def check(self) -> None:
         """See `base.Transport`. Every wait is on the host here and raises by itself."""
+
+    def failed(self) -> torch.Tensor:
+        """See `Transport.failed`."""
+        return torch.zeros(1, dtype=torch.int64)
 
     def check_results(self) -> None:
         """See `base.Transport`. Nothing is left to tell after a call."""

@@ -169,6 +169,11 @@ class Tables:
         """Latency records since the last call, oldest first. Any thread; waits for no kernel."""
         return self._ring.take(self.host.clock_offset_ns)
 
+    @property
+    def aborted(self) -> torch.Tensor:
+        """int64 [1]: index into abi.STOPS, 0 while all is well."""
+        return self.state[_WORD["aborted"] :][:1]
+
     def stop(self) -> None:
         """Kernels of this rank that are launched from now on, by graphs for instance, return at once."""
         self.state[_WORD["aborted"]] = abi.STOPS.index("ABORTED")

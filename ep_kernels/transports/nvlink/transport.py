@@ -181,6 +181,12 @@ class NvlinkTransport:
         self._watcher = threading.Thread(target=watch, name="crossdock-peer-watch", daemon=True)
         self._watcher.start()
 
+    def drain(self) -> None:
+        """See `base.Transport`. Of the whole device, since graphs are replayed on any stream."""
+        if hasattr(self, "_engine") and not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
+                torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this memory.
         A graph may be replayed after this: its kernels read tables, look at one word and return, and the caller's own
@@ -224,6 +230,10 @@ class NvlinkTransport:
         if fault is not None:
             raise fault
 
+    def failed(self) -> torch.Tensor:
+        """See `base.Transport`."""
+        return self._engine.tables.aborted
+
     def check_results(self) -> None:
         """See `base.Transport`."""
         finding = self._engine.tables.host.finding()
@@ -262,9 +272,7 @@ class NvlinkTransport:
         return _PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
     def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """What is left of it. Reads the device only where shapes or errors depend on it, and never under graph
-        capture.
-        """
+        """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
         self._launch(step.call, halves)
         rows = step.state.num_rows  # known where the routing is used again
         unknown = self._exact and rows is None

@@ -221,6 +221,9 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     as long as DeepEP's, and longer than MoEConfig's."""
     kernel_cache_dir: str = ""
     """Folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
+    exit_on_fault: bool = True
+    """End the process where an operation failed and no call has raised that within a second, as when CUDA graphs are
+    replayed: what comes of such steps is NaN. False: `MoECommunicator.check` is the caller's to ask."""
     metrics: bool = True
     """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
     http_listen: str = ""

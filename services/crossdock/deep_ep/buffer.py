@@ -58,7 +58,8 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
 
     def destroy(self) -> None:
-        """Free every communicator. Idempotent; waits for no peer. No call works afterwards (ClosedError)."""
+        """Free every communicator, once what was launched has done its part (see `MoECommunicator.close`). Idempotent.
+        No call works afterwards (ClosedError)."""
         self._pool.close()
 
     def __del__(self) -> None:

@@ -35,6 +35,7 @@ class Kind:
         topk: K.
         worst: most rows that a rank may receive, where shapes are fixed; 0 where they are exact.
         num_sms: multiprocessors of one operation, or None.
+        output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
     """
 
     hidden: int
@@ -45,6 +46,7 @@ class Kind:
     topk: int
     worst: int
     num_sms: int | None
+    output_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,10 @@ class HighThroughput:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def kind(self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None) -> Kind:
+    def kind(
+        self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Kind:  # fmt: skip
         """What this payload needs."""
         x, scales = payload
         self._pool.experts_per_rank(num_experts)
@@ -92,7 +97,7 @@ class HighThroughput:
             raise ArgumentError("num_worst_tokens", f"a multiple of the group's {self._pool.size} ranks", worst)
         columns = 0 if scales is None else 1 if scales.ndim == 1 else scales.shape[1]
         dtype = torch.float32 if scales is None else scales.dtype
-        return Kind(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms)
+        return Kind(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms, output_dtype)
 
     def dispatch(
         self,
@@ -123,7 +128,7 @@ class HighThroughput:
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows by the same routing, of another dtype if need be."""
         old = handle.kind
-        kind = self.kind(payload, old.num_experts, old.topk, old.worst, old.num_sms)
+        kind = self.kind(payload, old.num_experts, old.topk, old.worst, old.num_sms, old.output_dtype)
         if kind == old:
             out, _ = handle.comm.dispatch(_packed(payload), None, None, previous_handle=handle.inner)
         else:
@@ -164,7 +169,7 @@ class HighThroughput:
         return self._pool.make(
             kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=not kind.worst, dtype=kind.dtype,
             num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk, max_tokens_per_rank=max_tokens,
-            num_sms=kind.num_sms, **scaled,
+            num_sms=kind.num_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.deep_ep.guard import guard
 from crossdock.deep_ep.telemetry import watch
 from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
 
@@ -61,6 +62,8 @@ class Pool:
             self._made[key] = comm
             self._all.append(comm)
         watch(comm, settings)
+        if settings.exit_on_fault:
+            guard().watch(comm)
         return comm
 
     def communicators(self) -> list[MoECommunicator]:
@@ -68,7 +71,7 @@ class Pool:
         return list(self._all)
 
     def close(self) -> None:
-        """Free everything. Idempotent; waits for no peer."""
+        """Free everything, once what was launched has done its part. Idempotent."""
         with self._lock:
             self._closed = True
             made, self._all = self._all, []

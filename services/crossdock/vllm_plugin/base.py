@@ -15,6 +15,8 @@ _Base: Any = compat.find("FusedMoEPrepareAndFinalizeModular")
 current_ubatch: Any = compat.find("dbo_current_ubatch_id")
 ROW_BYTES = 16
 """Rows travel as 16-byte words."""
+ROW_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Quantised rows that travel as they are."""
 IN_FLIGHT = 2
 """Micro-batches of vLLM's dual-batch overlap."""
 
@@ -32,6 +34,28 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, on_input: bool)
     if topk_weights.shape[1] != 1:
         raise ArgumentError("apply_router_weight_on_input", "top-1 routing", f"top-{topk_weights.shape[1]}")
     return a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+
+
+def scaled_alone(quant_config: Any) -> bool:
+    """Whether a row quantises to the same whichever rows are beside it: a scale per token, or one that is given. Such
+    rows are quantised where they come from, and travel at one byte a column."""
+    if quant_config.quant_dtype not in ROW_DTYPES or quant_config.block_shape is not None:
+        return False
+    given = quant_config.a1_scale
+    return bool(quant_config.per_act_token_quant) if given is None else given.numel() == 1
+
+
+def quantized_rows(
+    quantize: Any, x: torch.Tensor, quant_config: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Rows that are `scaled_alone`: (q [T, H], scales float32 [T, 1] to travel beside them, None) or (q, None, the one
+    scale of all rows [1, 1], which every rank has)."""
+    q, scales = quantize(
+        x, quant_config.a1_scale, quant_config.quant_dtype, quant_config.per_act_token_quant, quant_config.block_shape
+    )
+    if quant_config.a1_scale is not None:
+        return q, None, quant_config.a1_scale.view(1, 1)
+    return q, scales.view(-1, 1), None
 
 
 class Finalizer(_Base):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import torch
 
 from crossdock.deep_ep.high_throughput import HighThroughput
 from crossdock.vllm_plugin import compat
-from crossdock.vllm_plugin.base import Finalizer, round_up, weighted_input
+from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.managers import Link
 from ep_kernels import Layout, Mode, MoECommunicator
 
@@ -64,20 +64,32 @@ class HighThroughputFinalizer(Finalizer):
     ) -> Callable[[], Prepared]:
         """Both halves, since shapes are exact; what gives vLLM the rows."""
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
-        blocks = quant_config.is_block_quantized and not defer_input_quant
-        payload = _quantized(x, quant_config.a1_scale, quant_config) if blocks else (x, None)
+        payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
         rows, scales, ids, home_weights, metadata = self._dispatch(payload, topk_ids, weights.float(), num_experts, a1)
         _to_compute_sync()
 
         def receive() -> Prepared:
-            if blocks or defer_input_quant or quant_config.quant_dtype is None or not len(rows):
-                return rows, scales, metadata, ids, home_weights
+            if done or not len(rows):
+                return rows, scales if common is None else common, metadata, ids, home_weights
             given = quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale
             q, scale = _quantized(rows, given, quant_config)
             return q, scale, metadata, ids, home_weights
 
         return receive
+
+    def _payload(
+        self, x: torch.Tensor, quant_config: Any, defer: bool
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor | None, bool]:
+        """((rows as they travel, scales beside them), the scale of all rows, whether that is all the quantising)."""
+        if defer or quant_config.quant_dtype is None:
+            return (x, None), None, True
+        if quant_config.is_block_quantized:
+            return _quantized(x, quant_config.a1_scale, quant_config), None, True
+        if scaled_alone(quant_config):
+            q, scales, common = quantized_rows(_quantize, x, quant_config)
+            return (q, scales), common, True
+        return (x, None), None, False
 
     def _elsewhere(self, num_experts: int) -> int:
         """An expert of another rank."""
@@ -88,7 +100,7 @@ class HighThroughputFinalizer(Finalizer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
         """Rows, scales, global ids, weights, counts. A slot whose expert is elsewhere names an expert of another rank:
         experts want ids that their map can look up."""
-        kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None)
+        kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
         with self._watched():
             got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, 1, keep=False)
         self._keep(got.handle)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from crossdock.vllm_plugin import PluginError, compat
-from crossdock.vllm_plugin.base import Finalizer, round_up, weighted_input
+from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.managers import Link
 from ep_kernels import Layout, Mode, MoECommunicator, ScaleFormat
 
@@ -64,18 +64,23 @@ class LowLatencyFinalizer(Finalizer):
         """M."""
         return self._max_tokens
 
-    def _communicator(self, a1: torch.Tensor, num_experts: int, topk: int) -> MoECommunicator:
+    def _communicator(
+        self, x: torch.Tensor, columns: int, dtype: torch.dtype, num_experts: int, topk: int
+    ) -> MoECommunicator:
+        """For rows like x with so many scales of their own; experts give `dtype`."""
         scales = self._scales if self._quantized else None
-        key = ("ll", self._max_tokens, a1.shape[1], a1.dtype, num_experts, topk, scales)
+        key = ("ll", self._max_tokens, x.shape[1], x.dtype, columns, dtype, num_experts, topk, scales)
         pool = self._link.pool
         found = pool.get(key)
         if found is not None:
             return found
         pool.experts_per_rank(num_experts)
-        quantized = {} if scales is None else {"quantize": True, "scale_format": scales}
+        scaled: dict[str, Any] = {} if scales is None else {"quantize": True, "scale_format": scales}
+        if columns:
+            scaled = {"scale_columns": columns, "scale_dtype": torch.float32}
         return pool.make(
-            key, a1, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, dtype=a1.dtype, num_experts=num_experts, topk=topk,
-            hidden_size=a1.shape[1], max_tokens_per_rank=self._max_tokens, **quantized,
+            key, x, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, dtype=x.dtype, output_dtype=dtype, topk=topk,
+            num_experts=num_experts, hidden_size=x.shape[1], max_tokens_per_rank=self._max_tokens, **scaled,
         )  # fmt: skip
 
     def prepare_async(
@@ -93,18 +98,26 @@ class LowLatencyFinalizer(Finalizer):
         if defer_input_quant and self._quantized:
             raise PluginError("crossdock: experts that want unquantised rows cannot get them from an fp8 dispatch")
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
-        comm = self._communicator(x, num_experts, topk_ids.shape[1])
+        q, own, common = x, None, None
+        early = not self._quantized and not defer_input_quant and scaled_alone(quant_config)
+        if early:
+            q, own, common = quantized_rows(_quantize, x, quant_config)
+        comm = self._communicator(q, 0 if own is None else 1, x.dtype, num_experts, topk_ids.shape[1])
+        payload = q.contiguous() if own is None else (q.contiguous(), own.contiguous())
         ids = self._placed(topk_ids)
         with self._watched():
-            request = comm.dispatch_async(x.contiguous(), ids.contiguous(), weights.float().contiguous())
+            request = comm.dispatch_async(payload, ids.contiguous(), weights.float().contiguous())
         tokens, scales, counts = request.buffers()
+        if common is not None:
+            scales = _batched_scales(common, tokens.shape[0])
         self._keep((comm, request))
 
         def hook() -> None:
             with self._watched():
                 request.wait()
 
-        return hook, lambda: self._rows(tokens, scales, counts, quant_config, defer_input_quant)
+        done = self._quantized or early or defer_input_quant or quant_config.quant_dtype is None
+        return hook, lambda: self._rows(tokens, scales, counts, quant_config, done)
 
     def _placed(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Physical ids int32, -1 where there is none."""
@@ -113,10 +126,10 @@ class LowLatencyFinalizer(Finalizer):
         return torch.where(topk_ids < 0, -1, self._physical[topk_ids.clamp(min=0).long()])
 
     def _rows(
-        self, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, quant_config: Any, defer: bool
+        self, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, quant_config: Any, done: bool
     ) -> Prepared:
         metadata = _Metadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
-        if self._quantized or defer or quant_config.quant_dtype is None:
+        if done:
             return tokens, scales, metadata, None, None
         num_local, _, hidden = tokens.shape
         q, scale = _quantize(

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.log import get
 from crossdock.deep_ep.pool import Pool
 from crossdock.vllm_plugin import PluginError, compat
+from ep_kernels import EpError, PeerTimeout
+
+log = get(__name__)
 
 _Base: Any = compat.find("All2AllManagerBase")
 
@@ -44,10 +48,36 @@ class Manager(_Base):  # type: ignore[misc]
             where = "nvlink" if on_gpus else "cpu"
             raise PluginError(f"crossdock: transport {where} joins the ranks of one host, this group has several")
         self._pool = Pool(cpu_group, self._settings)
+        self.support_fault_tolerance = True  # vLLM's runner asks `query_fault` after each step, graphs or not
 
     def get_handle(self, kwargs: dict[str, Any]) -> Link:
         """What vLLM's factory hands to the prepare/finalize class."""
         return Link(self._pool, self._settings)
+
+    def query_fault(self) -> torch.Tensor:
+        """Scalar bool on the device: an operation before this, in stream order, has failed. vLLM's runner then throws
+        the step's tokens away and raises."""
+        words = [comm.failed() for comm in self._pool.communicators()]
+        return (torch.cat(words) if words else torch.zeros(1)).any()
+
+    def query_active_mask(self) -> torch.Tensor:
+        """int32 [R], 1 = a rank that was lost or silent. Logs why; from now on the failure is vLLM's to handle."""
+        lost = [0] * self._pool.size
+        for comm in self._pool.communicators():
+            try:
+                comm.check()
+            except PeerTimeout as error:
+                log.error(f"crossdock: rank {self._pool.rank}: {error}")  # vLLM's log shows the text alone
+                lost[error.peer] = 1
+            except EpError as error:
+                log.error(f"crossdock: rank {self._pool.rank}: {error}")
+        return torch.tensor(lost, dtype=torch.int32)
+
+    def clean_buffers(self) -> None:
+        """Make all communicators usable again after a fault that all ranks have survived. Collective; captured graphs
+        go on. PeerTimeout where a rank does not come."""
+        for comm in self._pool.communicators():
+            comm.set_active([True] * self._pool.size, comm.epoch + 1)
 
     def destroy(self) -> None:
         """Free every communicator."""

@@ -1,0 +1,87 @@
+"""Looks for operations that have failed without anybody being told: a CUDA graph's replay asks no Python code, so
+that a lost rank would end in NaN, step after step. One daemon thread per process; it only reads host memory.
+
+A call that comes meanwhile raises the error itself, and then it is the program's to handle. Where none has come after
+GRACE_S, the process ends with the error in its log: the engine above it sees a dead worker, which it knows how to
+report, instead of wrong tokens, which nobody sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from crossdock.common.log import get
+from ep_kernels import MoECommunicator
+
+log = get(__name__)
+
+LOOK_S = 0.25
+GRACE_S = 1.0
+"""How long a failed operation may stay unheard: an engine that runs eagerly makes its next call within a step."""
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+
+class Guard:
+    """Of this process's communicators.
+
+    Args:
+        end: called once, with a message, where a failure stayed unheard.
+        clock: seconds.
+    """
+
+    def __init__(self, end: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._end, self._clock = end, clock
+        self._watched: weakref.WeakKeyDictionary[MoECommunicator, int] = weakref.WeakKeyDictionary()
+        self._since: weakref.WeakKeyDictionary[MoECommunicator, float] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, comm: MoECommunicator) -> None:
+        """Look after it from now on, until it is closed."""
+        with self._lock:
+            self._watched[comm] = comm.rank
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="crossdock-guard", daemon=True)
+                self._thread.start()
+
+    def look(self) -> None:
+        """Once over all of them."""
+        with self._lock:
+            watched = list(self._watched.items())
+        now = self._clock()
+        for comm, rank in watched:
+            error = comm.unheard()
+            if error is None:
+                self._since.pop(comm, None)
+                continue
+            if comm not in self._since:
+                self._since[comm] = now
+                log.error(f"crossdock: rank {rank}: {error}")  # engines' logs show the text alone
+            elif now - self._since[comm] >= GRACE_S:
+                with self._lock:
+                    self._watched.pop(comm, None)
+                self._end(f"crossdock: rank {rank}: {error}")
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(LOOK_S):
+            self.look()
+
+
+def leave(message: str) -> None:
+    """End this process: what its GPU has computed since cannot be trusted."""
+    print(f"{message}; no call has raised it, so this process ends", file=sys.stderr, flush=True)
+    os._exit(EXIT_CODE)
+
+
+@functools.cache
+def guard() -> Guard:
+    """This process's; made at the first call."""
+    return Guard(leave)

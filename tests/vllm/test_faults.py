@@ -1,0 +1,44 @@
+"""The fault hooks of vLLM's managers: asked after each step, named, recovered from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_kernels import PeerTimeout
+from tests.vllm.faults import one_misses_a_step
+from tests.worlds import World
+
+pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+
+
+@pytest.mark.parametrize("backend", ["ll", "ht", "v2"])
+def test_a_rank_that_missed_a_step_comes_back(four: World, backend: str) -> None:
+    results = four.run(one_misses_a_step, backend, timeout_s=120)
+    assert [before for before, _, _ in results] == [False] * 4
+    assert [mask for _, mask, _ in results] == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
+    assert [after for _, _, after in results] == [False] * 4
+
+
+def test_a_fault_on_the_device_is_seen_in_stream_order() -> None:
+    from crossdock.vllm_plugin.managers import Manager
+
+    words = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    manager = Manager.__new__(Manager)
+    lost = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0)
+
+    def check() -> None:
+        if words[1]:
+            raise lost
+
+    comms = [SimpleNamespace(failed=lambda word=word: word, check=check) for word in words]
+    manager._pool = SimpleNamespace(communicators=lambda: comms, size=4, rank=0)  # type: ignore[assignment]
+    assert not manager.query_fault()
+    words[1][0] = 1
+    assert manager.query_fault().dtype == torch.bool
+    assert manager.query_fault()
+    assert manager.query_active_mask().tolist() == [0, 0, 1, 0]
+    comms.clear()
+    assert not manager.query_fault()
