@@ -11,6 +11,8 @@ from ep_kernels import Layout, Mode
 
 FP8_BLOCK = 128
 """Columns that share one fp32 scale."""
+BOUNDED = 1.25
+"""Of form "bounded", where what comes after must not work on rows of the worst case."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Case:
         fp8_combine: partial sums come home as fp8 with fp32 scales.
         num_sms: multiprocessors that an operation may fill; None: the backend's own choice.
         form: "" (worst-case rows, no host wait), "exact" (rows as many as arrived, one host read) or "cached" (the
-            routing of an earlier dispatch is used again).
+            routing of an earlier dispatch is used again), or "bounded" (room for BOUNDED times the mean of rows).
     """
 
     mode: Mode

@@ -18,7 +18,7 @@ KEY = (
     "combine_dtype", "routing", "timing", "form", "l2",
 )  # fmt: skip
 
-BY_SMS = ("floor", "sweep", "ll_sms")
+BY_SMS = ("floor", "sweep", "ll_sms", "layer")
 """Tables in which a case stands once for each number of multiprocessors."""
 
 

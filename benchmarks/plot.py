@@ -1,7 +1,7 @@
 """`python -m benchmarks.plot docs/results/<folder>`: plots of one GPU run beside its csv files, as SVG and PNG.
 
-latency (LL pair over T, bound dotted), ll_sms (LL pair over multiprocessors), bandwidth (HT over multiprocessors),
-throughput (HT as bars). Needs matplotlib.
+latency (LL pair over T, bound dotted), ll_sms (LL pair over multiprocessors), bandwidth (HT over multiprocessors, for
+each T), throughput (HT as bars). Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -127,7 +127,17 @@ def _ll_sms(figure: Any, lines: list[Csv]) -> None:
 
 
 def _bandwidth(figure: Any, lines: list[Csv]) -> None:
-    axes = figure.subplots()
+    steps = sorted({line["tokens"] for line in lines}, key=int)
+    panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for axes, tokens in zip(panels, steps, strict=True):
+        _bandwidth_of(axes, [line for line in lines if line["tokens"] == tokens])
+        axes.set(title=f"T = {tokens}", xlabel="multiprocessors")
+    panels[0].set_ylabel("GB/s leaving a GPU")
+    figure.legend(*panels[-1].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    figure.suptitle("High throughput, bf16: fresh routing, L2 flushed, slowest rank, median")
+
+
+def _bandwidth_of(axes: Any, lines: list[Csv]) -> None:
     for layout, colour in (("flat", COLOURS["crossdock"]), ("grouped", "#d17b0f")):
         for op, style in (("dispatch", "-"), ("combine", "--")):
             here = [line for line in lines if (line["layout"], line["op"]) == (layout, op)]
@@ -138,11 +148,9 @@ def _bandwidth(figure: Any, lines: list[Csv]) -> None:
     first = lines[0]
     ceiling = float(first["physical_gbps"]) * float(first["p50_us"]) / float(first["bound_us"])
     axes.axhline(ceiling, color="black", linestyle=(0, (1, 3)), label="bound of this routing")
-    axes.set(xlabel="multiprocessors", ylabel="GB/s leaving a GPU", ylim=(0, ceiling * 1.12))
+    axes.set(ylim=(0, ceiling * 1.12))
     ticks = sorted({int(line["sms"]) for line in lines})
-    axes.set_xticks(ticks, [str(t) for t in ticks])
-    figure.legend(fontsize=8, loc="outside right upper")
-    figure.suptitle("High throughput, T = 4096, bf16: fresh routing, L2 flushed, slowest rank, median")
+    axes.set_xticks(ticks, [str(t) for t in ticks], fontsize=8)
 
 
 def _throughput(figure: Any, lines: list[Csv]) -> None:

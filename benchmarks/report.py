@@ -299,6 +299,44 @@ class Overlap:
         )
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A whole MoE layer; see `gpu/layer.py`.
+
+    Attributes:
+        level: "experts", "sequential" or "op".
+        gpu_us: as in Sample.
+        sms: multiprocessors of the communication.
+    """
+
+    level: str
+    case: Case
+    gpu_us: list[list[float]]
+    sms: int
+
+    def merged(self, other: Layer) -> Layer:
+        """See `Figure`."""
+        return replace(self, gpu_us=self.gpu_us + other.gpu_us)
+
+    def line(self) -> Line:
+        """See `Figure`."""
+        return {
+            "backend": "crossdock",
+            "op": "layer",
+            **_shape(self.case),
+            "sms": self.sms,
+            "timing": "eager",
+            "form": self.level,
+            "l2": "flushed",
+            **_figures(self.gpu_us),
+        }
+
+    def words(self) -> str:
+        """See `Figure`."""
+        line = self.line()
+        return f"{self.level:10} {title(self.case)}: {line['p50_us']} us p50 {line['p99_us']} p99, {self.sms} SMs"
+
+
 def title(case: Case) -> str:
     """The case in a few words."""
     sms = f" {case.num_sms} SMs" if case.num_sms else ""

@@ -21,7 +21,8 @@ TITLES = {
     "ll_sms": "LL over the number of multiprocessors, bf16, µs per pair",
     "overlap": "Overlap: a matrix product while an operation has been sent and not yet received, µs",
     "ht": "High throughput: µs per call, L2 flushed, routing and counts included",
-    "sweep": "HT over the number of multiprocessors, T = 4096, bf16, µs",
+    "sweep": "HT over the number of multiprocessors, bf16, µs",
+    "layer": "A whole MoE layer, bf16: dispatch, grouped products, combine, µs",
     "auto": "Where HT overtakes LL: µs per pair, CUDA graph",
 }
 
@@ -49,7 +50,8 @@ def markdown(folder: Path) -> str:
     run = facts.read(folder)
     said, parts = "", []
     makers = {
-        "floor": _floor, "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "auto": _auto,
+        "floor": _floor, "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep,
+        "layer": _layer, "auto": _auto,
     }  # fmt: skip
     for name, maker in makers.items():
         lines = report.read(folder, name)
@@ -145,7 +147,19 @@ def _overlap(lines: list[Csv]) -> str:
 
 
 def _sweep(lines: list[Csv]) -> str:
-    return _over_sms([line | {"what": f"{line['layout']} {line['op']}"} for line in lines])
+    return _over_sms([line | {"what": f"T = {line['tokens']} {line['layout']} {line['op']}"} for line in lines])
+
+
+def _layer(lines: list[Csv]) -> str:
+    """What the communication adds to the experts alone, and how much of that the overlap hides."""
+    found = {(line["tokens"], line["sms"], line["form"]): float(line["p50_us"]) for line in lines}
+    body = []
+    for tokens, sms in dict.fromkeys((line["tokens"], line["sms"]) for line in lines):
+        alone, plain, halves = (found.get((tokens, sms, level)) for level in ("experts", "sequential", "op"))
+        if alone is not None and plain is not None and halves is not None:
+            figures = [f"{value:.0f}" for value in (alone, plain, halves)]
+            body.append([tokens, sms, *figures, f"x {plain / halves:.2f}"])
+    return _grid(["T", "SMs", "experts alone", "sequential", "two halves, overlapped", "gain"], body)
 
 
 def _over_sms(lines: list[Csv]) -> str:

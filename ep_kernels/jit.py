@@ -51,7 +51,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     ),
     "ll_combine": (*_COMMON, "numeric", "lines", "clock", "unit_partials"),
     "ht_dispatch": (*_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", *_HT_DISPATCH),
-    "ht_combine": (*_COMMON, "numeric", "clock", "rings", "partials", "combine", "owner", "home"),
+    "ht_combine": (*_COMMON, "numeric", "quantize", "clock", "rings", "partials", "combine", "owner", "home"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.cases import BOUNDED, Case
 from benchmarks.gpu import Inputs, Row, check
 from ep_kernels import Layout, MoECommunicator, MoEConfig, Overflow, quant
 from ep_kernels.routing import delivered
@@ -42,6 +42,7 @@ class Crossdock:
                 exact_shapes=exact_shapes,
                 overflow=Overflow.RAISE if exact_shapes else Overflow.DROP,
                 num_sms=case.num_sms,
+                max_recv_rows=int(BOUNDED * case.tokens * case.topk) if case.form == "bounded" else None,
                 transport=transport,
             )
         )

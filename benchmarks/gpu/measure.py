@@ -65,12 +65,12 @@ class Stopwatch:
         sleep(spin_us)
         dist.all_reduce(self._one)
 
-    def time(self, name: str, operation: Callable[[], Any], *, flush: bool) -> Any:
-        """Run and time one operation; returns what it returns."""
+    def time(self, name: str, operation: Callable[[], Any], *, flush: bool, spin_us: float = SPIN_US) -> Any:
+        """Run and time one operation, which the host queues in `spin_us`; returns what it returns."""
         begin, end = events(2)
         if flush:
             self._flushed.zero_()
-        self.align()
+        self.align(spin_us)
         begin.record()
         started = time.perf_counter()
         result = operation()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks import bounds, facts, gpu, report
 from benchmarks.cases import Case
-from benchmarks.gpu import floor, overlap
+from benchmarks.gpu import floor, layer, overlap
 from benchmarks.gpu.measure import Bench, Stopwatch
 from benchmarks.gpu.tables import FLOOR, NAMES, Loop, Measured, cases_of, chosen
 from ep_kernels import StoreGroup
@@ -189,6 +189,8 @@ class Session:
         case, sms, iterations = bench.case, bench.backend.sms, self._options.iterations
         if loop.timing == "overlap":
             return overlap.measure(bench, iterations)
+        if loop.timing == "layer":
+            return layer.measure(bench, iterations)
         take = bench.graph if loop.timing == "graph" else bench.eager
         return {
             op: report.Sample(

@@ -14,6 +14,9 @@ LL_TOKENS = {"full": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "core": (1, 8, 32,
 LL_FP8_TOKENS = {"full": (1, 8, 32, 64, 128), "core": (128,), "quick": (1, 32, 128)}
 SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 64, 132), "quick": (8, 24, 132)}
 LL_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 24, 64, 132), "quick": (8, 32, 132)}
+SWEEP_TOKENS = (512, 4096, 8192)
+LAYER_SMS = {"full": (16, 24, 32, 64), "core": (24, 64), "quick": (24,)}
+LAYER_TOKENS = {"full": (1024, 4096), "core": (4096,), "quick": (1024,)}
 LL_SMS_TOKENS = (8, 128)
 OVERLAP_TOKENS = {Mode.LL: 128, Mode.HT: 1024}
 CROSSOVER_TOKENS = {
@@ -28,7 +31,7 @@ class Loop:
     """One way to time a case.
 
     Attributes:
-        timing: "eager", "graph" (of `measure.py`) or "overlap" (of `overlap.py`).
+        timing: "eager", "graph" (of `measure.py`), "overlap" (of `overlap.py`) or "layer" (of `layer.py`).
         flush: L2 is flushed before each operation.
     """
 
@@ -109,9 +112,17 @@ def _ht(ranks: int, extent: str) -> Iterator[Measured]:
 
 
 def _sweep(ranks: int, extent: str) -> Iterator[Measured]:
-    for num_sms in SWEEP_SMS[extent]:
-        for layout in (Layout.FLAT, Layout.GROUPED):
-            yield Measured(Case(Mode.HT, layout, ranks, 4096, num_sms=num_sms), HT_LOOPS, ("crossdock",))
+    for tokens in SWEEP_TOKENS:
+        for num_sms in SWEEP_SMS[extent]:
+            for layout in (Layout.FLAT, Layout.GROUPED):
+                yield Measured(Case(Mode.HT, layout, ranks, tokens, num_sms=num_sms), HT_LOOPS, ("crossdock",))
+
+
+def _layer(ranks: int, extent: str) -> Iterator[Measured]:
+    for tokens in LAYER_TOKENS[extent]:
+        for num_sms in LAYER_SMS[extent]:
+            case = Case(Mode.HT, Layout.GROUPED, ranks, tokens, num_sms=num_sms, form="bounded")
+            yield Measured(case, (Loop("layer", True),), ("crossdock",))
 
 
 def _auto(ranks: int, extent: str) -> Iterator[Measured]:
@@ -121,14 +132,16 @@ def _auto(ranks: int, extent: str) -> Iterator[Measured]:
                 yield Measured(Case(mode, layout, ranks, tokens), (Loop("graph", False),), ("crossdock",))
 
 
-TABLES = {"ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "auto": _auto}
+TABLES = {
+    "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "layer": _layer, "auto": _auto,
+}  # fmt: skip
 FLOOR = "floor"
 """The table that has no cases: see `floor.py`."""
 WANT_FLOOR = ("ll", "ll_sms")
 """Tables whose lines are compared with it."""
 NAMES = (FLOOR, *TABLES)
 """All tables, in the order in which they are measured."""
-GROUPS = {"ll": (FLOOR, "ll", "ll_sms", "overlap"), "ht": ("ht", "sweep", "auto")}
+GROUPS = {"ll": (FLOOR, "ll", "ll_sms", "overlap"), "ht": ("ht", "sweep", "layer", "auto")}
 """What `--cases` names."""
 
 

@@ -15,7 +15,7 @@ HT:
     arrivals u64 [D, R, M]              per-expert layouts, by (source, position): last seq whose row is here: likewise
     origins  u64 [D, R]                 by source: seq of the dispatch that made the routing it brings
     meta     16B [D, R, M, K]           by (source, position): local expert or -1, place, weight, token
-    scales       [D, R, M, S]           scales beside the rows, by (source, position)
+    scales       [D, R, M, S]           by (source, position); row-major ones of rank-wise layouts as `rows`, to be read
     home         [C, R, M, H]           partials coming home, by (owner, position); exact combine: [C, M, K, H]; fp8
                                         with their scales (device/partials.cuh)
     home_weights f32 [C, R, M, K]       numbers carried home beside them
@@ -376,7 +376,7 @@ def region_map(shape: Shape) -> Any:
         ("arrivals", ht_dispatch * (shape.count_lines > 0), positions * 8),
         ("origins", ht_dispatch, shape.size * 8),
         ("meta", ht_dispatch, positions * shape.topk * META_BYTES),
-        ("scales", ht_dispatch, positions * shape.scale_bytes),
+        ("scales", ht_dispatch, max(positions, shape.capacity_rows * (shape.count_lines == 0)) * shape.scale_bytes),
         ("rows", shape.dispatch_slots, shape.capacity_rows * shape.row_bytes),
         ("home", ht_combine, home_rows * shape.home_row_bytes),
         ("home_weights", ht_combine, positions * shape.topk * 4),

@@ -3,10 +3,11 @@
 
 constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;
 constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows travel as they are
+constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;        // each becomes fp8 by itself, in the stage in which it lies
 
 // Tasks by warp; the rest of the block adds.
 constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kFirstMaker = 4;
-constexpr i32 kMakers = kCopies ? 0 : 8;
+constexpr i32 kMakers = kCopies ? 0 : kConverts ? 4 : 8;
 constexpr i32 kFirstSummer = kFirstMaker + kMakers, kSummers = THREADS / 32 - kFirstSummer;
 
 __device__ __forceinline__ i64 position_of(const World& world, i32 owner, i32 position) {

@@ -45,6 +45,18 @@ __device__ __forceinline__ u8* scales_at(const DispatchArgs& args, i32 at, i32 s
          position_of(args.world, source, position) * args.world.scale_bytes;
 }
 
+// HT: the caller reads scales where senders put them, at the rows' final places; else they lie by (source, position) until they are
+// moved there. Equal on all ranks.
+__device__ __forceinline__ bool scales_land(const DispatchArgs& args) {
+  return !kPerExpert && args.out_scales == scales_at(args, args.world.rank, 0, 0);
+}
+
+// HT: where the scales of a row of this source go.
+__device__ __forceinline__ u8* scales_of(const DispatchArgs& args, i32 at, i32 position, i32 place) {
+  const i64 number = scales_land(args) ? place : position_of(args.world, args.world.rank, position);
+  return scales_at(args, at, 0, 0) + number * args.world.scale_bytes;
+}
+
 __device__ __forceinline__ u8* row_at(const DispatchArgs& args, i32 at, i32 row) {
   const RegionMap& map = args.world.map;
   return array_at(args, at, map.rows, map.rows_stride) + static_cast<i64>(row) * args.world.row_bytes;

@@ -181,7 +181,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims cl
     next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
     load_batch(args, lanes, rows, loads);
   }
-  close_ring(rows);
+  close_ring(rows, kConverts ? kMakers : 1);
 }
 
 // The makers: rows to partials.
@@ -203,6 +203,30 @@ __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows
     if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
     made.move_on();
     if (item.what & kNoMore) return;
+  }
+}
+
+// The makers, where each row by itself becomes fp8: every one takes every kMakers-th stage, so their latencies overlap.
+__device__ __forceinline__ void convert_rows(const CombineArgs& args, Ring rows, Ring made) {
+  const auto move_on = [&](i32 stages) {
+    for (i32 i = 0; i < stages; ++i) {
+      rows.move_on();
+      made.move_on();
+    }
+  };
+  move_on(warp_idx() - kFirstMaker);
+#pragma unroll 1
+  while (true) {
+    const Item item = take_stage(rows);
+    if ((item.what & kNoMore) == 0) {
+      f32* scales = reinterpret_cast<f32*>(rows.stage() + padded16(args.rings.columns * sizeof(C)));
+      quant::in_place<Y>(rows.stage(), item.columns(), false, [&](i32 block, f32 scale) { scales[block] = scale; });
+      ptx::fence_proxy_shared();
+    }
+    __syncwarp();
+    if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
+    if (item.what & kNoMore) return;
+    move_on(kMakers);
   }
 }
 

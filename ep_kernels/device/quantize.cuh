@@ -1,13 +1,16 @@
-// The quantiser of HT dispatch: a piece of a row in shared memory becomes fp8 where it lies, 16 columns per lane, a scale per 8 lanes.
-// Same bits as quant::block.
+// The quantiser of HT dispatch: a piece of a row in shared memory becomes fp8 where it lies, 16 columns per lane and stride. As many
+// strides as registers hold go through together, and nothing branches stride by stride: loads, votes and conversions of one overlap
+// those of the others, and each lane divides once for all of them. Same bits as quant::block.
 #pragma once
 
 namespace quant {
 
 constexpr i32 kWideColumns = 16;               // of a lane
 constexpr i32 kStride = 32 * kWideColumns;     // of a warp
-constexpr i32 kTogether = 2;                   // strides at a time, so that their divisions overlap
 constexpr i32 kLanes = kBlock / kWideColumns;  // lanes that share a scale
+
+// Strides at a time: 64 words of a lane.
+template <class T> constexpr i32 kTogether = 16 / static_cast<i32>(sizeof(T));
 
 // 16 columns as they lie, 16 bytes at a time.
 template <class T>
@@ -26,6 +29,14 @@ __device__ __forceinline__ Columns<T> load_columns(const u8* from) {
     for (i32 j = 0; j < 4; ++j) columns.word[4 * i + j] = four.at[j];
   }
   return columns;
+}
+
+// Only the first `count` are there: the others are 0. An even number of columns of two bytes.
+template <class T>
+__device__ __forceinline__ void cut(Columns<T>& columns, i32 count) {
+#pragma unroll
+  for (i32 i = 0; i < Columns<T>::kWords; ++i)
+    if (i * 4 >= count * static_cast<i32>(sizeof(T))) columns.word[i] = 0;
 }
 
 // Value i as fp32; exact.
@@ -62,26 +73,19 @@ __device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
 
-// Two strides of 16 columns per lane: bits of each block's amax to its 8 lanes, and whether all values of the warp are finite.
-template <class T>
-__device__ __forceinline__ bool block_amaxes(const Columns<T> (&columns)[kTogether], u32 (&amax)[kTogether]) {
-  u32 most = 0;
+// most[j] of 8 lanes -> their largest, in the lane j (mod N) of them. Each step halves what a lane still carries.
+template <i32 N>
+__device__ __forceinline__ u32 spread_largest(u32 (&most)[N]) {
 #pragma unroll
-  for (i32 j = 0; j < kTogether; ++j) most = max(most, amax[j] = largest<T>(columns[j]));
-  const bool all_finite = !__any_sync(~0u, most >= kInfinityOf<T>);
+  for (i32 step = kLanes / 2; step >= 1; step /= 2) {
+    const bool upper = lane_idx() & step;
 #pragma unroll
-  for (i32 j = 0; j < kTogether; ++j) {
-    if (!all_finite) {
-      f32 value[kWideColumns];
-#pragma unroll
-      for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns[j], i);
-      amax[j] = finite_amax(value);
+    for (i32 j = 0; j < N && j < step; ++j) {
+      const u32 other = j + step < N ? most[j + step] : most[j];
+      most[j] = max(upper ? other : most[j], __shfl_xor_sync(~0u, upper ? most[j] : other, step));
     }
-#pragma unroll
-    for (i32 step = 1; step < kLanes; step *= 2) amax[j] = max(amax[j], __shfl_xor_sync(~0u, amax[j], step));
-    if (all_finite) amax[j] = widen_bits(amax[j], T{});
   }
-  return all_finite;
+  return most[0];
 }
 
 template <class T>
@@ -96,29 +100,68 @@ __device__ __forceinline__ Vec<u32, 4> encode(const Columns<T>& columns, f32 inv
   return q;
 }
 
-// One warp: `count` columns of T at `stage` become fp8 there; keep(block, scale) is called by one lane per block of 128.
+// Columns first .. past - 1, as many strides as go together, where something is not finite: one stride after the other. Returns this
+// lane's scale, as in_place has it.
+template <class T>
+__device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, bool power_of_two) {
+  f32 mine = 1.0f;
+#pragma unroll 1
+  for (i32 stride = 0; first + stride * kStride < past; ++stride) {
+    const i32 base = first + stride * kStride + lane_idx() * kWideColumns;
+    Columns<T> columns = {};
+    if (base < past) columns = load_columns<T>(stage + base * static_cast<i32>(sizeof(T)));
+    cut(columns, past - base);
+    f32 value[kWideColumns];
+#pragma unroll
+    for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns, i);
+    u32 amax = finite_amax(value);
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
+    const f32 scale = scale_of(amax, power_of_two);
+    if (lane_idx() % kLanes == stride) mine = scale;
+    __syncwarp();  // everybody has read what is written over
+    const Vec<u32, 4> q = encode<T>(columns, __fdiv_rn(1.0f, scale), false);
+    if (base < past) *reinterpret_cast<Vec<u32, 4>*>(stage + base) = q;
+  }
+  return mine;
+}
+
+// One warp: `count` columns of T at `stage` become fp8 there, padded to 16 bytes; keep(block, scale) is called by one lane per block
+// of 128.
 template <class T, class Keep>
 __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two, Keep keep) {
+  constexpr i32 kStrides = kTogether<T>;
+  const i32 turn = lane_idx() % kLanes, group = lane_idx() / kLanes;  // this lane divides for block `group` of stride `turn`
 #pragma unroll 1
-  for (i32 base = lane_idx() * kWideColumns; __any_sync(~0u, base < count); base += kTogether * kStride) {
-    Columns<T> columns[kTogether] = {};
+  for (i32 first = 0; first < count; first += kStrides * kStride) {
+    const i32 base = first + lane_idx() * kWideColumns;
+    Columns<T> columns[kStrides] = {};
+    u32 amax[kStrides], most = 0;
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j)
+    for (i32 j = 0; j < kStrides; ++j)
       if (base + j * kStride < count)
         columns[j] = load_columns<T>(stage + (base + j * kStride) * static_cast<i32>(sizeof(T)));
-    u32 amax[kTogether];
-    const bool all_finite = block_amaxes<T>(columns, amax);
-    f32 scale[kTogether];
+    if (count % kWideColumns != 0) {
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) scale[j] = scale_of(amax[j], power_of_two);
-    __syncwarp();  // everybody has read what is written over
-#pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) {
-      const Vec<u32, 4> q = encode<T>(columns[j], __fdiv_rn(1.0f, scale[j]), all_finite);
-      if (base + j * kStride >= count) continue;
-      *reinterpret_cast<Vec<u32, 4>*>(stage + base + j * kStride) = q;
-      if (lane_idx() % kLanes == 0) keep((base + j * kStride) / kBlock, scale[j]);
+      for (i32 j = 0; j < kStrides; ++j) cut(columns[j], count - base - j * kStride);
     }
+#pragma unroll
+    for (i32 j = 0; j < kStrides; ++j) most = max(most, amax[j] = largest<T>(columns[j]));
+    f32 scale;
+    if (__any_sync(~0u, most >= kInfinityOf<T>)) {
+      scale = in_place_slowly<T>(stage, first, min(count, first + kStrides * kStride), power_of_two);
+    } else {
+      scale = scale_of(widen_bits(spread_largest(amax), T{}), power_of_two);
+      const f32 inverse = __fdiv_rn(1.0f, scale);
+      __syncwarp();  // everybody has read what is written over
+#pragma unroll
+      for (i32 j = 0; j < kStrides; ++j) {
+        const Vec<u32, 4> q = encode<T>(columns[j], __shfl_sync(~0u, inverse, group * kLanes + j), true);
+        if (base + j * kStride < count) *reinterpret_cast<Vec<u32, 4>*>(stage + base + j * kStride) = q;
+      }
+    }
+    const i32 block = first / kBlock + turn * (32 / kLanes) + group;
+    if (turn < kStrides && block * kBlock < count) keep(block, scale);
   }
   __syncwarp();
 }

@@ -3,7 +3,8 @@
 // decides how many stages there are.
 //
 //   rows    loader -> makers (or, where rows travel as they are, the storing warp)    pieces of y
-//   made    makers -> storing warp                                                    pieces of partials
+//   made    makers -> storing warp                                                    pieces of partials; where rows
+//           become fp8 one by one, in the stages of `rows`, which go back to the loader from the storing warp
 //   home    home loader -> summing warps                                              pieces that have come home
 //
 // A stage is handed over by two mbarriers. `full`: filled (a bulk load completes on it; makers arrive on it); `empty`:
@@ -14,6 +15,7 @@
 
 constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12;
 constexpr u32 kMostItems = kMostRows + kMostMade + kMostHome;
+constexpr u32 kMadeBarriers = kMostRows > 2 * kMostMade ? kMostRows : 2 * kMostMade;
 constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
               kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items
 constexpr u32 kColumnsShift = 8;
@@ -58,10 +60,13 @@ __device__ __forceinline__ Rooms carve_rooms(const Rings& rings, u8* shared, u8*
   u64* barriers = reinterpret_cast<u64*>(shared);
   u8* made = stages + rings.num_rows * rings.row_bytes;
   u8* home = made + rings.num_made * rings.made_bytes;
+  u64 *rows_empty = barriers + kMostRows, *made_full = barriers + 2 * kMostRows;
+  const Ring in_place = {stages, items, made_full, rows_empty, rings.row_bytes, rings.num_rows, 0, 0};
   return {carve_ring(stages, rings.row_bytes, rings.num_rows, items, barriers, kMostRows),
-          carve_ring(made, rings.made_bytes, rings.num_made, items + kMostRows, barriers + 2 * kMostRows, kMostMade),
-          carve_ring(home, rings.made_bytes, rings.num_home, items + kMostRows + kMostMade,
-                     barriers + 2 * (kMostRows + kMostMade), kMostHome)};
+          rings.num_made == 0 ? in_place
+                              : carve_ring(made, rings.made_bytes, rings.num_made, items + kMostRows, made_full, kMostMade),
+          carve_ring(home, rings.made_bytes, rings.num_home, items + kMostRows + kMostMade, made_full + kMadeBarriers,
+                     kMostHome)};
 }
 
 // One thread, before a block barrier that comes before any use. `fillers`, `readers`: warps that arrive per stage.
@@ -83,14 +88,17 @@ __device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item&
   ring.move_on();
 }
 
-// The filling side: nothing comes after this. A warp of it.
-__device__ __forceinline__ void close_ring(Ring& ring) {
-  if (lane_idx() == 0) {
-    ring.await_empty();
-    ring.items[ring.at] = {0.0f, kNoMore, nullptr};
-    ptx::barrier_arrive(ring.full + ring.at);
+// The filling side: nothing comes after this; so often, where the readers take turns. A warp of it.
+__device__ __forceinline__ void close_ring(Ring& ring, i32 readers = 1) {
+  for (i32 i = 0; i < readers; ++i) {
+    if (lane_idx() == 0) {
+      ring.await_empty();
+      ring.items[ring.at] = {0.0f, kNoMore, nullptr};
+      ptx::barrier_arrive(ring.full + ring.at);
+    }
+    __syncwarp();
+    ring.move_on();
   }
-  __syncwarp();
 }
 
 // A reading warp: the next stage, once it is full.

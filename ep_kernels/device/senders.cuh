@@ -96,10 +96,15 @@ __device__ __forceinline__ void load_first_unit(const DispatchArgs& args, Team t
   load_unit(args, sender, sender.unit, sender.turn % kStages);
 }
 
-// This lane's k of the unit's token; lanes past K, and no unit, go nowhere.
+// This lane's k of the unit's token; lanes past K, and no unit, go nowhere. Lanes store in their order, so rank-wise layouts, where any
+// k of a rank will do, begin at another k with each token: else a routing that is the same for all tokens would send all rows of
+// all ranks to the same rank first.
 __device__ __forceinline__ Home home_of(const DispatchArgs& args, const Sender& sender, i32 unit) {
-  if (lane_idx() >= args.world.topk || unit < 0) return {kNowhere, -1, -1, -1};
-  return args.home[static_cast<i64>(unit / sender.pieces) * args.world.topk + lane_idx()];
+  const i32 topk = args.world.topk;
+  if (lane_idx() >= topk || unit < 0) return {kNowhere, -1, -1, -1};
+  const i32 token = unit / sender.pieces;
+  const i32 k = lane_idx() + (kPerExpert ? 0 : (token + args.world.rank) % topk);
+  return args.home[static_cast<i64>(token) * topk + (k < topk ? k : k - topk)];
 }
 
 // Lanes whose k is the first of the token at its rank.
@@ -108,41 +113,50 @@ __device__ __forceinline__ bool leads(const Home& home) {
   return home.rank >= 0 && lane_idx() == __ffs(same) - 1;
 }
 
-// Scales of a quantised piece, which lie behind it, to every rank of the token; the last piece pads packed words with zero bytes.
-__device__ __forceinline__ void send_scales(const DispatchArgs& args, const Home& home, i32 column, i32 count, u8* scales) {
+// Quantises a loaded piece where it lies, its scales behind it; the last piece pads packed words with zero bytes. Returns bytes of
+// scales that travel with it, which begin at `first` of the row's.
+template <class T>
+__device__ __forceinline__ i32 quantize_unit(const DispatchArgs& args, i32 column, i32 count, u8* stage, i32* first) {
   const World& world = args.world;
-  const i32 size = args.power_of_two == quant::kPacked ? 1 : 4;
-  const i32 first = column / quant::kBlock * size;
+  const bool packed = args.power_of_two == quant::kPacked;
+  u8* scales = stage + args.work.piece_bytes;
+  quant::in_place<T>(stage, count, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
+    if (packed) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
+    else reinterpret_cast<f32*>(scales)[block] = scale;
+  });
+  const i32 size = packed ? 1 : 4;
+  *first = column / quant::kBlock * size;
   i32 num_bytes = (count + quant::kBlock - 1) / quant::kBlock * size;
   if (column + count == world.hidden) {
-    if (lane_idx() < world.scale_bytes - first - num_bytes) scales[num_bytes + lane_idx()] = 0;
-    num_bytes = world.scale_bytes - first;
-    __syncwarp();
+    if (lane_idx() < world.scale_bytes - *first - num_bytes) scales[num_bytes + lane_idx()] = 0;
+    num_bytes = world.scale_bytes - *first;
   }
-  for (u32 left = __ballot_sync(~0u, leads(home)); left != 0; left &= left - 1) {
-    const i32 rank = __shfl_sync(~0u, home.rank, __ffs(left) - 1), position = __shfl_sync(~0u, home.position, __ffs(left) - 1);
-    copy_bytes(scales_at(args, rank, world.rank, position) + first, scales, num_bytes);
-  }
+  ptx::fence_proxy_shared();
+  __syncwarp();
+  return num_bytes;
 }
 
-// Stores a loaded piece once per rank, at the first place that was not dropped; on this rank at all of them.
+// Stores a loaded piece once per rank, at the first place that was not dropped; on this rank at all of them. Its scales go with it.
 __device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, i32 piece, u8* stage) {
   const World& world = args.world;
   const i32 num_bytes = piece_size(args, piece) / kWidth, column = piece * (static_cast<i32>(args.work.piece_bytes) / kWidth);
-  if constexpr (kQuantises) {
-    u8* scales = stage + args.work.piece_bytes;
-    quant::in_place<X>(stage, num_bytes, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
-      if (args.power_of_two == quant::kPacked) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
-      else reinterpret_cast<f32*>(scales)[block] = scale;
-    });
-    ptx::fence_proxy_shared();
-    __syncwarp();
-  }
+  i32 first_scale = 0, scale_bytes = 0;
+  if constexpr (kQuantises) scale_bytes = quantize_unit<X>(args, column, num_bytes, stage, &first_scale);
   const bool placed = home.rank >= 0 && home.place >= 0;
   const u32 same = __match_any_sync(~0u, home.rank) & __ballot_sync(~0u, placed);
-  if (placed && (lane_idx() == __ffs(same) - 1 || (kPerExpert && home.rank == world.rank)))
+  const bool leads = placed && lane_idx() == __ffs(same) - 1;
+  if (leads || (kPerExpert && placed && home.rank == world.rank))
     ptx::bulk_store(row_at(args, home.rank, home.place) + column, stage, num_bytes);
-  if constexpr (kQuantises) send_scales(args, home, column, num_bytes, stage + args.work.piece_bytes);
+  if constexpr (kQuantises) {
+    u8* scales = stage + args.work.piece_bytes;
+    u8* to = leads ? scales_of(args, home.rank, home.position, home.place) + first_scale : nullptr;
+    if ((first_scale | scale_bytes | world.scale_bytes) % 16 == 0) {
+      if (leads) ptx::bulk_store(to, scales, scale_bytes);
+    } else {
+      for (u32 left = __ballot_sync(~0u, leads); left != 0; left &= left - 1)
+        copy_bytes(reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), __ffs(left) - 1)), scales, scale_bytes);
+    }
+  }
 }
 
 // A row that this lane's rank gets.
@@ -242,11 +256,12 @@ __device__ __forceinline__ void tell_records(const DispatchArgs& args, Range tok
       meta_at(args, rank, world.rank, position)[k] = {here ? home.slot : -1, home.place, here ? weight : 0.0f, token};
     }
     if (args.x_scales == nullptr) continue;
-    for (u32 left = all_leads; left != 0; left &= left - 1) {
+    for (u32 left = all_leads & ~(scales_land(args) ? __ballot_sync(~0u, home.place < 0) : 0); left != 0; left &= left - 1) {
       const i32 from = __ffs(left) - 1;
       const i32 rank = __shfl_sync(~0u, home.rank, from), position = __shfl_sync(~0u, home.position, from);
+      const i32 place = __shfl_sync(~0u, home.place, from);
       const u8* scales = args.x_scales + static_cast<i64>(base + from / topk) * world.scale_bytes;
-      copy_bytes(scales_at(args, rank, world.rank, position), scales, world.scale_bytes);
+      copy_bytes(scales_of(args, rank, position, place), scales, world.scale_bytes);
     }
   }
   if (invalid != 0 && lane_idx() == 0) atomicAdd(&world.state->invalid_ids, static_cast<u64>(invalid));

@@ -33,8 +33,8 @@
 __device__ __forceinline__ Rooms open_rooms(const CombineArgs& args, u8* shared, Item* items) {
   const Rooms rooms = carve_rooms(args.rings, shared, shared + args.work.stage_offset, items);
   if (threadIdx.x == 0) {
-    open_ring(rooms.rows, 1, kCopies ? 1 : kMakers);
-    if constexpr (!kCopies) open_ring(rooms.made, kMakers, 1);
+    open_ring(rooms.rows, 1, kCopies || kConverts ? 1 : kMakers);
+    if constexpr (!kCopies) open_ring(rooms.made, kConverts ? 1 : kMakers, 1);
     open_ring(rooms.home, 1, kSummers);
     ptx::fence_barrier_init();
     ptx::fence_proxy_async();
@@ -86,8 +86,11 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   } else if (warp == kHomeLoader) {
     if (receives) load_all_home(args, claims, rooms.home, seq, origin, start, waited);
   } else if (warp < kFirstSummer) {
-    if constexpr (!kCopies)
+    if constexpr (kConverts) {
+      if (sent) convert_rows(args, rooms.rows, rooms.made);
+    } else if constexpr (!kCopies) {
       if (sent) make_partials<kMakers>(args, rooms.rows, rooms.made);
+    }
   } else if (receives) {
     sum_home(args, rooms.home);
   }

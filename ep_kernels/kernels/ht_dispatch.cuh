@@ -141,7 +141,7 @@ __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, 
   const bool any_differs = __syncthreads_or(differs) != 0;
   if (arrived && !any_differs && outcome == READY && *scratch.lacking == 0) {
     if (team.block == 0 && args.cached) write_kept_counts(args);
-    if (!kPerExpert && args.out_scales != nullptr) place_all_scales(args, team, scratch);
+    if (!kPerExpert && args.out_scales != nullptr && !scales_land(args)) place_all_scales(args, team, scratch);
   } else {
     deliver_nothing(args, team, scratch, arrived && any_differs);
   }

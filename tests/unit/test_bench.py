@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import bounds, compare, facts, gpu, plot, report, table
 from benchmarks.cases import ROUTINGS, Case, draw, make_steps, ranks_of, rows_sent
-from benchmarks.gpu import Inputs, check, crossdock
+from benchmarks.gpu import Inputs, check, crossdock, layer
 from benchmarks.gpu.measure import Bench
 from benchmarks.gpu.tables import GROUPS, NAMES, TABLES, WANT_FLOOR, Loop, cases_of
 from ep_kernels import Layout, Mode, StoreGroup
@@ -92,7 +94,7 @@ def test_no_case_stands_twice_in_a_table(name: str, extent: str) -> None:
     assert cases
     assert len(set(cases)) == len(cases)
     flushed = [Loop("eager", True) in m.loops or m.case.mode is Mode.LL for m in cases_of(name, 4, extent)]
-    assert all(flushed) or name in ("auto", "overlap")
+    assert all(flushed) or name in ("auto", "overlap", "layer")
 
 
 # The check of results: against transports that are right, and against wrong results.
@@ -205,6 +207,22 @@ def test_one_bit_is_noticed() -> None:
     assert "1 of 24 rows" in check.fault(got, want, exact=True)
 
 
+def test_the_layers_experts() -> None:
+    """Grouped products are those of each expert for itself; the halves of the tokens make up the whole."""
+    experts = layer.Experts.drawn(3, 64, 32, 5, "cpu")
+    offsets = torch.tensor([0, 16, 16, 40], dtype=torch.int32)
+    tokens = torch.randn(40, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    got = experts((SimpleNamespace(tokens=tokens, offsets=offsets), None))
+    for e, (first, past) in enumerate(pairwise(offsets.tolist())):
+        gate, up = (tokens[first:past] @ experts.up[e]).chunk(2, dim=1)
+        want = (torch.nn.functional.silu(gate) * up) @ experts.down[e]
+        assert torch.allclose(got[first:past].float(), want.float(), atol=0.02)
+    inputs = inputs_of(SMALL)
+    first_half, second = layer.halved(inputs)
+    assert torch.equal(torch.cat([first_half.x, second.x]), inputs.x)
+    assert torch.equal(torch.cat([first_half.topk_ids, second.topk_ids]), inputs.topk_ids)
+
+
 # csv, table, plots, comparison.
 
 FACTS = {
@@ -226,6 +244,10 @@ def overlap_of(case: Case, op: str, gemm_us: float) -> report.Overlap:
     return report.Overlap(op, case, "gemm 1 x 2 x 3", runs, 64)
 
 
+def layer_of(case: Case, level: str, time_us: float) -> report.Layer:
+    return report.Layer(level, case, [[time_us, time_us * 0.9, time_us * 1.1]], case.num_sms or 64)
+
+
 def floors(scale: float = 1.0) -> list[report.Floor]:
     """Two kernels cost 3 us and half of that overlapped; an exchange adds 2, by release 4."""
     return [
@@ -245,6 +267,10 @@ def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
         for measured in cases_of(name, 4, "quick"):
             if name == "overlap":
                 lines += [overlap_of(measured.case, op, 170.0 * scale).line() for op in ("dispatch", "combine")]
+                continue
+            if name == "layer":
+                levels = {"experts": 800.0, "sequential": 1000.0, "op": 900.0}
+                lines += [layer_of(measured.case, level, us * scale).line() for level, us in levels.items()]
                 continue
             for loop in measured.loops:
                 ops = ("pair",) if loop.timing == "graph" else ("dispatch", "combine")
@@ -281,7 +307,8 @@ def test_the_table_shows_every_case_once(tmp_path: Path) -> None:
     assert all(title in text for title in table.TITLES.values())
     rows = [line for line in text.splitlines() if line.startswith("| 128 | rank_major")]
     assert [row.split(" | ")[2] for row in rows] == ["bf16", "fp8 + bf16", "fp8"]
-    assert text.count("| 24 | ") == 1
+    assert text.count("\n| 24 | ") == 1
+    assert "| 1024 | 24 | 800 | 1000 | 900 | x 1.11 |" in text
     assert text.count("4 x NVIDIA H200") == 1
     assert "| a line to each peer, theirs polled | 5.00 | 5.13 | 3.50 | 3.63 |" in text
     assert "| expert_major | 128 | combine | 161.90 | 170.00 | 1.050 | 7.00 | 11.00 |" in text

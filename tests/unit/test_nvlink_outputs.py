@@ -63,7 +63,7 @@ def test_as_the_reference_has_them(layout: Layout, payload: str, exact_shapes: b
     assert {RENAMED.get(name, name) for name, tensor in fields.items() if tensor is not None} == addresses.keys()
     for name, tensor in fields.items():
         assert tensor is None or addresses[RENAMED.get(name, name)] == tensor.data_ptr(), name
-    made, arguments = outputs.scales(trimmed=exact_shapes)
+    made, arguments = outputs.scales(1, trimmed=exact_shapes)
     assert arguments.get("out_scales", 0) == (0 if made is None else made.data_ptr())
     num_rows = want.tokens.shape[0] if outputs.compact else 0
     tokens, its_scales = outputs.delivered(1, made, num_rows)
@@ -126,8 +126,8 @@ def test_packed_scales_lie_where_the_kernel_is_told(layout: Layout) -> None:
     sizes = plan.sizes_of(config)
     outputs = Outputs(config, sizes, CPU)
     outputs.attach(Bytes(abi.region_map(sizes.shape).num_bytes))
-    made, arguments = outputs.scales(trimmed=False)
+    made, arguments = outputs.scales(0, trimmed=False)
     _, scales = outputs.delivered(0, made, sizes.output_rows[0])
     assert scales is not None
     assert arguments["scale_column_stride"] == scales.stride(1) > 0
-    assert outputs.scales(trimmed=True)[1]["scale_column_stride"] == 0
+    assert outputs.scales(0, trimmed=True)[1]["scale_column_stride"] == 0

@@ -23,11 +23,11 @@ WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1), (2, 4), (4, 2)]
 CONTROL, MOST = 4096, plan.SHARED_BYTES
 
 
-def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, rings.Rings]]:
-    """(hidden, whether rows travel as they are, rings)."""
+def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, rings.Rings]]:
+    """(hidden, whether rows travel as they are, whether they stay in their stages, rings)."""
     for hidden in (*HIDDEN, *(16 * random.randint(1, 4096) for _ in range(20))):
-        for copies in {False, y_bytes == moved}:
-            yield hidden, copies, rings.rings_of(hidden, y_bytes, moved, copies, CONTROL, MOST)
+        for copies, in_place in {(False, False), (y_bytes == moved, y_bytes == moved), (False, moved == 1)}:
+            yield hidden, copies, in_place, rings.rings_of(hidden, y_bytes, moved, copies, in_place, CONTROL, MOST)
 
 
 def text_of(file: str) -> str:
@@ -54,7 +54,7 @@ def config(size: int, **changes: Any) -> MoEConfig:
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
 def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
     """Every column in one piece, none empty; what the copy engine moves is whole 16 bytes at such an address."""
-    for hidden, copies, found in plans(y_bytes, moved):
+    for hidden, copies, in_place, found in plans(y_bytes, moved):
         assert (found.num_pieces - 1) * found.columns < hidden <= found.num_pieces * found.columns
         scales = -(-found.columns // FP8_BLOCK) * 4 if moved == 1 else 0
         assert found.columns * moved + scales <= found.home_bytes <= found.made_bytes
@@ -65,19 +65,22 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
         assert {columns * y_bytes % 16 for columns in (found.columns, last)} == {0}
         assert found.num_pieces == 1 or found.columns % rings.COLUMN_UNIT == 0
         assert not copies or found.home_bytes >= found.columns * y_bytes
+        if in_place and moved == 1:  # scales are written when 64 words of each lane have been read
+            assert found.home_bytes <= min(found.row_bytes, 64 * 4 * 32)
 
 
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
 def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     """The storing warp keeps stages that are still being read: fewer than there are, or it would wait for itself."""
-    kept = constant("owner", "kReading")
-    for _, copies, found in plans(y_bytes, moved):
+    kept, closing = constant("owner", "kReading"), 4
+    for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
         assert found.stage_offset + found.num_bytes <= MOST
         assert 2 <= found.num_rows <= rings.MOST_ROWS
         assert 2 <= found.num_home <= rings.MOST_HOME
-        assert found.num_made == (0 if copies else rings.MOST_MADE)
-        assert (found.num_rows if copies else found.num_made) > kept
+        assert found.num_made == (0 if in_place else rings.MOST_MADE)
+        assert (found.num_rows if in_place else found.num_made) > kept
+        assert copies or not in_place or found.num_rows >= kept + closing, "a stage for the end, for each maker"
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
@@ -85,7 +88,7 @@ def test_numbers_that_both_sides_name_agree() -> None:
     assert constant("rings", "kMostMade") == rings.MOST_MADE
     assert constant("rings", "kMostHome") == rings.MOST_HOME
     assert constant("partials", "kMostBytes") == rings.MOST_BYTES
-    barriers = 2 * 8 * rings.MOST_ITEMS
+    barriers = 8 * (2 * rings.MOST_ROWS + max(rings.MOST_ROWS, 2 * rings.MOST_MADE) + 2 * rings.MOST_HOME)
     assert barriers <= constant("team", "kBarrierBytes")
 
 

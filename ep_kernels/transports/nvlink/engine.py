@@ -187,7 +187,7 @@ class Engine:
         state = self._state(args)
         outputs, addresses = self._outputs.numbers(num_tokens)
         known = state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
-        scales, scale_args = self._outputs.scales(trimmed=known and self._config.exact_shapes)
+        scales, scale_args = self._outputs.scales(slot, trimmed=known and self._config.exact_shapes)
         record = abi.DispatchArgs(
             world=self.tables.world, num_tokens=num_tokens, slot=slot,
             power_of_two=plan.POWER_OF_TWO[self._config.scale_format], cached=int(args.previous is not None),

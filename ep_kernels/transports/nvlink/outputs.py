@@ -10,7 +10,7 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.transports.nvlink.plan import Sizes
-from ep_kernels.types import Layout, ScaleFormat
+from ep_kernels.types import Layout, Mode, ScaleFormat
 
 
 class Memory(Protocol):
@@ -37,6 +37,7 @@ class Outputs:
         self.compact = len(self.rows) == 1
         self._map = abi.region_map(sizes.shape)
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
+        self._lands = config.mode is not Mode.LL and not self.layout.per_expert
         names = ("num_rows", "num_dropped", "num_invalid_ids", "counts")
         grouped = self.layout is Layout.GROUPED
         self._names = (*names, "offsets") if grouped else names
@@ -76,13 +77,18 @@ class Outputs:
         assert weights is not None
         return fields | {"topk_ids": ids[:num_rows], "topk_weights": weights[:num_rows]}
 
-    def scales(self, trimmed: bool) -> tuple[torch.Tensor | None, dict[str, int]]:
-        """(where the kernel writes scales, its arguments)."""
+    def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, dict[str, int]]:
+        """(where scales will be, the kernel's arguments). Row-major ones of rank-wise layouts are a view of the slot,
+        as rows are: HT's senders write them to their final place."""
         columns, rows = self._sizes.scale_columns, self.rows
         if columns == 0:
             return None, {}
         if not self._packed:
-            scales = torch.empty((*rows, columns), dtype=self._sizes.scale_dtype, device=self._device)
+            scales = (
+                self._slot("scales", slot, columns, self._sizes.scale_dtype)
+                if self._lands
+                else torch.empty((*rows, columns), dtype=self._sizes.scale_dtype, device=self._device)
+            )
             return scales, {"out_scales": scales.data_ptr()}
         pad = round_up(rows[-1], 4)
         scales = torch.empty((*rows[:-1], columns, pad), dtype=torch.int32, device=self._device)

@@ -300,7 +300,7 @@ def combine_blocks(c: MoEConfig) -> int:
     ranks = size * (1 - (1 - 1 / size) ** c.topk)  # that a token goes to, on average
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
-    own = 1 / size if found.num_made == 0 else 0.0  # read where they lie
+    own = 1 / size if _copies(c) else 0.0  # read where they lie
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
     over_links = moved * partials * (size - 1) / size
@@ -314,5 +314,14 @@ def combine_rings(c: MoEConfig) -> rings.Rings:
     """What a block of an HT combine holds in shared memory."""
     control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.MOST_ITEMS
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
-    copies = moved is output and (c.exact_combine or not c.resolved_layout.per_expert)
-    return rings.rings_of(c.hidden_size, output.itemsize, moved.itemsize, copies, control, SHARED_BYTES)
+    single = c.exact_combine or not c.resolved_layout.per_expert
+    return rings.rings_of(
+        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), single and (_copies(c) or moved.itemsize == 1),
+        control, SHARED_BYTES,
+    )  # fmt: skip
+
+
+def _copies(c: MoEConfig) -> bool:
+    """Whether an HT combine moves rows as they are."""
+    single = c.exact_combine or not c.resolved_layout.per_expert
+    return single and c.resolved_combine_dtype is c.resolved_output_dtype

@@ -16,6 +16,9 @@ MOST_ITEMS = MOST_ROWS + MOST_MADE + MOST_HOME
 ITEM_BYTES = 16
 MOST_BYTES = 16384
 """Of a stage."""
+MOST_FP8_BYTES = 14336
+"""The same where rows become fp8 in their stages: the scales, which lie behind the fp8 columns, are first written when
+8 KiB of the row have been read (device/quantize.cuh). A multiple of COLUMN_UNIT columns of two and of four bytes."""
 COLUMN_UNIT = 512
 """Pieces of a row that has several: whole scale blocks, whole 16 bytes of scales."""
 HOME_SHARE = 0.42
@@ -54,23 +57,27 @@ class Rings:
         return abi.Rings(*(getattr(self, name) for name, _ in abi.Rings._fields_))
 
 
-def rings_of(hidden: int, y_bytes: int, moved_bytes: int, copies: bool, control_bytes: int, most_bytes: int) -> Rings:
+def rings_of(
+    hidden: int, y_bytes: int, moved_bytes: int, copies: bool, in_place: bool, control_bytes: int, most_bytes: int
+) -> Rings:
     """As many stages as fit.
 
     Args:
         hidden: columns of a row.
         y_bytes, moved_bytes: of a column of y, and as it travels; 1 = fp8 with scales.
         copies: rows travel as they are.
+        in_place: so, or as fp8 into which each is turned where it lies.
         control_bytes: what lies before the stages.
         most_bytes: shared memory of a block.
     """
-    num_pieces = -(-hidden * max(y_bytes, moved_bytes) // MOST_BYTES)
+    most_piece = MOST_FP8_BYTES if moved_bytes == 1 else MOST_BYTES
+    num_pieces = -(-hidden * max(y_bytes, moved_bytes) // most_piece)
     columns = hidden if num_pieces == 1 else _padded(-(-hidden // num_pieces), COLUMN_UNIT)
     scales = _padded(-(-columns // FP8_BLOCK) * 4, 16) if moved_bytes == 1 else 0
     home_bytes = _padded(columns * moved_bytes, 16) + scales
     row, made = _padded(columns * y_bytes, 128), _padded(home_bytes, 128)
     offset = _padded(control_bytes, 128)
-    num_made = 0 if copies else MOST_MADE
+    num_made = 0 if in_place else MOST_MADE
     left = most_bytes - offset - num_made * made
     num_home = min(MOST_HOME, int(left * (COPIED_HOME_SHARE if copies else HOME_SHARE)) // made)
     num_rows = min(MOST_ROWS, (left - num_home * made) // row)
