@@ -20,12 +20,16 @@ import grpc.aio
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
+from crossdock.common.access import door_of
 from crossdock.common.announce import announce
 from crossdock.common.config import ControlConfig
 from crossdock.common.http import serve_http
+from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
+from crossdock.common.security import SecurityError, security_of
 from crossdock.control import discovery, views
 from crossdock.control.group import new_group, step
+from crossdock.control.keys import LeaseKeys
 from crossdock.control.nodes import Nodes
 from crossdock.control.records import (
     Blamed,
@@ -43,7 +47,6 @@ from crossdock.control.records import (
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 MAX_ONLOOKERS = 1024
 """Watchers that are no members: clients, `crossdock status`."""
 QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
@@ -94,6 +97,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
+        self._keys = LeaseKeys()
         self._watchers: set[asyncio.Event] = set()
         self._told: tuple[int, bytes] = (0, b"")
         self._told_at = 0.0
@@ -110,24 +114,29 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Enter the group, or enter it again."""
         host = request.host
+        self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._labels().get(host.hostname))
         self._take(event)
+        self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
         self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
         return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
         """Keep a member's region for this epoch."""
+        self._keys.check(request.worker, context)
         self._take(views.publish_event(request, self._limits))
         return pb.PublishRegionResponse()
 
     async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
         """A member has mapped all regions and can serve."""
+        self._keys.check(request.worker, context)
         self._take(views.ready_event(request))
         return pb.ReadyResponse()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a lease; take reports about silent ranks."""
+        self._keys.check(request.worker, context)
         self._take(views.heartbeat_event(request, self._limits))
         self._metrics.heartbeats_total.inc()
         if request.HasField("stats"):
@@ -137,6 +146,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         """Go on purpose. Also answered well when the member is gone already."""
+        self._keys.check(request.worker, context)
         self._take(views.leave_event(request))
         return pb.LeaveResponse()
 
@@ -146,6 +156,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
+        if request.worker.uid:
+            self._keys.check(request.worker, context)
         most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
         if len(self._watchers) >= most:
             raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
@@ -198,6 +210,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 self._metrics.lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
                 self._facts.pop(uid, None)
+                if cause != "replaced":
+                    self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
                 log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
@@ -266,6 +280,9 @@ def run_control(config: ControlConfig) -> int:
     except rpc.ListenError as error:
         log.error("cannot listen", error=str(error))
         return EXIT_BAD_CONFIG
+    except SecurityError as error:
+        log.error("cannot use certificates or tokens", error=str(error))
+        return EXIT_BAD_CONFIG
 
 
 async def _serve(config: ControlConfig) -> int:
@@ -273,14 +290,16 @@ async def _serve(config: ControlConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = ControlMetrics()
+    security = security_of(config.security)
+    door = door_of(security, config.max_calls_per_s, metrics)
     nodes = Nodes(config.kubernetes) if config.kubernetes else None
     if nodes is not None and not await asyncio.to_thread(nodes.start):
         log.warning("starting without node labels", why=nodes.trouble)
     service = ControlPlane(config, metrics, labels=lambda: nodes.labels if nodes is not None else {})
     health = rpc.Health([SERVICE_NAME])
-    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics))
+    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    address = rpc.bind(server, config.listen)
+    address = rpc.bind(server, config.listen, security)
     http = serve_http(config.http_listen, metrics.registry, lambda: _readiness(service.group, stop.is_set()))
     ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
     ticking.add_done_callback(lambda _: stop.set())
