@@ -92,7 +92,7 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 
     loaded = load(ControlConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.control.server import run_control
+    from crossdock.control.process import run_control
 
     raise typer.Exit(run_control(loaded))
 

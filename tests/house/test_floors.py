@@ -140,7 +140,7 @@ def test_the_rule_sees_a_planted_fault(
     ("modules", "absent"),
     [
         ("crossdock.cli", ["torch", "grpc", "transformers", "msgspec", "prometheus_client"]),
-        ("crossdock.control.server, crossdock.supervisor, crossdock.host, crossdock.status", ["torch", "numpy"]),
+        ("crossdock.control.process, crossdock.supervisor, crossdock.host, crossdock.status", ["torch", "numpy"]),
     ],
 )
 def test_what_starts_quickly_loads_nothing_heavy(modules: str, absent: list[str]) -> None:

@@ -22,11 +22,11 @@ from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
 from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
 from crossdock.common.config import ConfigFileError, ControlConfig, split_address
-from crossdock.common.line import Line, ask
+from crossdock.common.line import SERVICE_NAME, Line, ask
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig
-from crossdock.control.server import SERVICE_NAME, ControlPlane
+from crossdock.control.server import ControlPlane
 from crossdock.supervisor import current_view
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc

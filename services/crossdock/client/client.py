@@ -178,6 +178,8 @@ class AsyncClient:
                 if self._closed:
                     raise ClientError("the client is closed") from error
                 last = error
+                if isinstance(error, Unavailable) and self._directory is not None:
+                    self._directory.doubt()
                 raise
 
         if not self._retry:

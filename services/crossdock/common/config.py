@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
-from crossdock.common.settings import Rate, SecurityConfig
+from crossdock.common.settings import ElectionConfig, Rate, SecurityConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -123,6 +123,10 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     security: SecurityConfig = SecurityConfig()
     """TLS, tokens, and who may do what. The default is plain text."""
+    advertise: str = ""
+    """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
+    election: ElectionConfig | None = None
+    """One of several control planes, of which the holder of a Kubernetes Lease decides. Null: the only one."""
     kubernetes: KubernetesConfig | None = None
     """Watch the labels of Kubernetes nodes, for domains and for the order of ranks. Null: hosts' own facts only."""
     log: LogConfig = LogConfig()

@@ -52,6 +52,15 @@ class Line:
         self._version = security.version if security is not None else 0
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several to begin with."""
+        return len(self._targets) > 1
+
+    async def answers(self) -> bool:
+        """Whether whoever is dialled now says, soon, that it leads."""
+        return bool(await self._leads(self.address))
+
     async def turn(self, error: BaseException | None = None) -> bool:
         """Look for who leads, beginning with whom `error` names; whether `channel` is another one now."""
         address = await self._leader(_candidates(error, self._targets))

@@ -163,6 +163,12 @@ class ControlMetrics(GuardedMetrics):
     def __init__(self) -> None:
         super().__init__()
         self._declare_guards()
+        self.leading = self._gauge("leading", "1", "1 while this control plane decides; of replicas one does")
+        self.term = self._gauge("term", "1", "Number of the present reign among replicas; 0 without one")
+        self.reigns_total = self._counter("reigns_total", "reigns", "Times this replica began to lead")
+        self.lease_failures_total = self._counter(
+            "lease_failures_total", "attempts", "Readings and renewals of the Kubernetes Lease that failed"
+        )
         self.epoch = self._gauge("epoch", "1", "Membership counter of the group")
         self.members = self._gauge("members", "workers", "Live members of the group")
         self.world_size = self._gauge("world_size", "ranks", "Ranks that the group is configured for")

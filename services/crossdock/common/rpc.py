@@ -101,10 +101,11 @@ class Health:
         self.services = tuple(services)
         self.servicer: Any = cast("Any", health_service).aio.HealthServicer()
 
-    async def set(self, serving: bool) -> None:
-        """Say whether the services answer usefully. Watchers of the health service learn it at once."""
+    async def set(self, serving: bool, *names: str) -> None:
+        """Say whether these services (none named: all, and the process) answer usefully. Watchers of the health service
+        learn it at once."""
         word = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self.services):
+        for name in names or ("", *self.services):
             await self.servicer.set(name, word)
 
     async def shut_down(self) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ _RETRY_S = (0.1, 2.0)
 
 LEASE_KEY = "crossdock-lease-key"
 """Metadata of every call: a secret of this process, by which the control plane knows that it is the same again."""
+TERM_KEY = "crossdock-term"
+"""Metadata of every call: the greatest term seen. A control plane of a lower one stops deciding when it hears it."""
 
 View = control_pb2.GroupView
 
@@ -65,7 +68,10 @@ class Link:
     ) -> None:
         self._line = Line(target, security)
         self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
-        self._metadata = ((LEASE_KEY, secrets.token_hex(16)),)
+        self._key = secrets.token_hex(16)
+        self._term = 0
+        self._answered_at = time.monotonic()
+        self._hung = False
         self._registration, self._stats = registration, stats
         self._view = View()
         self._changed = asyncio.Condition()
@@ -150,6 +156,8 @@ class Link:
 
     async def _watch(self) -> None:
         pause_s = _RETRY_S[0]
+        if self._line.has_choice:
+            await self._turn(None)
         while self._refused is None:
             try:
                 await self._register()
@@ -161,17 +169,23 @@ class Link:
                 self.trouble = str(error)
                 _log.info("no control plane", error=error, retry_s=pause_s)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                if await self._line.turn(error):
-                    self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
+                await self._turn(error)
                 pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    async def _turn(self, error: rpc.CallError | None) -> None:
+        if await self._line.turn(error):
+            self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
 
     async def _call(self, method: str, request: Any, timeout_s: float, *, retry_s: float = 0) -> Any:
         """One call; what is tried again goes to whoever leads by then. Raises rpc.CallError."""
 
         def attempt(message: Any, **more: Any) -> Any:
-            return getattr(self._stub, method)(message, **more)
+            return getattr(self._stub, method)(message, metadata=self._metadata(), **more)
 
-        return await rpc.call(attempt, request, timeout_s=timeout_s, retry_s=retry_s, metadata=self._metadata)
+        return await rpc.call(attempt, request, timeout_s=timeout_s, retry_s=retry_s)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((LEASE_KEY, self._key), (TERM_KEY, str(self._term)))
 
     async def _register(self) -> None:
         request = control_pb2.RegisterRequest()
@@ -185,19 +199,22 @@ class Link:
     async def _follow(self) -> None:
         """Take views until the stream ends (raises CallError) or `_beat` wants to register again."""
         self._register_again.clear()
+        self._answered_at, self._hung = time.monotonic(), False
         again = asyncio.create_task(self._register_again.wait())
         reader = asyncio.create_task(self._read_views())
         try:
             await asyncio.wait({reader, again}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
                 reader.result()
+            if self._hung:
+                raise rpc.Unavailable(f"no heartbeat was answered for {self._lease_s:g} s")
         finally:
             for task in (reader, again):
                 task.cancel()
 
     async def _read_views(self) -> bool:
         request = control_pb2.WatchRequest(worker=self._registration.worker, brief=True)
-        stream = self._stub.Watch(request, metadata=self._metadata)
+        stream = self._stub.Watch(request, metadata=self._metadata())
         try:
             async for view in stream:
                 await self._show(view)
@@ -208,6 +225,9 @@ class Link:
         raise rpc.Unavailable("the control plane ended the Watch stream")
 
     async def _show(self, view: View) -> None:
+        if view.term < self._term:
+            raise rpc.Unavailable(f"a view of term {view.term} came late: term {self._term} has begun")
+        self._term = view.term
         if self._fault is not None and view.epoch > self._fault[0]:
             self._fault = None
         self._remember(view)
@@ -248,6 +268,15 @@ class Link:
                 await self._refuse(JoinRefused(str(error)))
             except rpc.CallError as error:
                 _log.debug("heartbeat failed", error=error)
+                self._notice_silence()
+            else:
+                self._answered_at = time.monotonic()
+
+    def _notice_silence(self) -> None:
+        """A control plane that is stopped or cut off breaks no connection: look for another one."""
+        if time.monotonic() - self._answered_at > self._lease_s:
+            self._hung = True
+            self._register_again.set()
 
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
