@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
-_USAGE_ERRORS = ("ListenError", "CheckpointError", "ConfigError", "OptionError")
+_USAGE_ERRORS = ("ListenError", "CheckpointError", "ConfigError", "OptionError", "SecurityError")
 PIPE_WIDTH = 132
 DEFAULT_TARGET = "127.0.0.1:7400"
 
@@ -36,7 +36,10 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override one field: path.to.field=value. Repeatable.")
 ]
 ParentPid = Annotated[int, typer.Option("--parent-pid", hidden=True)]
-Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane.")]
+Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane, or several: a:1,b:1.")]
+SecurityFile = Annotated[
+    Path | None, typer.Option("--security", help="YAML file: certificates and token (docs/security.md).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -54,6 +57,7 @@ def up(
     transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
+    security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -76,6 +80,8 @@ def up(
         raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
+    if security:
+        flags += [f"{part}.security={_as_json(security)}" for part in ("worker", *([] if join else ["control"]))]
     raise typer.Exit(run_host(load(HostConfig, config, [*flags, *(overrides or [])]), _console()))
 
 
@@ -86,7 +92,7 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 
     loaded = load(ControlConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.control.server import run_control
+    from crossdock.control.process import run_control
 
     raise typer.Exit(run_control(loaded))
 
@@ -119,15 +125,15 @@ def status(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    security: SecurityFile = None,
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
-    from crossdock.common import rpc
+    from crossdock.common.line import ask
     from crossdock.status import as_dict, as_table
     from crossdock.supervisor import current_view
     from crossdock.v1.control_pb2 import SERVING
 
-    with rpc.channel(target) as channel:
-        view = current_view(channel, timeout_s)
+    view = ask(target, _security(security), lambda channel: current_view(channel, timeout_s))
     if as_json:
         print(json.dumps(as_dict(view), indent=2))
     else:
@@ -140,11 +146,13 @@ def demo(
     transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    security: SecurityFile = None,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
     from crossdock.demo.run import FAMILIES, run_demo
 
-    raise typer.Exit(run_demo(family or tuple(FAMILIES), transport=transport, num_workers=workers))
+    guards = _load_security(security)
+    raise typer.Exit(run_demo(family or tuple(FAMILIES), transport=transport, num_workers=workers, security=guards))
 
 
 @app.command()
@@ -156,6 +164,7 @@ def topo(
     as_svg: Annotated[bool, typer.Option("--svg", help="Print a picture.")] = False,
     only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, to be read elsewhere.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
+    security: SecurityFile = None,
 ) -> None:
     """Show who reaches whom, by which way and how fast, each GPU's NIC, and why a transport is off.
 
@@ -167,7 +176,7 @@ def topo(
     if bool(files) + bool(target) + only_facts > 1 or as_json + as_dot + as_svg > 1:
         raise ConfigFileError("expected at most one of FILES, --target, --facts, and of --json, --dot, --svg")
     if target:
-        found = sources.of_group(target, timeout_s)
+        found = sources.of_group(target, timeout_s, _security(security))
     elif files:
         found = sources.of_hosts(sources.read_facts(files), None, "from files")
     else:
@@ -195,11 +204,13 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
     as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+    security: SecurityFile = None,
 ) -> None:
     """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
     from crossdock.doctor import run
 
-    findings = run.examine(run.Request(transport, target, tuple(reach or ()), passes, timeout_s))
+    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, _security(security))
+    findings = run.examine(request)
     kept = list(findings) if as_json else run.show(findings, _console())
     if as_json:
         print(json.dumps(run.as_dict(kept, strict=strict), indent=1))
@@ -226,6 +237,19 @@ def memory(
 
 
 @app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where they are written; made if missing.")],
+    host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of a server. Repeatable.")] = None,
+    days: Annotated[int, typer.Option("--days", min=1, help="Until they end.")] = 365,
+) -> None:
+    """Make an authority and certificates for every part of a group. Run again: new ones of the same authority."""
+    from crossdock.certs import make_all
+
+    for path in make_all(folder, host or (), days):
+        print(path)
+
+
+@app.command()
 def version() -> None:
     """Show the versions of Crossdock and of what it stands on."""
     import platform
@@ -241,6 +265,27 @@ def version() -> None:
             print(f"{name} {version_of(name)}")
         except PackageNotFoundError:
             print(f"{name} not installed")
+
+
+def _load_security(path: Path | None) -> Any:
+    """The SecurityConfig of a file; one that guards nothing without a file."""
+    from crossdock.common.security import load_security
+
+    return load_security(path)
+
+
+def _security(path: Path | None) -> Any:
+    """What calls are guarded with; None: plain text."""
+    from crossdock.common.security import security_of
+
+    return security_of(_load_security(path))
+
+
+def _as_json(path: Path) -> str:
+    """A security file as the value of `--set`."""
+    import msgspec
+
+    return msgspec.json.encode(_load_security(path)).decode()
 
 
 def _console() -> Console:

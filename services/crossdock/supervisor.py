@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import grpc
@@ -24,7 +24,9 @@ from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.line import BlockingLine
 from crossdock.common.metrics import HostMetrics
+from crossdock.common.security import security_of
 from crossdock.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
 from crossdock.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -52,6 +54,9 @@ class Supervisor:
         workers: one config per worker; their `control` is set to the control plane that runs here.
         log_dir: gets `<name>.log` and `<name>.yaml` of each process; made if missing.
         log_to_stderr: the processes log to this process's stderr instead of to files.
+
+    Raises:
+        SecurityError: the workers' certificates cannot be used; the group is watched with them too.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Supervisor:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
         self.metrics = HostMetrics()
+        self._security = security_of(workers[0].security)
         self._log_dir, self._log_to_stderr = log_dir, log_to_stderr
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
@@ -118,13 +124,14 @@ class Supervisor:
         Raises:
             SupervisorError: a process gave up.
         """
-        with rpc.channel(self.control_address) as channel:
-            stub = ControlPlaneStub(channel)
+        with BlockingLine(self.control_address, self._security) as line:
             while True:
                 for child in self.children:
                     if child.hopeless:
                         raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
-                yield from _views(stub, look_s)
+                problem = yield from _views(ControlPlaneStub(line.channel), look_s)
+                if problem is not None:
+                    line.turn(problem)
 
     def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
         """Wait until the control plane says SERVING; the view that said so.
@@ -214,8 +221,9 @@ def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
         call.cancel()
 
 
-def _views(stub: ControlPlaneStub, look_s: float) -> Iterator[GroupView]:
-    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody answers."""
+def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody answers. Returns
+    why nobody did."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
     answered = False
     try:
@@ -225,7 +233,10 @@ def _views(stub: ControlPlaneStub, look_s: float) -> Iterator[GroupView]:
     except grpc.RpcError as error:
         if not answered:
             yield GroupView()
-        if rpc.error_of(error).code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        problem = rpc.error_of(error)
+        if problem.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             time.sleep(_REFUSED_S)
+        return None if answered else problem
     finally:
         call.cancel()
+    return None

@@ -26,6 +26,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.child": {"crossdock.common"},
     "crossdock.supervisor": {"crossdock.child", "crossdock.common", "crossdock.v1"},
     "crossdock.status": {"crossdock.v1"},
+    "crossdock.certs": {"crossdock.common"},
     "crossdock.regions": {"ep_kernels"},
     "crossdock.kernels": {"ep_kernels"},
     "crossdock.host": {"crossdock.common", "crossdock.status", "crossdock.supervisor", "crossdock.v1"},
@@ -139,7 +140,7 @@ def test_the_rule_sees_a_planted_fault(
     ("modules", "absent"),
     [
         ("crossdock.cli", ["torch", "grpc", "transformers", "msgspec", "prometheus_client"]),
-        ("crossdock.control.server, crossdock.supervisor, crossdock.host, crossdock.status", ["torch", "numpy"]),
+        ("crossdock.control.process, crossdock.supervisor, crossdock.host, crossdock.status", ["torch", "numpy"]),
     ],
 )
 def test_what_starts_quickly_loads_nothing_heavy(modules: str, absent: list[str]) -> None:

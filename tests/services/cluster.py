@@ -16,11 +16,13 @@ from safetensors.torch import save_file
 
 from crossdock import wire
 from crossdock.common import rpc
-from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
+from crossdock.common.settings import SecurityConfig
 from crossdock.supervisor import Supervisor
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.v1.control_pb2 import GroupView
 
+PLAIN = SecurityConfig()
 LAYERS, E, H, INNER, K = 3, 8, 64, 32, 2
 FORM_S, ANSWER_S = 90, 30
 
@@ -181,15 +183,29 @@ class Cluster:
 
 
 def cluster(
-    folder: Path, *, num_workers: int = 4, lease_s: float = 10.0, recover_s: float = 20.0, **worker: object
+    folder: Path,
+    *,
+    num_workers: int = 4,
+    lease_s: float = 10.0,
+    recover_s: float = 20.0,
+    guard: SecurityConfig = PLAIN,
+    **worker: object,
 ) -> Iterator[Cluster]:
-    """Start a group, give it, stop it: the body of a fixture."""
+    """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does."""
+    log = LogConfig(level="debug" if guard.is_on else "info")
     tensors = write_model(folder / "model")
     control = ControlConfig(
-        listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=num_workers, lease_s=lease_s, recover_s=recover_s
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        world_size=num_workers,
+        lease_s=lease_s,
+        recover_s=recover_s,
+        security=guard,
+        log=log,
     )
+    common = {"security": guard, "log": log, **worker}
     workers = [
-        WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **worker)  # type: ignore[arg-type]
+        WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **common)  # type: ignore[arg-type]
         for rank in range(num_workers)
     ]
     with Supervisor(control, workers, folder / "logs") as supervisor:

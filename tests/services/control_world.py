@@ -19,8 +19,9 @@ import grpc.aio
 
 from crossdock.common import announce, rpc
 from crossdock.common.config import ControlConfig
+from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.server import SERVICE_NAME, ControlPlane
+from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
@@ -36,7 +37,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from crossdock.common.config import ControlConfig, load
-from crossdock.control.server import run_control
+from crossdock.control.process import run_control
 sys.exit(run_control(load(ControlConfig, None, sys.argv[1:])))
 """
 
@@ -201,7 +202,7 @@ class ControlProcess:
 
     def __init__(self, *overrides: str) -> None:
         self._overrides = overrides
-        self.start(f"127.0.0.1:{_lasting_port()}")
+        self.start(f"127.0.0.1:{lasting_port()}")
 
     def start(self, listen: str) -> None:
         """Start on an address and wait until it listens."""
@@ -232,7 +233,7 @@ class ControlProcess:
             self.kill()
 
 
-def _lasting_port() -> int:
+def lasting_port() -> int:
     """A free port below those that the system lends out, so that nobody has it while a killed process is away."""
     while True:
         port = random.randrange(12_000, 30_000)

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
+from crossdock.common.line import SERVICE_NAME
 from crossdock.control import server, views
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import topology_pb2
@@ -40,7 +41,7 @@ async def control() -> AsyncIterator[InProcess]:
 
 async def test_health_says_serving_for_the_process_and_the_service(control: InProcess) -> None:
     stub = health_pb2_grpc.HealthStub(control.channel)
-    for name in ("", server.SERVICE_NAME):
+    for name in ("", SERVICE_NAME):
         answer = await rpc.call(stub.Check, health_pb2.HealthCheckRequest(service=name), timeout_s=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(rpc.NotFound):
@@ -51,11 +52,11 @@ async def test_reflection_lists_and_describes_the_service(control: InProcess) ->
     stub = reflection_pb2_grpc.ServerReflectionStub(control.channel)
     requests = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol=server.SERVICE_NAME),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
     ]
     listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=TIMEOUT_S)]
     names = {service.name for service in listed.list_services_response.service}
-    assert {server.SERVICE_NAME, "grpc.health.v1.Health"} <= names
+    assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
     assert any(b"PublishRegion" in file for file in described.file_descriptor_response.file_descriptor_proto)
 
 
@@ -244,7 +245,7 @@ async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None
     draw = random.Random()
     whole = pb.HeartbeatRequest(worker=workers[0].id, epoch=1, fault="x").SerializeToString()
     for method in METHODS:
-        raw = control.channel.unary_unary(f"/{server.SERVICE_NAME}/{method}")
+        raw = control.channel.unary_unary(f"/{SERVICE_NAME}/{method}")
         for size in (0, 1, 2, 30, 3000):
             with pytest.raises(allowed):
                 await rpc.call(raw, b"\xff" + draw.randbytes(size), timeout_s=TIMEOUT_S)
@@ -253,7 +254,7 @@ async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None
         with pytest.raises(rpc.ResourceExhausted):
             await rpc.call(raw, bytes(5 << 20), timeout_s=TIMEOUT_S)
     with pytest.raises(grpc.RpcError) as raised:
-        _ = [view async for view in control.channel.unary_stream(f"/{server.SERVICE_NAME}/Watch")(b"\xff" * 9)]
+        _ = [view async for view in control.channel.unary_stream(f"/{SERVICE_NAME}/Watch")(b"\xff" * 9)]
     assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
     host, _, port = control.address.rpartition(":")
     for noise in (b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(4096)):
@@ -264,7 +265,7 @@ async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None
 
 
 async def test_calls_that_do_not_exist_are_unimplemented(control: InProcess) -> None:
-    raw = control.channel.unary_unary(f"/{server.SERVICE_NAME}/SelfDestruct")
+    raw = control.channel.unary_unary(f"/{SERVICE_NAME}/SelfDestruct")
     with pytest.raises(rpc.Unimplemented):
         await rpc.call(raw, b"", timeout_s=TIMEOUT_S)
 

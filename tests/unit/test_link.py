@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from crossdock.common import rpc
 from crossdock.v1 import control_pb2 as pb
 from crossdock.worker.link import Link
 from crossdock.worker.work import Fault
@@ -59,3 +61,16 @@ async def test_a_fault_does(link: Link) -> None:
     link.report(1, Fault("silent", (1,)))
     assert link._prior is not None
     assert not link._prior.ready
+
+
+async def test_a_view_of_a_lower_term_is_not_taken(link: Link) -> None:
+    """It was said before another control plane began to lead, and comes late."""
+    later = view(3, pb.FORMING, ME)
+    later.term = 9
+    await link._show(later)
+    late = view(8, pb.SERVING, ME, OTHER)
+    late.term = 8
+    with pytest.raises(rpc.Unavailable, match="a view of term 8 came late: term 9 has begun"):
+        await link._show(late)
+    assert link.view.epoch == 3
+    assert ("crossdock-term", "9") in link._metadata()

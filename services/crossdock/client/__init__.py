@@ -7,6 +7,7 @@ from crossdock.client.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelMismatch,
+    NotAllowed,
     Overloaded,
     Unavailable,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "DeadlineExceeded",
     "InvalidRequest",
     "ModelMismatch",
+    "NotAllowed",
     "Overloaded",
     "RemoteExperts",
     "Unavailable",

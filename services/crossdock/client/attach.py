@@ -21,6 +21,7 @@ from torch import nn
 from crossdock import wire
 from crossdock.client.client import Client
 from crossdock.client.errors import ClientError, ModelMismatch
+from crossdock.common.settings import SecurityConfig
 from crossdock.v1 import expert_pb2
 
 SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
@@ -171,6 +172,7 @@ def attach(
     verify: bool = True,
     keep_local: bool = False,
     fingerprint: str = "",
+    security: SecurityConfig | None = None,
 ) -> Attached:
     """Swap a model's experts for remote ones, after checking that they are the same.
 
@@ -182,12 +184,12 @@ def attach(
             shape but other weights is refused.
         keep_local: keep the local expert weights, so that `detach` can put them back; else their memory is freed.
         fingerprint: that the service must have (ModelSpec.fingerprint of the checkpoint); empty: any.
+        security: with a `target` that is an address: certificates and token to reach it with.
 
     Raises:
-        ModelMismatch: the service serves something else; the model is unchanged.
-        ClientError: no connection; the model is unchanged.
+        ModelMismatch: the service serves something else. ClientError: no connection. The model is unchanged then.
     """
-    client = Client(target) if isinstance(target, str) else target
+    client = Client(target, security=security) if isinstance(target, str) else target
     try:
         sites = find_experts(model)
         description = client.describe(timeout_s)

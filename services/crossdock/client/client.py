@@ -26,6 +26,8 @@ from crossdock import wire
 from crossdock.client.directory import Directory, Service
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.stream import WorkerStream
+from crossdock.common.security import security_of
+from crossdock.common.settings import SecurityConfig
 from crossdock.v1 import expert_pb2
 
 Result = TypeVar("Result")
@@ -72,10 +74,12 @@ class AsyncClient:
     """For asyncio: use it inside one event loop, from any number of tasks. `Client` is the same for threads.
 
     Args:
-        target: host:port of a control plane (its workers are found and followed), or of one worker.
+        target: host:port of a control plane (its workers are found and followed; several, separated by commas, where
+            it has replicas), or of one worker.
         retry: try again on Unavailable and Overloaded until the deadline.
         min_tokens_per_worker: see MIN_TOKENS_PER_WORKER.
         model: fingerprint that the service must have; empty: any.
+        security: certificates and token, as `load_security` reads them from a file; None: plain text.
     """
 
     def __init__(
@@ -85,7 +89,9 @@ class AsyncClient:
         retry: bool = True,
         min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
         model: str = "",
+        security: SecurityConfig | None = None,
     ) -> None:
+        self._security = security_of(security) if security is not None else None
         self.target, self._retry, self._model = target, retry, model
         self._min_tokens = min_tokens_per_worker
         self._directory: Directory | None = None
@@ -134,6 +140,7 @@ class AsyncClient:
             Unavailable: nobody serves (with retry: until the deadline), naming the lost ranks.
             DeadlineExceeded: no answer in time.
             Overloaded: the service refused more work (with retry: until the deadline).
+            NotAllowed: the service does not know this caller.
         """
         _check(x, topk_ids, topk_weights)
         if x.shape[0] == 0:
@@ -171,6 +178,8 @@ class AsyncClient:
                 if self._closed:
                     raise ClientError("the client is closed") from error
                 last = error
+                if isinstance(error, Unavailable) and self._directory is not None:
+                    self._directory.doubt()
                 raise
 
         if not self._retry:
@@ -216,7 +225,7 @@ class AsyncClient:
 
     async def _service(self, left_s: float) -> Service:
         if self._directory is None:
-            self._directory = Directory(self.target)
+            self._directory = Directory(self.target, self._security)
         service = await self._directory.service(left_s, wait=self._retry)
         if not service.workers:
             raise Unavailable(f"the group (epoch {service.epoch}) has no ready worker", (), service.epoch)
@@ -230,7 +239,8 @@ class AsyncClient:
         rank, address = service.workers[worker]
         stream = self._streams.get(address)
         if stream is None:
-            stream = self._streams[address] = WorkerStream(address, rank, service.epoch, MAX_MESSAGE_BYTES)
+            stream = WorkerStream(address, rank, service.epoch, MAX_MESSAGE_BYTES, self._security)
+            self._streams[address] = stream
         stream.epoch = service.epoch
         return stream
 
@@ -245,8 +255,11 @@ class Client:
         retry: bool = True,
         min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
         model: str = "",
+        security: SecurityConfig | None = None,
     ) -> None:
-        self._client = AsyncClient(target, retry=retry, min_tokens_per_worker=min_tokens_per_worker, model=model)
+        self._client = AsyncClient(
+            target, retry=retry, min_tokens_per_worker=min_tokens_per_worker, model=model, security=security
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="crossdock-client", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@
     ├── Overloaded              the service refused more work; try later
     ├── DeadlineExceeded        no answer in time; also a TimeoutError
     ├── InvalidRequest          a request that can never work: shape, dtype, layer, ids; also a ValueError
+    ├── NotAllowed              the service does not know this caller, or not as one who may do this
     └── ModelMismatch           what is served is not the model it is attached to; also a ValueError
 
 `Unavailable` and `Overloaded` are worth trying again, and a client does so by itself until the deadline.
@@ -49,6 +50,10 @@ class InvalidRequest(ClientError, ValueError):
     """A request that can never work; says argument, expected, got."""
 
 
+class NotAllowed(ClientError):
+    """The service does not know this caller, or not as one who may do this: certificate or token."""
+
+
 class ModelMismatch(ClientError, ValueError):
     """What is served is not the model it is attached to."""
 
@@ -60,7 +65,12 @@ _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
 }
+
+REFUSALS = (rpc.Unauthenticated, rpc.PermissionDenied)
+"""Statuses that end a call for good, as long as certificates and tokens stay as they are."""
 
 
 def from_answer(error: expert_pb2.Error) -> ClientError:

@@ -15,7 +15,11 @@ import grpc
 
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
 from crossdock.common import rpc
+from crossdock.common.security import Security
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
+
+_GRACE_S = 5.0
+"""What is under way on a channel with former certificates has so long to end."""
 
 _Outbox = asyncio.Queue[expert_pb2.ForwardRequest | None]
 """What is to be written; None ends the stream."""
@@ -29,13 +33,16 @@ class WorkerStream:
         rank: its rank, for errors; None if unknown.
         epoch: of the view that named it, for errors.
         max_message_bytes: largest message in either direction.
+        security: TLS and tokens; None: plain text.
     """
 
-    def __init__(self, address: str, rank: int | None, epoch: int, max_message_bytes: int) -> None:
+    def __init__(
+        self, address: str, rank: int | None, epoch: int, max_message_bytes: int, security: Security | None = None
+    ) -> None:
         self.address, self.epoch = address, epoch
-        self._rank = rank
-        self._channel = rpc.aio_channel(address, max_message_bytes)
-        self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+        self._rank, self._max_message_bytes, self._security = rank, max_message_bytes, security
+        self._former: set[asyncio.Task[None]] = set()
+        self._dial()
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
         self._outbox: _Outbox = asyncio.Queue()
@@ -48,6 +55,7 @@ class WorkerStream:
 
     async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
         """What is served there. Raises ClientError."""
+        self._renew()
         try:
             description: expert_pb2.DescribeResponse = await rpc.call(
                 self._stub.Describe, expert_pb2.DescribeRequest(), timeout_s=timeout_s
@@ -64,6 +72,7 @@ class WorkerStream:
                 by cancelling this call, is cancelled at the worker too.
         """
         if self._reader is None:
+            self._renew()
             self._outbox = asyncio.Queue()
             self._reader = asyncio.create_task(self._read(self._outbox))
         outbox, request.id = self._outbox, next(self._ids)
@@ -88,6 +97,22 @@ class WorkerStream:
             await asyncio.gather(self._reader, return_exceptions=True)
         self._fail(self._closed())  # a reader that had not begun yet told nobody
         await self._channel.close(None)
+        await asyncio.gather(*self._former, return_exceptions=True)
+
+    def _dial(self) -> None:
+        security = self._security
+        self._version = security.version if security is not None else 0
+        name = security.config.worker_name if security is not None else ""
+        self._channel = rpc.aio_channel(self.address, self._max_message_bytes, security, name)
+        self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+
+    def _renew(self) -> None:
+        """A channel keeps the certificates it was made with: make another one when there are new ones."""
+        if self._reader is None and self._security is not None and self._security.version != self._version:
+            task = asyncio.create_task(self._channel.close(_GRACE_S))
+            self._former.add(task)
+            task.add_done_callback(self._former.discard)
+            self._dial()
 
     @staticmethod
     def _has_answer(answer: asyncio.Future[expert_pb2.ForwardResponse]) -> bool:

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
+from crossdock.common.settings import ElectionConfig, Rate, SecurityConfig
+
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -32,6 +34,14 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
         raise ValueError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
     return host, int(port)
+
+
+def split_targets(targets: str) -> tuple[str, ...]:
+    """The addresses of "host:port,host:port". Raises ValueError if one of them is none."""
+    found = tuple(target.strip() for target in targets.split(","))
+    for target in found:
+        split_address(target)
+    return found
 
 
 def format_address(host: str, port: int) -> str:
@@ -54,7 +64,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if not address or not isinstance(address, str):
                 continue
             try:
-                split_address(address)
+                (split_targets if name == "control" else split_address)(address)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
@@ -95,7 +105,8 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
-    """host:port of the gRPC server; port 0 = any free one. Loopback by default: without mTLS nothing else is safe."""
+    """host:port of the gRPC server; port 0 = any free one. Loopback by default: without `security`
+    nothing else is safe."""
     http_listen: str = "127.0.0.1:7401"
     """host:port of /metrics, /livez, /readyz."""
     world_size: Count = 4
@@ -108,6 +119,14 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
     max_message_bytes: Count = 4 << 20
     """Largest message taken from a worker; a region ticket is at most 64 KiB."""
+    max_calls_per_s: Rate = 100.0
+    """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
+    security: SecurityConfig = SecurityConfig()
+    """TLS, tokens, and who may do what. The default is plain text."""
+    advertise: str = ""
+    """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
+    election: ElectionConfig | None = None
+    """One of several control planes, of which the holder of a Kubernetes Lease decides. Null: the only one."""
     kubernetes: KubernetesConfig | None = None
     """Watch the labels of Kubernetes nodes, for domains and for the order of ranks. Null: hosts' own facts only."""
     log: LogConfig = LogConfig()
@@ -119,7 +138,7 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     model: str
     """Directory of a Hugging Face MoE checkpoint (config.json + safetensors)."""
     control: str = "127.0.0.1:7400"
-    """host:port of the control plane."""
+    """host:port of the control plane; of several, separated by commas, where it has replicas."""
     uid: str = ""
     """Stable identity over restarts. Empty: <host>/<local_rank>."""
     local_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -153,10 +172,16 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     """Past this, requests are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: Count = 64 << 20
     """Largest message taken from a client; larger ones end with RESOURCE_EXHAUSTED."""
+    max_calls_per_s: Rate = 100.0
+    """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
+    max_requests_per_s: Rate = 0.0
+    """Requests of one stream per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
     drain_timeout_s: Seconds = 30.0
     """Longest that SIGTERM waits for queued requests."""
     torch_threads: Count = 1
     """Threads of the expert GEMMs. One per rank: the ranks of a host already use its cores."""
+    security: SecurityConfig = SecurityConfig()
+    """TLS, tokens, and who may do what. The default is plain text."""
     log: LogConfig = LogConfig()
 
 
@@ -267,7 +292,7 @@ class Identity(_Config, frozen=True, kw_only=True):
         )
 
 
-ConfigType = TypeVar("ConfigType", bound=_Config)
+ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
 
 class ConfigFileError(ValueError):
@@ -289,7 +314,7 @@ def load(kind: type[ConfigType], path: str | Path | None, overrides: Sequence[st
         raise ConfigFileError(f"{path or 'configuration'}: {error}") from error
 
 
-def dump(config: _Config) -> str:
+def dump(config: msgspec.Struct) -> str:
     """The YAML text that `load` reads back as an equal config."""
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
 
@@ -308,7 +333,7 @@ def _read(path: str | Path | None) -> dict[str, Any]:
     return data
 
 
-def _apply(data: dict[str, Any], override: str, kind: type[_Config]) -> None:
+def _apply(data: dict[str, Any], override: str, kind: type[msgspec.Struct]) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigFileError(f"--set {override!r}: expected path=value")
@@ -320,7 +345,7 @@ def _apply(data: dict[str, Any], override: str, kind: type[_Config]) -> None:
     data[leaf] = text if _is_text(kind, key) else _parse(override, text)
 
 
-def _is_text(kind: type[_Config], key: str) -> bool:
+def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
     """Whether the field at this path holds text, so that `--set uid=7` means "7"."""
     node: Any = kind
     for name in key.split("."):

@@ -19,6 +19,7 @@ __all__ = [
     "Declaration",
     "FrameworkMetrics",
     "Gauge",
+    "GuardedMetrics",
     "Histogram",
     "HostMetrics",
     "WorkerMetrics",
@@ -85,7 +86,22 @@ class _Metrics:
         return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
 
-class WorkerMetrics(_Metrics):
+class GuardedMetrics(_Metrics):
+    """What a process with a gRPC server exports about who is let in, and about its own certificate."""
+
+    def _declare_guards(self) -> None:
+        self.calls_refused_total = self._counter(
+            "calls_refused_total", "calls", "Calls turned away: unauthenticated, permission or rate", "reason"
+        )
+        self.certificate_not_after_seconds = self._gauge(
+            "certificate_not_after_seconds", "seconds", "Unix time when this process's certificate ends; 0 without one"
+        )
+        self.certificate_reloads_total = self._counter(
+            "certificate_reloads_total", "readings", "Certificates read again after a change: ok or failed", "result"
+        )
+
+
+class WorkerMetrics(GuardedMetrics):
     """What an expert worker exports. There is no rank label: Prometheus' `instance` is the worker."""
 
     def __init__(self) -> None:
@@ -93,6 +109,7 @@ class WorkerMetrics(_Metrics):
         self._declare_data_plane()
         self._declare_service()
         self._declare_membership()
+        self._declare_guards()
 
     def _declare_data_plane(self) -> None:
         self.op_seconds = self._seconds(
@@ -140,11 +157,18 @@ class WorkerMetrics(_Metrics):
         self.experts_loaded_bytes = self._gauge("experts_loaded_bytes", "bytes", "Memory held by this rank's experts")
 
 
-class ControlMetrics(_Metrics):
+class ControlMetrics(GuardedMetrics):
     """What the control plane exports."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._declare_guards()
+        self.leading = self._gauge("leading", "1", "1 while this control plane decides; of replicas one does")
+        self.term = self._gauge("term", "1", "Number of the present reign among replicas; 0 without one")
+        self.reigns_total = self._counter("reigns_total", "reigns", "Times this replica began to lead")
+        self.lease_failures_total = self._counter(
+            "lease_failures_total", "attempts", "Readings and renewals of the Kubernetes Lease that failed"
+        )
         self.epoch = self._gauge("epoch", "1", "Membership counter of the group")
         self.members = self._gauge("members", "workers", "Live members of the group")
         self.world_size = self._gauge("world_size", "ranks", "Ranks that the group is configured for")

@@ -1,34 +1,17 @@
 """gRPC, set up in one place: servers, channels, limits, keepalive, health, reflection, errors and retries.
 
-What is not here: any service, any policy about the group, TLS (every port is plain; keep it on loopback or inside a
-trusted network). `_add_port` and the two channel factories are the only lines that mTLS has to change.
-
-What a call can end with, as Python errors; a handler raises them, `call` and `call_sync` raise them again at the
-other end:
-
-    CallError                 UNKNOWN, and every status without a name below
-    ├── InvalidArgument       INVALID_ARGUMENT       the message can never be right
-    ├── NotFound              NOT_FOUND              this worker is not known here (any more): register
-    ├── AlreadyExists         ALREADY_EXISTS         somebody newer holds this identity: stop
-    ├── FailedPrecondition    FAILED_PRECONDITION    right message, wrong time or wrong group (an old epoch)
-    ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; try later or elsewhere
-    ├── Aborted               ABORTED                lost a race; look again before trying again
-    ├── Unavailable           UNAVAILABLE            nobody answers, or not now; `call` retries this one only
-    ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
-    ├── Cancelled             CANCELLED              the caller went away
-    ├── Unimplemented         UNIMPLEMENTED          the other end is older
-    └── Internal              INTERNAL               a bug, or bytes that are no message
+What is not here: any service, any policy about the group, what TLS rests on (security.py), who may call what
+(access.py), what a call can end with (calls.py; the errors are named here too).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -38,7 +21,63 @@ from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from crossdock.common.access import Door
+from crossdock.common.calls import (
+    LEADER_KEY,
+    Aborted,
+    AlreadyExists,
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    code_number,
+    code_of_number,
+    error_for,
+    error_of,
+    status_of,
+)
 from crossdock.common.config import format_address, split_address
+from crossdock.common.security import Security
+
+__all__ = [
+    "MOST_SENT_BYTES",
+    "Aborted",
+    "AlreadyExists",
+    "CallError",
+    "Cancelled",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "Health",
+    "Internal",
+    "InvalidArgument",
+    "ListenError",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "aio_channel",
+    "bind",
+    "call",
+    "call_sync",
+    "channel",
+    "code_number",
+    "code_of_number",
+    "error_for",
+    "error_of",
+    "remaining_s",
+    "server",
+    "status_of",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -55,94 +94,6 @@ class ListenError(OSError):
     """An address cannot be listened on: malformed, in use, or not of this host."""
 
 
-class CallError(Exception):
-    """A call was refused or failed; `str()` is the message that travelled, `code` its grpc status."""
-
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
-
-
-class InvalidArgument(CallError, ValueError):
-    code = grpc.StatusCode.INVALID_ARGUMENT
-
-
-class NotFound(CallError):
-    code = grpc.StatusCode.NOT_FOUND
-
-
-class AlreadyExists(CallError):
-    code = grpc.StatusCode.ALREADY_EXISTS
-
-
-class FailedPrecondition(CallError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-
-
-class ResourceExhausted(CallError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-class Aborted(CallError):
-    code = grpc.StatusCode.ABORTED
-
-
-class Unavailable(CallError, ConnectionError):
-    code = grpc.StatusCode.UNAVAILABLE
-
-
-class DeadlineExceeded(CallError, TimeoutError):
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-class Cancelled(CallError):
-    code = grpc.StatusCode.CANCELLED
-
-
-class Unimplemented(CallError):
-    code = grpc.StatusCode.UNIMPLEMENTED
-
-
-class Internal(CallError):
-    code = grpc.StatusCode.INTERNAL
-
-
-_BY_CODE: dict[grpc.StatusCode, type[CallError]] = {kind.code: kind for kind in CallError.__subclasses__()}
-
-
-def error_for(code: grpc.StatusCode, message: str) -> CallError:
-    """The error of the tree above that stands for a grpc status."""
-    return _BY_CODE.get(code, CallError)(message)
-
-
-def error_of(error: grpc.RpcError) -> CallError:
-    """Translate what grpc raised at a caller. The status is read from the error itself, which is also its call."""
-    call = cast("grpc.Call", error)
-    code = call.code() or grpc.StatusCode.UNKNOWN
-    return error_for(code, call.details() or code.name)
-
-
-def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Translate what a handler raised into a status. An error without a name tells the caller only its type."""
-    if isinstance(error, CallError):
-        return error.code, str(error)
-    if isinstance(error, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, str(error) or "deadline exceeded"
-    if isinstance(error, DecodeError):
-        return grpc.StatusCode.INVALID_ARGUMENT, f"request: expected a protobuf message of this method, got: {error}"
-    if isinstance(error, asyncio.CancelledError):
-        return grpc.StatusCode.CANCELLED, "cancelled"
-    return grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); the server's log says more"
-
-
-def code_number(code: grpc.StatusCode) -> int:
-    """The number of a status, for messages that carry errors inside a stream."""
-    return int(code.value[0])
-
-
-def code_of_number(number: int) -> grpc.StatusCode:
-    """The status of a number; UNKNOWN for a number that grpc does not define."""
-    return next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)
-
-
 class Health:
     """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING."""
 
@@ -150,10 +101,11 @@ class Health:
         self.services = tuple(services)
         self.servicer: Any = cast("Any", health_service).aio.HealthServicer()
 
-    async def set(self, serving: bool) -> None:
-        """Say whether the services answer usefully. Watchers of the health service learn it at once."""
+    async def set(self, serving: bool, *names: str) -> None:
+        """Say whether these services (none named: all, and the process) answer usefully. Watchers of the health service
+        learn it at once."""
         word = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self.services):
+        for name in names or ("", *self.services):
             await self.servicer.set(name, word)
 
     async def shut_down(self) -> None:
@@ -167,6 +119,7 @@ async def server(
     *,
     observe: Observe | None = None,
     max_calls: int | None = None,
+    door: Door | None = None,
 ) -> grpc.aio.Server:
     """A server with size limits, keepalive, `health` and reflection; add servicers, then `bind`, then `start()`.
 
@@ -175,9 +128,10 @@ async def server(
         health: its services are also what reflection lists.
         observe: told of each finished call of our own services.
         max_calls: calls open at once; one more is answered RESOURCE_EXHAUSTED. None: no limit.
+        door: looks at each call of our own services first. None: everybody may call everything.
     """
     made = grpc.aio.server(
-        interceptors=(_Boundary(observe),),
+        interceptors=(_Boundary(observe, door),),
         options=_server_options(max_message_bytes),
         maximum_concurrent_rpcs=max_calls,
     )
@@ -188,8 +142,9 @@ async def server(
     return made
 
 
-def bind(server: grpc.aio.Server, listen: str) -> str:
-    """Listen on `host:port` (port 0: any free one) and return the `host:port` in use.
+def bind(server: grpc.aio.Server, listen: str, security: Security | None = None) -> str:
+    """Listen on `host:port` (port 0: any free one), over TLS if `security` has a certificate, and return the
+    `host:port` in use.
 
     Raises:
         ListenError: `listen` is malformed, in use, or not an address of this host.
@@ -199,7 +154,7 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
     except ValueError as error:
         raise ListenError(f"listen: {error}") from error
     try:
-        bound = _add_port(server, listen)
+        bound = _add_port(server, listen, security)
     except RuntimeError as error:
         raise ListenError(f"listen: cannot bind {listen}: in use, or not an address of this host") from error
     if bound == 0:
@@ -207,18 +162,37 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
     return format_address(host, bound)
 
 
-def channel(target: str, max_message_bytes: int = MOST_SENT_BYTES) -> grpc.Channel:
-    """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`."""
-    return grpc.insecure_channel(target, options=_channel_options(max_message_bytes))
+def channel(
+    target: str, max_message_bytes: int = MOST_SENT_BYTES, security: Security | None = None, name: str = ""
+) -> grpc.Channel:
+    """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`.
+
+    Args:
+        target: host:port.
+        max_message_bytes: largest message in either direction.
+        security: how to reach it over TLS; its certificates are those of now. None: plain text.
+        name: that the server's certificate must carry; empty: the host of `target`.
+    """
+    credentials = security.channel_credentials() if security is not None else None
+    options = _channel_options(max_message_bytes)
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, credentials, options=[*options, *_name_option(name)])
 
 
-def aio_channel(target: str, max_message_bytes: int = MOST_SENT_BYTES) -> grpc.aio.Channel:
-    """A channel to `host:port` for asyncio; make it inside the running loop."""
-    return grpc.aio.insecure_channel(target, options=_channel_options(max_message_bytes))
+def aio_channel(
+    target: str, max_message_bytes: int = MOST_SENT_BYTES, security: Security | None = None, name: str = ""
+) -> grpc.aio.Channel:
+    """`channel` for asyncio; make it inside the running loop."""
+    credentials = security.channel_credentials() if security is not None else None
+    options = _channel_options(max_message_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=[*options, *_name_option(name)])
 
 
 async def call(
-    method: Callable[..., Awaitable[Message]], request: Any, *, timeout_s: float, retry_s: float = 0
+    method: Callable[..., Awaitable[Message]], request: Any, *, timeout_s: float, retry_s: float = 0, **more: Any
 ) -> Message:
     """Make one unary call of an aio stub.
 
@@ -228,6 +202,7 @@ async def call(
         timeout_s: deadline of each attempt.
         retry_s: for how long UNAVAILABLE is tried again, with jittered back-off; 0 = one attempt. Only for methods
             that may safely happen twice (all of ControlPlane's).
+        more: further arguments of the stub's method: `metadata`.
 
     Raises:
         CallError: the call's status, as the tree in the module docstring names it.
@@ -235,7 +210,7 @@ async def call(
 
     async def attempt() -> Message:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, **more)
         except grpc.RpcError as error:
             raise error_of(error) from None
 
@@ -273,8 +248,15 @@ def _retry_policy(retry_s: float) -> dict[str, Any]:
     }
 
 
-def _add_port(server: grpc.aio.Server, listen: str) -> int:
-    return server.add_insecure_port(listen)
+def _add_port(server: grpc.aio.Server, listen: str, security: Security | None) -> int:
+    credentials = security.server_credentials() if security is not None else None
+    if credentials is None:
+        return server.add_insecure_port(listen)
+    return server.add_secure_port(listen, credentials)
+
+
+def _name_option(name: str) -> list[tuple[str, Any]]:
+    return [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)] if name else []
 
 
 def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -287,6 +269,7 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s
+        ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing is not waited for
     ]
 
 
@@ -306,10 +289,11 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
-    """Around every handler of ours: its errors become statuses, and each finished call is told to `observe`."""
+    """Around every handler of ours: the door before it, its errors become statuses, and each finished call is told to
+    `observe`."""
 
-    def __init__(self, observe: Observe | None) -> None:
-        self._observe = observe
+    def __init__(self, observe: Observe | None, door: Door | None) -> None:
+        self._observe, self._door = observe, door
 
     async def intercept_service(
         self,
@@ -322,7 +306,7 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
             return handler
         kind = ("stream" if handler.request_streaming else "unary") + "_"
         kind += "stream" if handler.response_streaming else "unary"
-        guarded = self._guard(getattr(handler, kind), name.rpartition("/")[2])
+        guarded = self._guard(getattr(handler, kind), name)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         parse = handler.request_deserializer
         if parse is not None and not handler.request_streaming:
@@ -330,13 +314,14 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
         plain = handler.response_serializer  # a handler may also give bytes, made once for many callers
         return make(guarded, parse, lambda made: made if isinstance(made, bytes) else plain(made))
 
-    def _guard(self, handler: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def _guard(self, handler: Callable[..., Any], name: str) -> Callable[..., Any]:
+        method = name.rpartition("/")[2]
         if inspect.isasyncgenfunction(handler):
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 started = time.monotonic()
                 try:
-                    _raise_failure(request)
+                    self._enter(name, request, context)
                     async with contextlib.aclosing(handler(request, context)) as responses:
                         async for response in responses:
                             yield response
@@ -350,7 +335,7 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
             started = time.monotonic()
             response = None
             try:
-                _raise_failure(request)
+                self._enter(name, request, context)
                 response = await handler(request, context)
             except BaseException as error:
                 await self._end(error, context, method, started)
@@ -358,6 +343,12 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
             return response
 
         return unary
+
+    def _enter(self, name: str, request: Any, context: Any) -> None:
+        if self._door is not None:
+            self._door.admit(name, request, context)
+        if isinstance(request, DecodeError):
+            raise request
 
     async def _end(self, error: BaseException, context: Any, method: str, started: float) -> None:
         """Never returns normally: raises what ends the call."""
@@ -370,7 +361,8 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
             raise error
         if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
             _log.error("handler failed method=%s", method, exc_info=error)
-        await context.abort(code, message)
+        leader = error.leader if isinstance(error, Unavailable) else ""
+        await context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
 
     def _tell(self, method: str, code: str, started: float) -> None:
         if self._observe is not None:
@@ -387,11 +379,6 @@ def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return parse_or_keep
-
-
-def _raise_failure(request: Any) -> None:
-    if isinstance(request, DecodeError):
-        raise request
 
 
 def _code_name(context: Any) -> str:

@@ -142,15 +142,22 @@ class Nodes:
 
 
 def connect_to(config: KubernetesConfig) -> Any:
-    """A `CoreV1Api`: by `kubeconfig`, or with the pod's own service account. Raises what the client raises."""
+    """A `CoreV1Api`. Raises what the client raises."""
+    from kubernetes import client
+
+    return client.CoreV1Api(api_client(config.kubeconfig))
+
+
+def api_client(kubeconfig: str) -> Any:
+    """An `ApiClient`: by `kubeconfig`, or with the pod's own service account. Raises what the client raises."""
     from kubernetes import client
     from kubernetes import config as access
 
     settings = client.Configuration()
-    if config.kubeconfig:
-        access.load_kube_config(config.kubeconfig, client_configuration=settings)  # type: ignore[no-untyped-call]
+    if kubeconfig:
+        access.load_kube_config(kubeconfig, client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         access.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     with contextlib.suppress(AttributeError):
-        settings.retries = 0  # this module tries again itself, and says so
-    return client.CoreV1Api(client.ApiClient(settings))
+        settings.retries = 0  # who calls tries again, and says so
+    return client.ApiClient(settings)

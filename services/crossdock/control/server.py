@@ -1,6 +1,4 @@
-"""The control plane as a process: messages become events, effects become Watch streams, log lines and metrics.
-
-    run_control(config)   blocking; prints one `crossdock-ready {...}` line, serves until SIGTERM or SIGINT
+"""The control plane's service: messages become events, effects become Watch streams, log lines and metrics.
 
 All state is one frozen `Group`; every handler is one `step` of group.py on the event loop, so there is no lock. Watch
 streams are conflated: a slow watcher skips views and gets the newest. Nothing is written to disk.
@@ -10,23 +8,17 @@ streams are conflated: a slow watcher skips views and gets the newest. Nothing i
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import grpc.aio
-
 from crossdock.common import log as logs
 from crossdock.common import rpc
-from crossdock.common.announce import announce
 from crossdock.common.config import ControlConfig
-from crossdock.common.http import serve_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import discovery, views
 from crossdock.control.group import new_group, step
-from crossdock.control.nodes import Nodes
+from crossdock.control.keys import LeaseKeys
 from crossdock.control.records import (
     Blamed,
     Effect,
@@ -43,7 +35,6 @@ from crossdock.control.records import (
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 MAX_ONLOOKERS = 1024
 """Watchers that are no members: clients, `crossdock status`."""
 QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
@@ -51,10 +42,6 @@ QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
 after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
 them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
 QUIET_FROM = 32
-TICKS_PER_LEASE = 8
-MAX_TICK_S = 0.25
-STOP_GRACE_S = 1.0
-EXIT_OK, EXIT_BAD_CONFIG = 0, 2
 
 log = logs.get(__name__)
 
@@ -94,6 +81,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
+        self._keys = LeaseKeys()
         self._watchers: set[asyncio.Event] = set()
         self._told: tuple[int, bytes] = (0, b"")
         self._told_at = 0.0
@@ -110,24 +98,29 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Enter the group, or enter it again."""
         host = request.host
+        self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._labels().get(host.hostname))
         self._take(event)
+        self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
         self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
         return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
         """Keep a member's region for this epoch."""
+        self._keys.check(request.worker, context)
         self._take(views.publish_event(request, self._limits))
         return pb.PublishRegionResponse()
 
     async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
         """A member has mapped all regions and can serve."""
+        self._keys.check(request.worker, context)
         self._take(views.ready_event(request))
         return pb.ReadyResponse()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a lease; take reports about silent ranks."""
+        self._keys.check(request.worker, context)
         self._take(views.heartbeat_event(request, self._limits))
         self._metrics.heartbeats_total.inc()
         if request.HasField("stats"):
@@ -137,6 +130,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         """Go on purpose. Also answered well when the member is gone already."""
+        self._keys.check(request.worker, context)
         self._take(views.leave_event(request))
         return pb.LeaveResponse()
 
@@ -146,6 +140,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
+        if request.worker.uid:
+            self._keys.check(request.worker, context)
         most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
         if len(self._watchers) >= most:
             raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
@@ -198,6 +194,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 self._metrics.lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
                 self._facts.pop(uid, None)
+                if cause != "replaced":
+                    self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
                 log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
@@ -256,75 +254,3 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 def _is_gathering(group: Group) -> bool:
     """Nobody has built on this epoch yet: members may still come and go within it."""
     return group.phase in {Phase.FORMING, Phase.EXCHANGING} and not group.sealed
-
-
-def run_control(config: ControlConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address cannot be used."""
-    logs.setup(config.log, role="control")
-    try:
-        return asyncio.run(_serve(config))
-    except rpc.ListenError as error:
-        log.error("cannot listen", error=str(error))
-        return EXIT_BAD_CONFIG
-
-
-async def _serve(config: ControlConfig) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    metrics = ControlMetrics()
-    nodes = Nodes(config.kubernetes) if config.kubernetes else None
-    if nodes is not None and not await asyncio.to_thread(nodes.start):
-        log.warning("starting without node labels", why=nodes.trouble)
-    service = ControlPlane(config, metrics, labels=lambda: nodes.labels if nodes is not None else {})
-    health = rpc.Health([SERVICE_NAME])
-    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics))
-    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    address = rpc.bind(server, config.listen)
-    http = serve_http(config.http_listen, metrics.registry, lambda: _readiness(service.group, stop.is_set()))
-    ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
-    ticking.add_done_callback(lambda _: stop.set())
-    try:
-        await server.start()
-        await health.set(True)
-        announce(address, http.address)
-        log.info("listening", address=address, http=http.address, world_size=config.world_size)
-        await stop.wait()
-        log.info("stopping")
-    finally:
-        await _shut_down(server, service, health, ticking)
-        http.close()
-        if nodes is not None:
-            nodes.close()
-    return EXIT_OK
-
-
-async def _shut_down(
-    server: grpc.aio.Server, service: ControlPlane, health: rpc.Health, ticking: asyncio.Task[None]
-) -> None:
-    await health.shut_down()
-    service.stop()
-    await server.stop(STOP_GRACE_S)
-    ticking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await ticking
-
-
-async def _tick_forever(service: ControlPlane, interval_s: float) -> None:
-    while True:
-        service.tick()
-        await asyncio.sleep(interval_s)
-
-
-def _readiness(group: Group, stopping: bool) -> tuple[bool, str]:
-    """The control plane is ready when it listens, whatever the group does: workers must find it to form one."""
-    held = f"{len(group.members)}/{group.settings.world_size} members"
-    return not stopping, "stopping" if stopping else f"{group.phase.value} epoch {group.epoch}, {held}"
-
-
-def _observer(metrics: ControlMetrics) -> rpc.Observe:
-    def observe(method: str, code: str, seconds: float) -> None:
-        if method != "Watch":  # it lasts as long as its watcher
-            metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
-
-    return observe

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -23,6 +23,7 @@ from rich.console import Console
 
 from crossdock.client import ClientError, attach
 from crossdock.common.config import ConfigFileError, ControlConfig
+from crossdock.common.settings import SecurityConfig
 from crossdock.demo import scrape, stage
 from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
 from crossdock.demo.models import write_checkpoint
@@ -77,6 +78,7 @@ def run_demo(
     *,
     transport: str = "cpu",
     num_workers: int | None = None,
+    security: SecurityConfig | None = None,
 ) -> int:
     """Run the whole comparison and print the table.
 
@@ -85,6 +87,7 @@ def run_demo(
         console: where to print.
         transport: of the workers.
         num_workers: None: four on a CPU, one per GPU otherwise.
+        security: certificates and tokens of every part; None: plain text on loopback.
 
     Returns:
         0 if every criterion was met, else 1; the reasons are printed, and logs kept.
@@ -95,6 +98,7 @@ def run_demo(
     _require("--transport", transports.names(), [transport])
     _require("--family", FAMILIES, families)
     where = Stage.of(transport, num_workers, stage.num_gpus() if transport != "cpu" else 0)
+    where = replace(where, security=security or where.security)
     return _play(families, where, console or Console())
 
 
@@ -161,7 +165,8 @@ def _serve(
 ) -> Row:
     """Start the service, run the plain model meanwhile, attach the model to the service, compare, scrape."""
     started = time.monotonic()
-    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=where.num_workers)
+    free = "127.0.0.1:0"
+    control = ControlConfig(listen=free, http_listen=free, world_size=where.num_workers, security=where.security)
     workers = [where.worker(str(folder), rank, name) for rank in range(where.num_workers)]
     with Supervisor(control, workers, folder / f"logs-{name}") as group:
         plain()
@@ -171,7 +176,7 @@ def _serve(
         workers_are = f"{where.num_workers} workers ({where.transport}) behind {group.control_address}"
         console.print(f"{family} {name}: {workers_are}, up in {up_s:.1f} s")
         model = _load(folder, DTYPES[name], where.device)
-        with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S):
+        with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S, security=where.security):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
         phases = scrape.phase_buckets(scrape.fetch(urls))
     return Row(family, name, verdict, phases, tokens_per_s, urls)

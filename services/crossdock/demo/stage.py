@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common.config import ConfigFileError, WorkerConfig
+from crossdock.common.settings import SecurityConfig
 
 NUM_CPU_WORKERS = 4
 MAX_GPU_WORKERS = 8
 """Every model of the demo has at least so many experts."""
+
+PLAIN = SecurityConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +24,13 @@ class Stage:
         transport: of the workers.
         num_workers: how many.
         device: where the plain model runs, and the one with remote experts: that of worker 0.
+        security: certificates and tokens of every part.
     """
 
     transport: str
     num_workers: int
     device: torch.device
+    security: SecurityConfig = PLAIN
 
     @staticmethod
     def of(transport: str, num_workers: int | None, num_gpus: int) -> Stage:
@@ -57,6 +62,7 @@ class Stage:
             transport=self.transport,
             dtype=dtype,  # type: ignore[arg-type]
             home_dtype="float32",
+            security=self.security,
         )
 
 

@@ -10,11 +10,14 @@ import grpc
 
 from crossdock.common import rpc
 from crossdock.common.config import split_address
+from crossdock.common.line import ask
+from crossdock.common.security import Security
 from crossdock.doctor.records import Finding, fail, good, judge, warn
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc
 
 _SLOW_MS = 50.0
+_SOON_S = 7 * 86400.0
 _CURE = "check address and listen setting, network policies and firewalls between; it must listen on more than loopback"
 
 
@@ -24,14 +27,33 @@ def judge_addresses(addresses: Sequence[str], timeout_s: float) -> Iterator[Find
         yield _connect("reachable", address, timeout_s)
 
 
-def judge_group(target: str, timeout_s: float) -> Iterator[Finding]:
+def judge_certificate(security: Security) -> Iterator[Finding]:
+    """How long the certificate of this process is good."""
+    if not security.config.cert_file:
+        return
+    left_s = security.not_after - time.time()
+    words = f"{security.config.cert_file}: ends {time.strftime('%Y-%m-%d %H:%M', time.gmtime(security.not_after))} UTC"
+    cure = "renew it: running processes take a new one up by themselves"
+    if left_s <= 0:
+        yield fail("certificate", words, "nobody takes it any more", cure)
+    elif left_s < _SOON_S:
+        yield warn("certificate", words, "it ends within a week", cure)
+    else:
+        yield good("certificate", words)
+
+
+def judge_group(target: str, timeout_s: float, security: Security | None = None) -> Iterator[Finding]:
     """The control plane at `target`, its view of the group, and a connection to each member."""
     try:
-        with rpc.channel(target) as channel:
-            view = _view(channel, timeout_s)
-    except (rpc.CallError, grpc.RpcError) as error:
-        words = str(error) if isinstance(error, rpc.CallError) else str(rpc.error_of(error))
-        yield fail("control-plane", f"{target}: {words}", "workers could not register, clients find nobody", _CURE)
+        view = ask(target, security, lambda channel: _view(channel, timeout_s))
+    except rpc.CallError as error:
+        known = isinstance(error, rpc.Unauthenticated | rpc.PermissionDenied)
+        cure = (
+            "give certificate and token of a caller that is known there: --security; docs/security.md"
+            if known
+            else _CURE
+        )
+        yield fail("control-plane", f"{target}: {error}", "workers could not register, clients find nobody", cure)
         return
     state = pb.GroupState.Name(view.state)
     words = f"{target}: {state}, epoch {view.epoch}, {len(view.members)}/{view.world_size} ranks"
@@ -46,6 +68,8 @@ def _view(channel: grpc.Channel, timeout_s: float) -> pb.GroupView:
     try:
         view: pb.GroupView = next(iter(call))
         return view
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from None
     except StopIteration:
         raise rpc.Unavailable("the stream ended before a view came") from None
     finally:

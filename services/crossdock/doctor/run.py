@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from crossdock.common.config import ConfigFileError
+from crossdock.common.security import Security
 from crossdock.control.discovery import join
 from crossdock.doctor import hardware, reach, system, trial
 from crossdock.doctor.records import Finding, Level, untried
@@ -31,6 +32,7 @@ class Request:
         addresses: host:port of others to reach.
         passes: also try peer access, and dispatch and combine.
         timeout_s: of each connection.
+        security: TLS and token for the control plane; None: plain text. Its certificate is looked at too.
     """
 
     transport: str = "auto"
@@ -38,6 +40,7 @@ class Request:
     addresses: tuple[str, ...] = ()
     passes: bool = True
     timeout_s: float = 5.0
+    security: Security | None = None
 
 
 def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
@@ -49,9 +52,11 @@ def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Ite
     yield from hardware.judge_host(host, needs_gpus=request.transport == "nvlink")
     seen = system.look()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
+    if request.security is not None:
+        yield from reach.judge_certificate(request.security)
     yield from reach.judge_addresses(request.addresses, request.timeout_s)
     if request.target:
-        yield from reach.judge_group(request.target, request.timeout_s)
+        yield from reach.judge_group(request.target, request.timeout_s, request.security)
     if not request.passes:
         yield untried("pass", "not asked for (--no-pass)")
         return

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import json_format
 
 from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
+from crossdock.common.line import ask
+from crossdock.common.security import Security
 from crossdock.control.discovery import CPU, Labels, Topology, join
 from crossdock.control.ranks import Place, assign_ranks
 from crossdock.v1 import control_pb2, control_pb2_grpc, topology_pb2
@@ -55,12 +58,17 @@ def of_hosts(hosts: Sequence[topology_pb2.HostFacts], labels: Mapping[str, Label
     return Picture(topology, {int(uid): rank for uid, rank in ranks.items()}, title)
 
 
-def of_group(target: str, timeout_s: float) -> Picture:
+def of_group(target: str, timeout_s: float, security: Security | None = None) -> Picture:
     """The members of the group at `target` with the ranks that they have. Raises CallError."""
-    with rpc.channel(target) as channel:
+
+    def question(channel: Any) -> control_pb2.TopologyResponse:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
-        answer = rpc.call_sync(stub.Topology, control_pb2.TopologyRequest(), timeout_s=timeout_s)
-    return of_response(answer, target)
+        answer: control_pb2.TopologyResponse = rpc.call_sync(
+            stub.Topology, control_pb2.TopologyRequest(), timeout_s=timeout_s
+        )
+        return answer
+
+    return of_response(ask(target, security, question), target)
 
 
 def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:

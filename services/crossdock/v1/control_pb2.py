@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from crossdock.v1 import topology_pb2 as crossdock_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63rossdock/v1/control.proto\x12\x0c\x63rossdock.v1\x1a\x1b\x63rossdock/v1/topology.proto\",\n\x08WorkerId\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"M\n\x0fPriorMembership\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\r\n\x05ready\x18\x04 \x01(\x08\"\x8a\x02\n\x0fRegisterRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12%\n\x04host\x18\x02 \x01(\x0b\x32\x17.crossdock.v1.HostFacts\x12\x12\n\nlocal_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x0b\n\x03\x61\x62i\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12,\n\x05prior\x18\t \x01(\x0b\x32\x1d.crossdock.v1.PriorMembership\x12\x10\n\x08gpu_uuid\x18\n \x01(\t\"2\n\x10RegisterResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"E\n\x0cWatchRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x62rief\x18\x02 \x01(\x08\"\xd9\x01\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\t\x12\x0e\n\x06region\x18\x06 \x01(\x0c\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x08 \x01(\x01\x12(\n\x05stats\x18\t \x01(\x0b\x32\x19.crossdock.v1.WorkerStats\"\xed\x01\n\tGroupView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.crossdock.v1.GroupState\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12%\n\x07members\x18\x04 \x03(\x0b\x32\x14.crossdock.v1.Member\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nlost_ranks\x18\x06 \x03(\r\x12\x0f\n\x07version\x18\x07 \x01(\x06\x12\r\n\x05model\x18\x08 \x01(\t\x12\x14\n\x0c\x62roken_ranks\x18\t \x03(\r\x12\x13\n\x0bnum_members\x18\n \x01(\r\"]\n\x14PublishRegionRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06region\x18\x03 \x01(\x0c\"\x17\n\x15PublishRegionResponse\"E\n\x0cReadyRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0f\n\rReadyResponse\"\xc0\x01\n\x0bWorkerStats\x12\x14\n\x0ctokens_total\x18\x01 \x01(\x04\x12\x16\n\x0erequests_total\x18\x02 \x01(\x04\x12\x13\n\x0bsteps_total\x18\x03 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x17\n\x0fqueued_requests\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_expert\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x08 \x01(\x04\"\x98\x01\n\x10HeartbeatRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0csilent_ranks\x18\x03 \x03(\r\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\x12(\n\x05stats\x18\x05 \x01(\x0b\x32\x19.crossdock.v1.WorkerStats\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"F\n\x0cLeaveRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"\x11\n\x0fTopologyRequest\"L\n\x04Seat\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\r\x12\x0b\n\x03gpu\x18\x04 \x01(\r\x12\x0e\n\x06on_gpu\x18\x05 \x01(\x08\"j\n\nNodeLabels\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0e\n\x06\x63lique\x18\x02 \x01(\t\x12\x0f\n\x07product\x18\x03 \x01(\t\x12\x0c\n\x04zone\x18\x04 \x01(\t\x12\r\n\x05\x62lock\x18\x05 \x01(\t\x12\x0c\n\x04rack\x18\x06 \x01(\t\"\xaa\x01\n\x10TopologyResponse\x12&\n\x05hosts\x18\x01 \x03(\x0b\x32\x17.crossdock.v1.HostFacts\x12!\n\x05seats\x18\x02 \x03(\x0b\x32\x12.crossdock.v1.Seat\x12(\n\x06labels\x18\x03 \x03(\x0b\x32\x18.crossdock.v1.NodeLabels\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nworld_size\x18\x05 \x01(\r*_\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46ORMING\x10\x01\x12\x0e\n\nEXCHANGING\x10\x02\x12\x0b\n\x07SERVING\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\x32\x90\x04\n\x0c\x43ontrolPlane\x12I\n\x08Register\x12\x1d.crossdock.v1.RegisterRequest\x1a\x1e.crossdock.v1.RegisterResponse\x12>\n\x05Watch\x12\x1a.crossdock.v1.WatchRequest\x1a\x17.crossdock.v1.GroupView0\x01\x12X\n\rPublishRegion\x12\".crossdock.v1.PublishRegionRequest\x1a#.crossdock.v1.PublishRegionResponse\x12@\n\x05Ready\x12\x1a.crossdock.v1.ReadyRequest\x1a\x1b.crossdock.v1.ReadyResponse\x12L\n\tHeartbeat\x12\x1e.crossdock.v1.HeartbeatRequest\x1a\x1f.crossdock.v1.HeartbeatResponse\x12@\n\x05Leave\x12\x1a.crossdock.v1.LeaveRequest\x1a\x1b.crossdock.v1.LeaveResponse\x12I\n\x08Topology\x12\x1d.crossdock.v1.TopologyRequest\x1a\x1e.crossdock.v1.TopologyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63rossdock/v1/control.proto\x12\x0c\x63rossdock.v1\x1a\x1b\x63rossdock/v1/topology.proto\",\n\x08WorkerId\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"M\n\x0fPriorMembership\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\r\n\x05ready\x18\x04 \x01(\x08\"\x8a\x02\n\x0fRegisterRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12%\n\x04host\x18\x02 \x01(\x0b\x32\x17.crossdock.v1.HostFacts\x12\x12\n\nlocal_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x0b\n\x03\x61\x62i\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12,\n\x05prior\x18\t \x01(\x0b\x32\x1d.crossdock.v1.PriorMembership\x12\x10\n\x08gpu_uuid\x18\n \x01(\t\"2\n\x10RegisterResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"E\n\x0cWatchRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x62rief\x18\x02 \x01(\x08\"\xd9\x01\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\t\x12\x0e\n\x06region\x18\x06 \x01(\x0c\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x08 \x01(\x01\x12(\n\x05stats\x18\t \x01(\x0b\x32\x19.crossdock.v1.WorkerStats\"\xfb\x01\n\tGroupView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.crossdock.v1.GroupState\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12%\n\x07members\x18\x04 \x03(\x0b\x32\x14.crossdock.v1.Member\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nlost_ranks\x18\x06 \x03(\r\x12\x0f\n\x07version\x18\x07 \x01(\x06\x12\r\n\x05model\x18\x08 \x01(\t\x12\x14\n\x0c\x62roken_ranks\x18\t \x03(\r\x12\x13\n\x0bnum_members\x18\n \x01(\r\x12\x0c\n\x04term\x18\x1f \x01(\x04\"]\n\x14PublishRegionRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06region\x18\x03 \x01(\x0c\"\x17\n\x15PublishRegionResponse\"E\n\x0cReadyRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0f\n\rReadyResponse\"\xc0\x01\n\x0bWorkerStats\x12\x14\n\x0ctokens_total\x18\x01 \x01(\x04\x12\x16\n\x0erequests_total\x18\x02 \x01(\x04\x12\x13\n\x0bsteps_total\x18\x03 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x17\n\x0fqueued_requests\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_expert\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x08 \x01(\x04\"\x98\x01\n\x10HeartbeatRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0csilent_ranks\x18\x03 \x03(\r\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\x12(\n\x05stats\x18\x05 \x01(\x0b\x32\x19.crossdock.v1.WorkerStats\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"F\n\x0cLeaveRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.crossdock.v1.WorkerId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"\x11\n\x0fTopologyRequest\"L\n\x04Seat\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\r\x12\x0b\n\x03gpu\x18\x04 \x01(\r\x12\x0e\n\x06on_gpu\x18\x05 \x01(\x08\"j\n\nNodeLabels\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0e\n\x06\x63lique\x18\x02 \x01(\t\x12\x0f\n\x07product\x18\x03 \x01(\t\x12\x0c\n\x04zone\x18\x04 \x01(\t\x12\r\n\x05\x62lock\x18\x05 \x01(\t\x12\x0c\n\x04rack\x18\x06 \x01(\t\"\xaa\x01\n\x10TopologyResponse\x12&\n\x05hosts\x18\x01 \x03(\x0b\x32\x17.crossdock.v1.HostFacts\x12!\n\x05seats\x18\x02 \x03(\x0b\x32\x12.crossdock.v1.Seat\x12(\n\x06labels\x18\x03 \x03(\x0b\x32\x18.crossdock.v1.NodeLabels\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nworld_size\x18\x05 \x01(\r*_\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46ORMING\x10\x01\x12\x0e\n\nEXCHANGING\x10\x02\x12\x0b\n\x07SERVING\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\x32\x90\x04\n\x0c\x43ontrolPlane\x12I\n\x08Register\x12\x1d.crossdock.v1.RegisterRequest\x1a\x1e.crossdock.v1.RegisterResponse\x12>\n\x05Watch\x12\x1a.crossdock.v1.WatchRequest\x1a\x17.crossdock.v1.GroupView0\x01\x12X\n\rPublishRegion\x12\".crossdock.v1.PublishRegionRequest\x1a#.crossdock.v1.PublishRegionResponse\x12@\n\x05Ready\x12\x1a.crossdock.v1.ReadyRequest\x1a\x1b.crossdock.v1.ReadyResponse\x12L\n\tHeartbeat\x12\x1e.crossdock.v1.HeartbeatRequest\x1a\x1f.crossdock.v1.HeartbeatResponse\x12@\n\x05Leave\x12\x1a.crossdock.v1.LeaveRequest\x1a\x1b.crossdock.v1.LeaveResponse\x12I\n\x08Topology\x12\x1d.crossdock.v1.TopologyRequest\x1a\x1e.crossdock.v1.TopologyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'crossdock.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=2111
-  _globals['_GROUPSTATE']._serialized_end=2206
+  _globals['_GROUPSTATE']._serialized_start=2125
+  _globals['_GROUPSTATE']._serialized_end=2220
   _globals['_WORKERID']._serialized_start=73
   _globals['_WORKERID']._serialized_end=117
   _globals['_PRIORMEMBERSHIP']._serialized_start=119
@@ -47,33 +47,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBER']._serialized_start=591
   _globals['_MEMBER']._serialized_end=808
   _globals['_GROUPVIEW']._serialized_start=811
-  _globals['_GROUPVIEW']._serialized_end=1048
-  _globals['_PUBLISHREGIONREQUEST']._serialized_start=1050
-  _globals['_PUBLISHREGIONREQUEST']._serialized_end=1143
-  _globals['_PUBLISHREGIONRESPONSE']._serialized_start=1145
-  _globals['_PUBLISHREGIONRESPONSE']._serialized_end=1168
-  _globals['_READYREQUEST']._serialized_start=1170
-  _globals['_READYREQUEST']._serialized_end=1239
-  _globals['_READYRESPONSE']._serialized_start=1241
-  _globals['_READYRESPONSE']._serialized_end=1256
-  _globals['_WORKERSTATS']._serialized_start=1259
-  _globals['_WORKERSTATS']._serialized_end=1451
-  _globals['_HEARTBEATREQUEST']._serialized_start=1454
-  _globals['_HEARTBEATREQUEST']._serialized_end=1606
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1608
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1642
-  _globals['_LEAVEREQUEST']._serialized_start=1644
-  _globals['_LEAVEREQUEST']._serialized_end=1714
-  _globals['_LEAVERESPONSE']._serialized_start=1716
-  _globals['_LEAVERESPONSE']._serialized_end=1731
-  _globals['_TOPOLOGYREQUEST']._serialized_start=1733
-  _globals['_TOPOLOGYREQUEST']._serialized_end=1750
-  _globals['_SEAT']._serialized_start=1752
-  _globals['_SEAT']._serialized_end=1828
-  _globals['_NODELABELS']._serialized_start=1830
-  _globals['_NODELABELS']._serialized_end=1936
-  _globals['_TOPOLOGYRESPONSE']._serialized_start=1939
-  _globals['_TOPOLOGYRESPONSE']._serialized_end=2109
-  _globals['_CONTROLPLANE']._serialized_start=2209
-  _globals['_CONTROLPLANE']._serialized_end=2737
+  _globals['_GROUPVIEW']._serialized_end=1062
+  _globals['_PUBLISHREGIONREQUEST']._serialized_start=1064
+  _globals['_PUBLISHREGIONREQUEST']._serialized_end=1157
+  _globals['_PUBLISHREGIONRESPONSE']._serialized_start=1159
+  _globals['_PUBLISHREGIONRESPONSE']._serialized_end=1182
+  _globals['_READYREQUEST']._serialized_start=1184
+  _globals['_READYREQUEST']._serialized_end=1253
+  _globals['_READYRESPONSE']._serialized_start=1255
+  _globals['_READYRESPONSE']._serialized_end=1270
+  _globals['_WORKERSTATS']._serialized_start=1273
+  _globals['_WORKERSTATS']._serialized_end=1465
+  _globals['_HEARTBEATREQUEST']._serialized_start=1468
+  _globals['_HEARTBEATREQUEST']._serialized_end=1620
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1622
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1656
+  _globals['_LEAVEREQUEST']._serialized_start=1658
+  _globals['_LEAVEREQUEST']._serialized_end=1728
+  _globals['_LEAVERESPONSE']._serialized_start=1730
+  _globals['_LEAVERESPONSE']._serialized_end=1745
+  _globals['_TOPOLOGYREQUEST']._serialized_start=1747
+  _globals['_TOPOLOGYREQUEST']._serialized_end=1764
+  _globals['_SEAT']._serialized_start=1766
+  _globals['_SEAT']._serialized_end=1842
+  _globals['_NODELABELS']._serialized_start=1844
+  _globals['_NODELABELS']._serialized_end=1950
+  _globals['_TOPOLOGYRESPONSE']._serialized_start=1953
+  _globals['_TOPOLOGYRESPONSE']._serialized_end=2123
+  _globals['_CONTROLPLANE']._serialized_start=2223
+  _globals['_CONTROLPLANE']._serialized_end=2751
 # @@protoc_insertion_point(module_scope)

@@ -11,11 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
+import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
 from crossdock.common import log, rpc
+from crossdock.common.line import Line
+from crossdock.common.security import Security
 from crossdock.v1 import control_pb2, control_pb2_grpc
 from crossdock.worker.work import Fault
 
@@ -29,6 +34,11 @@ keep a server busy for seconds, and giving up would cost everybody an epoch."""
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a broken line is tried again."""
 
+LEASE_KEY = "crossdock-lease-key"
+"""Metadata of every call: a secret of this process, by which the control plane knows that it is the same again."""
+TERM_KEY = "crossdock-term"
+"""Metadata of every call: the greatest term seen. A control plane of a lower one stops deciding when it hears it."""
+
 View = control_pb2.GroupView
 
 
@@ -40,9 +50,10 @@ class Link:
     """See the module's head. Make and use it inside the running loop.
 
     Args:
-        target: host:port of the control plane.
+        target: host:port of the control plane, or several (`Line`).
         registration: what Register says; `prior` is filled in here.
         stats: asked for at each heartbeat.
+        security: TLS and tokens; None: plain text.
 
     Attributes:
         trouble: why there is no line just now, or empty.
@@ -53,9 +64,14 @@ class Link:
         target: str,
         registration: control_pb2.RegisterRequest,
         stats: Callable[[], control_pb2.WorkerStats],
+        security: Security | None = None,
     ) -> None:
-        self._channel = rpc.aio_channel(target)
-        self._stub = control_pb2_grpc.ControlPlaneStub(self._channel)
+        self._line = Line(target, security)
+        self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
+        self._key = secrets.token_hex(16)
+        self._term = 0
+        self._answered_at = time.monotonic()
+        self._hung = False
         self._registration, self._stats = registration, stats
         self._view = View()
         self._changed = asyncio.Condition()
@@ -102,12 +118,12 @@ class Link:
         """Give this rank's region for `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
         self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
-        await rpc.call(self._stub.PublishRegion, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
+        await self._call("PublishRegion", request, _PATIENT_S, retry_s=_PATIENT_S)
 
     async def ready(self, epoch: int) -> None:
         """Everything is in place for `epoch`. Raises rpc.CallError."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
-        await rpc.call(self._stub.Ready, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
+        await self._call("Ready", request, _PATIENT_S, retry_s=_PATIENT_S)
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
@@ -126,12 +142,12 @@ class Link:
         await self._stop_tasks()
         request = control_pb2.LeaveRequest(worker=self._registration.worker, reason=reason)
         with contextlib.suppress(rpc.CallError):
-            await rpc.call(self._stub.Leave, request, timeout_s=2.0)
+            await self._call("Leave", request, 2.0)
 
     async def close(self) -> None:
         """Stop both tasks and hang up."""
         await self._stop_tasks()
-        await self._channel.close(None)
+        await self._line.close()
 
     async def _stop_tasks(self) -> None:
         for task in self._tasks:
@@ -140,6 +156,8 @@ class Link:
 
     async def _watch(self) -> None:
         pause_s = _RETRY_S[0]
+        if self._line.has_choice:
+            await self._turn(None)
         while self._refused is None:
             try:
                 await self._register()
@@ -151,32 +169,52 @@ class Link:
                 self.trouble = str(error)
                 _log.info("no control plane", error=error, retry_s=pause_s)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await self._turn(error)
                 pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    async def _turn(self, error: rpc.CallError | None) -> None:
+        if await self._line.turn(error):
+            self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
+
+    async def _call(self, method: str, request: Any, timeout_s: float, *, retry_s: float = 0) -> Any:
+        """One call; what is tried again goes to whoever leads by then. Raises rpc.CallError."""
+
+        def attempt(message: Any, **more: Any) -> Any:
+            return getattr(self._stub, method)(message, metadata=self._metadata(), **more)
+
+        return await rpc.call(attempt, request, timeout_s=timeout_s, retry_s=retry_s)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((LEASE_KEY, self._key), (TERM_KEY, str(self._term)))
 
     async def _register(self) -> None:
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
         if self._prior is not None:
             request.prior.CopyFrom(self._prior)
-        response = await rpc.call(self._stub.Register, request, timeout_s=_CALL_S)
+        response: control_pb2.RegisterResponse = await self._call("Register", request, _CALL_S)
         self._lease_s = response.lease_s
         _log.info("registered", epoch=response.epoch, lease_s=response.lease_s)
 
     async def _follow(self) -> None:
         """Take views until the stream ends (raises CallError) or `_beat` wants to register again."""
         self._register_again.clear()
+        self._answered_at, self._hung = time.monotonic(), False
         again = asyncio.create_task(self._register_again.wait())
         reader = asyncio.create_task(self._read_views())
         try:
             await asyncio.wait({reader, again}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
                 reader.result()
+            if self._hung:
+                raise rpc.Unavailable(f"no heartbeat was answered for {self._lease_s:g} s")
         finally:
             for task in (reader, again):
                 task.cancel()
 
     async def _read_views(self) -> bool:
-        stream = self._stub.Watch(control_pb2.WatchRequest(worker=self._registration.worker, brief=True))
+        request = control_pb2.WatchRequest(worker=self._registration.worker, brief=True)
+        stream = self._stub.Watch(request, metadata=self._metadata())
         try:
             async for view in stream:
                 await self._show(view)
@@ -187,6 +225,9 @@ class Link:
         raise rpc.Unavailable("the control plane ended the Watch stream")
 
     async def _show(self, view: View) -> None:
+        if view.term < self._term:
+            raise rpc.Unavailable(f"a view of term {view.term} came late: term {self._term} has begun")
+        self._term = view.term
         if self._fault is not None and view.epoch > self._fault[0]:
             self._fault = None
         self._remember(view)
@@ -220,13 +261,22 @@ class Link:
             if not self.registered:
                 continue
             try:
-                await rpc.call(self._stub.Heartbeat, self._heartbeat(), timeout_s=max(0.5, self._lease_s / 3))
+                await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s / 3))
             except rpc.NotFound:
                 self._register_again.set()
             except rpc.AlreadyExists as error:
                 await self._refuse(JoinRefused(str(error)))
             except rpc.CallError as error:
                 _log.debug("heartbeat failed", error=error)
+                self._notice_silence()
+            else:
+                self._answered_at = time.monotonic()
+
+    def _notice_silence(self) -> None:
+        """A control plane that is stopped or cut off breaks no connection: look for another one."""
+        if time.monotonic() - self._answered_at > self._lease_s:
+            self._hung = True
+            self._register_again.set()
 
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0

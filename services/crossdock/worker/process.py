@@ -20,11 +20,13 @@ import grpc.aio
 import torch
 
 from crossdock.common import log, rpc
+from crossdock.common.access import door_of
 from crossdock.common.announce import announce
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.rpc import ListenError
+from crossdock.common.security import Security, SecurityError, security_of
 from crossdock.facts import host_facts
 from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.wire import NAMES
@@ -57,15 +59,19 @@ def run_worker(config: WorkerConfig) -> int:
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
     torch.set_num_threads(config.torch_threads)
     try:
+        security = security_of(config.security)
         model = Model(config, Checkpoint.open(config.model))
     except (CheckpointError, EpError) as error:
         _log.error("cannot serve this model", error=str(error))
+        return EXIT_BAD_CONFIG
+    except SecurityError as error:
+        _log.error("cannot use certificates or tokens", error=str(error))
         return EXIT_BAD_CONFIG
     except DeviceLost as error:
         _log.error("cannot use the device", error=str(error))
         return EXIT_DEVICE_LOST
     try:
-        return asyncio.run(_Process(config, identity, model).run())
+        return asyncio.run(_Process(config, identity, model, security).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))
         return EXIT_BAD_CONFIG
@@ -82,8 +88,8 @@ def run_worker(config: WorkerConfig) -> int:
 class _Process:
     """Wires the parts together and takes them apart again."""
 
-    def __init__(self, config: WorkerConfig, identity: Identity, model: Model) -> None:
-        self._config, self._identity, self._model = config, identity, model
+    def __init__(self, config: WorkerConfig, identity: Identity, model: Model, security: Security | None) -> None:
+        self._config, self._identity, self._model, self._security = config, identity, model, security
         self._metrics = WorkerMetrics()
         self._telemetry = Telemetry(self._metrics, model.row_bytes)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
@@ -103,7 +109,8 @@ class _Process:
             await server.stop(0)
             raise
         await server.start()
-        self._link = Link(self._config.control, self._registration(address, http.address), self._stats)
+        registration = self._registration(address, http.address)
+        self._link = Link(self._config.control, registration, self._stats, self._security)
         self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
@@ -143,13 +150,14 @@ class _Process:
         return EXIT_DRAINED
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
-        server = await rpc.server(self._config.max_message_bytes, self._health, max_calls=_MAX_CALLS)
+        door = door_of(self._security, self._config.max_calls_per_s, self._metrics)
+        server = await rpc.server(self._config.max_message_bytes, self._health, max_calls=_MAX_CALLS, door=door)
         backend = Backend(
             self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
         )
         service = ExpertService(backend, self._describe, self._drain)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
-        return server, rpc.bind(server, self._config.listen)
+        return server, rpc.bind(server, self._config.listen, self._security)
 
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
         self._status.close()

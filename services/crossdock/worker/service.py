@@ -23,6 +23,7 @@ import grpc
 
 from crossdock import wire
 from crossdock.common import log, rpc
+from crossdock.common.access import Limiter
 from crossdock.common.config import WorkerConfig
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import Door, Tokens
@@ -119,6 +120,7 @@ class _Stream:
         self._held_bytes = 0
         self._room = asyncio.Event()
         self._read_all = False
+        self._limiter = Limiter(backend.config.max_requests_per_s)
 
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Take requests until the client has no more. Bytes that are no message end the stream."""
@@ -159,6 +161,9 @@ class _Stream:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
         try:
+            if not self._limiter.allow(self):
+                limit = f"requests: expected at most {self._limiter.rate:g} a second on one stream, got more"
+                raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
             self._submit(request, self._backend.door.admit(request))

@@ -1,0 +1,315 @@
+"""Certificates, keys and tokens on disk, as grpc wants them; read again when they change, without a restart.
+
+    security = Security(config)              raises SecurityError where a file is missing or wrong
+    security.server_credentials()            asked at every handshake: new certificates count from the next connection
+    security.channel_credentials()           of a channel that is made now; `security.version` tells when it is outdated
+
+Files are replaced one after the other, or all at once by a link (as Kubernetes does): a pair that does not fit, or does
+not parse, is reported once and the former one stays in force. No secret is logged, and none is in a `repr`.
+"""
+
+from __future__ import annotations
+
+import calendar
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from crossdock.common import log as logs
+from crossdock.common.config import load
+from crossdock.common.settings import SecurityConfig
+
+log = logs.get(__name__)
+
+MIN_TOKEN_CHARS = 16
+_LOOK_S = 0.5
+"""Files of tokens are looked at so often at most; certificates at each handshake."""
+_TOKEN_HEADER = "authorization"
+_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+
+
+class SecurityError(ValueError):
+    """A certificate, key or token cannot be used; the message names the file and what is wrong, never its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pems:
+    """What was read together."""
+
+    cert: bytes | None
+    key: bytes | None = field(repr=False)
+    ca: bytes | None
+    not_after: float
+    """When the first certificate of the chain ends, Unix seconds; 0 without one."""
+
+
+class TokenFile:
+    """The tokens of one file, one per line; lines that are empty or begin with # do not count.
+
+    A file that is gone or wrong keeps its former tokens in force: `trouble` says why, in words without secrets.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._signature, self._looked_at = path, _signature((path,)), time.monotonic()
+        self._tokens = _read_tokens(path)
+        self.trouble = ""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """As they are now."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._look()
+        return self._tokens
+
+    def _look(self) -> None:
+        signature = _signature((self._path,))
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._tokens, self.trouble = _read_tokens(self._path), ""
+            log.info("tokens read again", file=self._path, tokens=len(self._tokens))
+        except SecurityError as error:
+            self.trouble = str(error)
+            log.error("tokens kept as they were", why=self.trouble)
+
+
+class Security:
+    """See the module's head. Safe to use from any thread: grpc asks from its own.
+
+    Args:
+        config: which files.
+
+    Raises:
+        SecurityError: one of them cannot be used.
+    """
+
+    def __init__(self, config: SecurityConfig) -> None:
+        self.config = config
+        self._files = tuple(path for path in (config.cert_file, config.key_file, config.ca_file) if path)
+        self._lock = threading.Lock()
+        self._signature = _signature(self._files)
+        self._pems = _read(config)
+        self._version = 1
+        self._token = TokenFile(config.token_file) if config.token_file else None
+        self.accepted = {role: TokenFile(path) for role, path in config.access.token_files.items()}
+        self.on_reload: Callable[[bool], None] = lambda ok: None
+        """Told of each reading after the first: whether it went well."""
+
+    def __repr__(self) -> str:
+        return f"Security(cert_file={self.config.cert_file!r}, version={self._version})"
+
+    @property
+    def version(self) -> int:
+        """Grows when certificates were read anew."""
+        self._current()
+        return self._version
+
+    @property
+    def not_after(self) -> float:
+        """When the certificate of this process ends, Unix seconds; 0 without one."""
+        return self._current().not_after
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For a port; None: plain text, because no certificate is configured."""
+        if not self.config.cert_file:
+            return None
+        given = self._version
+
+        def fetch() -> grpc.ServerCertificateConfiguration:
+            nonlocal given
+            if self.version == given:
+                return None  # type: ignore[return-value]  # grpc's word for "as before"
+            given = self._version
+            return self._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(self._server_configuration(), fetch, self.config.requires_certs)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For a channel, with the token in every call; None: plain text, because no authority is configured."""
+        pems = self._current()
+        if pems.ca is None:
+            return None
+        made = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        if self._token is None:
+            return made
+        return grpc.composite_channel_credentials(made, grpc.metadata_call_credentials(_Bearer(self._token)))
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        pems = self._current()
+        roots = pems.ca if self.config.requires_certs else None
+        return grpc.ssl_server_certificate_configuration([(pems.key or b"", pems.cert or b"")], roots)
+
+    def _current(self) -> _Pems:
+        with self._lock:
+            signature = _signature(self._files)
+            if signature == self._signature:
+                return self._pems
+            try:
+                pems = _read(self.config)
+            except SecurityError as error:
+                log.error("certificates kept as they were", why=str(error))
+                self.on_reload(False)
+            else:
+                if _signature(self._files) != signature:  # just being replaced: look again next time
+                    return self._pems
+                self._pems, self._version = pems, self._version + 1
+                log.info("certificates read again", file=self.config.cert_file or self.config.ca_file)
+                self.on_reload(True)
+            self._signature = signature
+            return self._pems
+
+
+class _Bearer(grpc.AuthMetadataPlugin):
+    """Puts the newest token into each call. grpc sends it over TLS only."""
+
+    def __init__(self, token: TokenFile) -> None:
+        self._token = token
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        callback(((_TOKEN_HEADER, f"Bearer {self._token.tokens[0]}"),), None)
+
+
+def load_security(path: str | Path | None) -> SecurityConfig:
+    """A SecurityConfig from a YAML file; None: nothing is guarded. Paths in it that are relative start at its folder.
+
+    Raises:
+        ConfigFileError: unreadable, or a field that is unknown or wrong.
+    """
+    config = load(SecurityConfig, path)
+    if path is None:
+        return config
+    folder = Path(path).absolute().parent
+
+    def found(name: str) -> str:
+        return str(folder / name) if name else ""
+
+    access = msgspec.structs.replace(
+        config.access,
+        worker_tokens=found(config.access.worker_tokens),
+        client_tokens=found(config.access.client_tokens),
+        operator_tokens=found(config.access.operator_tokens),
+    )
+    return msgspec.structs.replace(
+        config,
+        cert_file=found(config.cert_file),
+        key_file=found(config.key_file),
+        ca_file=found(config.ca_file),
+        token_file=found(config.token_file),
+        access=access,
+    )
+
+
+def security_of(config: SecurityConfig) -> Security | None:
+    """None where the config guards nothing. Raises SecurityError."""
+    return Security(config) if config.is_on else None
+
+
+def _signature(paths: Sequence[str]) -> tuple[object, ...]:
+    """Changes whenever one of the files does, also by way of a link."""
+    made: list[object] = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+            made.append((found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev))
+        except OSError as error:
+            made.append(error.errno)
+    return tuple(made)
+
+
+def _bytes_of(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SecurityError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read(config: SecurityConfig) -> _Pems:
+    cert = key = ca = None
+    not_after = 0.0
+    if config.cert_file:
+        _check_pair(config.cert_file, config.key_file)
+        cert, key = _bytes_of(config.cert_file), _bytes_of(config.key_file)
+        not_after = end_of(cert, config.cert_file)
+    if config.ca_file:
+        ca = _bytes_of(config.ca_file)
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii", "replace"))
+        except ssl.SSLError:
+            raise SecurityError(f"{config.ca_file}: expected certificates in PEM, got something else") from None
+    return _Pems(cert, key, ca, not_after)
+
+
+def _check_pair(cert_file: str, key_file: str) -> None:
+    def refuse() -> str:
+        raise SecurityError(f"{key_file}: expected a private key that is not encrypted, got one that is")
+
+    for path in (cert_file, key_file):
+        _bytes_of(path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, refuse)
+    except (ssl.SSLError, OSError):
+        message = f"{cert_file}, {key_file}: expected a PEM certificate and its private key, got no such pair"
+        raise SecurityError(message) from None
+
+
+def _read_tokens(path: str) -> tuple[str, ...]:
+    text = _bytes_of(path).decode("utf-8", "replace")
+    lines = [line.strip() for line in text.splitlines()]
+    tokens = tuple(line for line in lines if line and not line.startswith("#"))
+    if not tokens:
+        raise SecurityError(f"{path}: expected at least one token, got none")
+    for token in tokens:
+        if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+            wanted = f"tokens of {MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
+            raise SecurityError(f"{path}: expected {wanted}, got another one (of {len(token)} characters)")
+    return tokens
+
+
+def end_of(pem: bytes, path: str) -> float:
+    """notAfter of the first certificate in a PEM text, Unix seconds. Raises SecurityError."""
+    try:
+        first = pem[: pem.index(b"-----END CERTIFICATE-----")] + b"-----END CERTIFICATE-----\n"
+        der = ssl.PEM_cert_to_DER_cert(first[first.index(b"-----BEGIN") :].decode("ascii"))
+        return _not_after(der)
+    except (ValueError, IndexError):
+        raise SecurityError(f"{path}: expected an X.509 certificate in PEM, got something else") from None
+
+
+def _not_after(der: bytes) -> float:
+    """Certificate -> tbsCertificate -> version?, serial, signature, issuer, validity (notBefore, notAfter)."""
+    body = _children(_children(der)[0][1])[0][1]
+    fields = _children(body)
+    if fields[0][0] == _VERSION:
+        fields = fields[1:]
+    tag, text = _children(fields[3][1])[1]
+    if tag not in {_UTC_TIME, _GENERALIZED_TIME}:
+        raise ValueError("notAfter")
+    layout = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return float(calendar.timegm(time.strptime(text.decode("ascii"), layout)))
+
+
+def _children(der: bytes) -> list[tuple[int, bytes]]:
+    """(tag, content) of each element that stands in these bytes."""
+    found, at = [], 0
+    while at < len(der):
+        tag, size = der[at], der[at + 1]
+        at += 2
+        if size & 0x80:
+            count = size & 0x7F
+            size = int.from_bytes(der[at : at + count], "big")
+            at += count
+        if at + size > len(der):
+            raise ValueError("truncated")
+        found.append((tag, der[at : at + size]))
+        at += size
+    return found

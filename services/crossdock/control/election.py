@@ -1,0 +1,120 @@
+"""Which of several control planes decides: what to write into a shared lease, from what was read there. Pure.
+
+    observe(state, seen, now), then wanted(state, now, leap) ─▶ the lease to write now, or None: wait
+
+Nobody compares wall clocks. Who waits counts, by its own clock, for how long the lease has not changed, and takes it
+only after `lease_s` of that; who leads stops `FENCE` of `lease_s` after it *began* its last renewal that worked. So the
+former leader has stopped before the next one begins, however slow the network and however wrong the clocks of the day
+are; what it said late is told by its lower term. A term is greater than every one that is in the lease, or that a
+worker has told of.
+
+A lease that is missing may have been deleted from under a leader. So it is made without a holder first, and taken after
+`lease_s` like any other. It has forgotten its term: so each reign leaps ahead by a random number, and does not repeat a
+term that somebody else took after a number which both had seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FENCE = 2 / 3
+"""Part of `lease_s` for which a leader that cannot renew goes on."""
+RENEWALS_PER_LEASE = 5
+GIVEN_BACK_S = 1.0
+"""So long a lease that was given back is left alone; the API takes no shorter time."""
+LEAPS = 1 << 12
+"""A leap is less than this; the API keeps terms below 2^31, which is a million reigns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What is in the shared place.
+
+    Attributes:
+        holder: who leads; "" = nobody: it was given back, or has just been made.
+        address: host:port of the holder.
+        term: of the holder.
+        lease_s: how long the holder counts on it.
+        version: changes with every write; only the place itself makes them.
+    """
+
+    holder: str
+    address: str
+    term: int
+    lease_s: float
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of one candidate.
+
+    Attributes:
+        identity: unique for each process.
+        address: host:port under which others reach it.
+        lease_s: what it writes.
+        seen: what was read last; None = nothing there.
+        since: when that was read first.
+        looked: whether anything was read yet.
+        term: of its reign; 0 = it does not lead.
+        until: when its reign ends unless it renews.
+        heard: greatest term that anybody told of.
+    """
+
+    identity: str
+    address: str
+    lease_s: float
+    seen: Lease | None = None
+    since: float = 0.0
+    looked: bool = False
+    term: int = 0
+    until: float = 0.0
+    heard: int = 0
+
+
+def observe(state: State, seen: Lease | None, now: float) -> State:
+    """Take in what was read. A leader that reads another holder, or nothing, leads no more."""
+    if not state.looked or seen != state.seen:
+        state = replace(state, seen=seen, since=now, looked=True)
+    if seen is not None:
+        state = hear(state, seen.term)
+    lost = seen is None or seen.holder != state.identity
+    return replace(state, term=0) if state.term and (lost or now >= state.until) else state
+
+
+def hear(state: State, term: int) -> State:
+    """Somebody told of a term; a leader of a lower one leads no more."""
+    if term <= state.heard:
+        return state
+    return replace(state, heard=term, term=state.term if state.term >= term else 0)
+
+
+def wanted(state: State, now: float, leap: int) -> Lease | None:
+    """The lease to write in the place of `seen`; None: wait. `leap`: random, 0..LEAPS - 1."""
+    seen = state.seen
+    mine = seen is not None and seen.holder == state.identity
+    if mine and state.term:
+        return Lease(state.identity, state.address, state.term, state.lease_s)
+    if seen is None:
+        return Lease("", "", state.heard + leap, state.lease_s)
+    held_s = max(seen.lease_s, state.lease_s) if seen.holder else seen.lease_s
+    if not (mine or now - state.since >= held_s):
+        return None
+    return Lease(state.identity, state.address, state.heard + 1 + leap, state.lease_s)
+
+
+def written(state: State, lease: Lease, began: float, now: float) -> State:
+    """It was written, by a request that was begun at `began`; it leads, unless that took too long: past the end of the
+    reign that it should prolong, or of its own."""
+    until = began + FENCE * state.lease_s
+    ended = state.term == lease.term and now >= state.until
+    leads = bool(lease.holder) and now < until and not ended and lease.term >= state.heard
+    term = lease.term if leads else 0
+    return replace(state, seen=lease, since=now, term=term, until=until, heard=max(state.heard, lease.term))
+
+
+def given_back(state: State) -> Lease | None:
+    """The lease to write when it stops on purpose; None: it does not hold it."""
+    if state.seen is None or state.seen.holder != state.identity:
+        return None
+    return replace(state.seen, holder="", address="", lease_s=GIVEN_BACK_S, version="")

@@ -1,0 +1,177 @@
+"""The control plane as a process, alone or as one of several (leader.py).
+
+run_control(config)   blocking; prints one `crossdock-ready {...}` line, serves until SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+
+import grpc.aio
+
+from crossdock.common import log as logs
+from crossdock.common import rpc
+from crossdock.common.access import door_of
+from crossdock.common.announce import announce
+from crossdock.common.config import ControlConfig, Identity
+from crossdock.common.http import serve_http
+from crossdock.common.line import SERVICE_NAME
+from crossdock.common.metrics import ControlMetrics
+from crossdock.common.security import SecurityError, security_of
+from crossdock.control.election import State
+from crossdock.control.leader import Elector, Replica
+from crossdock.control.leases import KubernetesLeases
+from crossdock.control.nodes import Nodes
+from crossdock.control.server import ControlPlane
+from crossdock.v1 import control_pb2_grpc
+
+TICKS_PER_LEASE = 8
+MAX_TICK_S = 0.25
+STOP_GRACE_S = 1.0
+EXIT_OK, EXIT_BAD_CONFIG = 0, 2
+
+log = logs.get(__name__)
+
+
+def run_control(config: ControlConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address, or a certificate or
+    token, cannot be used."""
+    logs.setup(config.log, role="control")
+    try:
+        return asyncio.run(_serve(config))
+    except rpc.ListenError as error:
+        log.error("cannot listen", error=str(error))
+        return EXIT_BAD_CONFIG
+    except SecurityError as error:
+        log.error("cannot use certificates or tokens", error=str(error))
+        return EXIT_BAD_CONFIG
+
+
+class _Reign:
+    """Whether this process decides: always, or while it holds the lease. Make it inside the running loop."""
+
+    def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
+        self._config, self._metrics, self._health, self._nodes = config, metrics, health, nodes
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.elector: Elector | None = None
+
+    def service(self, address: str) -> ControlPlane | Replica:
+        """What answers calls."""
+        if self._config.election is None:
+            self._metrics.leading.set(1)
+            return self._make()
+        chosen, platform = self._config.election, Identity.from_env()
+        name = chosen.identity or platform.pod_name or platform.hostname
+        state = State(f"{name}_{secrets.token_hex(4)}", self._config.advertise or address, float(chosen.lease_s))
+        self.elector = Elector(state, KubernetesLeases(chosen), failed=self._metrics.lease_failures_total.inc)
+        replica = Replica(self._make, self.elector, self._told)
+        self.elector.changed = lambda: self._soon(replica)
+        return replica
+
+    async def ready(self) -> None:
+        """The server has started: the only one serves, one of several stands for election."""
+        await self._health.set(True)
+        if self.elector is not None:
+            await self._health.set(False, SERVICE_NAME)
+            self.elector.start()
+
+    async def close(self) -> None:
+        """After the service was stopped: let the next one begin at once."""
+        if self.elector is not None:
+            await asyncio.to_thread(self.elector.close)
+
+    def _make(self) -> ControlPlane:
+        return ControlPlane(self._config, self._metrics, labels=lambda: self._nodes.labels if self._nodes else {})
+
+    def _soon(self, replica: Replica) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(replica.tick)
+
+    def _told(self, term: int) -> None:
+        self._metrics.leading.set(bool(term))
+        self._metrics.term.set(term)
+        self._metrics.reigns_total.inc(bool(term))
+        task = asyncio.create_task(self._health.set(bool(term), SERVICE_NAME))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _serve(config: ControlConfig) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    metrics = ControlMetrics()
+    security = security_of(config.security)
+    nodes = Nodes(config.kubernetes) if config.kubernetes else None
+    if nodes is not None and not await asyncio.to_thread(nodes.start):
+        log.warning("starting without node labels", why=nodes.trouble)
+    health = rpc.Health([SERVICE_NAME])
+    door = door_of(security, config.max_calls_per_s, metrics)
+    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
+    address = rpc.bind(server, config.listen, security)
+    reign = _Reign(config, metrics, health, nodes)
+    service = reign.service(address)
+    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
+    http = serve_http(config.http_listen, metrics.registry, lambda: _readiness(service, reign, stop.is_set()))
+    ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
+    ticking.add_done_callback(lambda _: stop.set())
+    try:
+        await server.start()
+        await reign.ready()
+        announce(address, http.address)
+        log.info("listening", address=address, http=http.address, world_size=config.world_size)
+        await stop.wait()
+        log.info("stopping")
+    finally:
+        await _shut_down(server, service, health, ticking, reign)
+        http.close()
+        if nodes is not None:
+            nodes.close()
+    return EXIT_OK
+
+
+async def _shut_down(
+    server: grpc.aio.Server,
+    service: ControlPlane | Replica,
+    health: rpc.Health,
+    ticking: asyncio.Task[None],
+    reign: _Reign,
+) -> None:
+    await health.shut_down()
+    ticking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await ticking
+    service.stop()
+    await reign.close()
+    await server.stop(STOP_GRACE_S)
+
+
+async def _tick_forever(service: ControlPlane | Replica, interval_s: float) -> None:
+    while True:
+        service.tick()
+        await asyncio.sleep(interval_s)
+
+
+def _readiness(service: ControlPlane | Replica, reign: _Reign, stopping: bool) -> tuple[bool, str]:
+    """The control plane is ready when it listens, whatever the group does, and whoever leads: workers must find it to
+    form one, and are sent on."""
+    if stopping:
+        return False, "stopping"
+    group = service.group
+    if group is None:
+        leader = reign.elector.leader if reign.elector is not None else ""
+        return True, f"standing by; {leader or 'nobody yet'} leads"
+    held = f"{len(group.members)}/{group.settings.world_size} members"
+    return True, f"{group.phase.value} epoch {group.epoch}, {held}"
+
+
+def _observer(metrics: ControlMetrics) -> rpc.Observe:
+    def observe(method: str, code: str, seconds: float) -> None:
+        if method != "Watch":  # it lasts as long as its watcher
+            metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
+
+    return observe

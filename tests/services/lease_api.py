@@ -1,0 +1,125 @@
+"""An API server that speaks leases over HTTP: get, create, update, conflicts of resourceVersion; breaks when told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_BASE = "/".join(("", "apis", "coordination.k8s.io", "v1", "namespaces", "default", "leases"))
+
+
+class LeaseApi(ThreadingHTTPServer):
+    """Listens on a free port of 127.0.0.1.
+
+    Attributes:
+        lease: the one there is, as JSON; None: none.
+        away: every request is answered 500.
+        delay_s: before each answer.
+        writes: holders of the writes that counted, in order.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lease: dict[str, Any] | None = None
+        self.away, self.delay_s = False, 0.0
+        self.writes: list[tuple[str, int]] = []
+        self._lock, self._version = threading.Lock(), 100
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> LeaseApi:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def holder(self) -> str:
+        """Who leads, by what is written."""
+        return str(self.lease["spec"].get("holderIdentity") or "") if self.lease is not None else ""
+
+    @property
+    def term(self) -> int:
+        """Of the holder."""
+        return int(self.lease["spec"]["leaseTransitions"]) if self.lease is not None else 0
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """A file by which the `kubernetes` client finds this server."""
+        path = folder / "kubeconfig"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{self.server_port}"}}],
+            "users": [{"name": "u", "user": {"token": "secret-token"}}],
+            "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        }
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    def put(self, body: dict[str, Any], *, create: bool) -> tuple[int, dict[str, Any]]:
+        """Compare and swap: HTTP status and answer."""
+        with self._lock:
+            if create and self.lease is not None:
+                return 409, {"reason": "AlreadyExists"}
+            if not create and self.lease is None:
+                return 404, {"reason": "NotFound"}
+            there = self.lease["metadata"]["resourceVersion"] if self.lease is not None else None
+            if not create and body["metadata"].get("resourceVersion") != there:
+                return 409, {"reason": "Conflict"}
+            self._version += 1
+            body["metadata"]["resourceVersion"] = str(self._version)
+            self.lease = body
+            self.writes.append((self.holder, self.term))
+            return (201 if create else 200), body
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LeaseApi
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _body(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        return body
+
+    def _is_down(self) -> bool:
+        time.sleep(self.server.delay_s)
+        if self.server.away or not self.path.startswith(_BASE):
+            self._answer(500, {"reason": "InternalError"})
+            return True
+        return False
+
+    def do_GET(self) -> None:
+        if not self._is_down():
+            lease = self.server.lease
+            self._answer(404 if lease is None else 200, lease or {"reason": "NotFound"})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if not self._is_down():
+            self._answer(*self.server.put(body, create=True))
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        if not self._is_down():
+            self._answer(*self.server.put(body, create=False))
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""

@@ -1,0 +1,127 @@
+"""Several control planes as processes, an API server that lends them a lease, and workers that know all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from crossdock.common import announce, rpc
+from crossdock.common.config import WorkerConfig
+from crossdock.common.line import ask
+from crossdock.supervisor import Supervisor, current_view
+from crossdock.v1.control_pb2 import GroupView
+from tests.services.cluster import FORM_S, Cluster, write_model
+from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
+from tests.services.lease_api import LeaseApi
+
+LEASE_S = 2
+"""Of the election. A leader that cannot renew stops after two thirds of it."""
+
+
+class Replica:
+    """One control plane; started again at the same address."""
+
+    def __init__(self, name: str, kubeconfig: Path, *overrides: str) -> None:
+        self.address = f"127.0.0.1:{lasting_port()}"
+        self._overrides = (
+            f"listen={self.address}",
+            "election.lease_name=crossdock",
+            f"election.kubeconfig={kubeconfig}",
+            f"election.lease_s={LEASE_S}",
+            f"election.identity={name}",
+            "election.namespace=default",
+            *overrides,
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Start and wait until it listens."""
+        self.process: subprocess.Popen[str] = spawn(*self._overrides)
+        self.addresses: announce.Addresses = wait_announced(self.process)
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.process.pid, number)
+
+    def end(self, number: int = signal.SIGKILL) -> str:
+        """Send a signal that ends it and wait for that; what it wrote to stderr."""
+        if self.process.poll() is None:
+            self.send(signal.SIGCONT)
+            self.send(number)
+        return self.process.communicate(timeout=TIMEOUT_S)[1]
+
+
+class Replicas:
+    """Three of them, and who leads."""
+
+    def __init__(self, folder: Path, *overrides: str, number: int = 3) -> None:
+        self.api = LeaseApi()
+        self.all: list[Replica] = []
+        kubeconfig = self.api.kubeconfig(folder)
+        for index in range(number):
+            self.all.append(Replica(f"c{index}", kubeconfig, "world_size=2", "recover_s=20", *overrides))
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for replica in self.all:
+            replica.end()
+        self.api.__exit__()
+
+    @property
+    def target(self) -> str:
+        """All addresses."""
+        return ",".join(replica.address for replica in self.all)
+
+    def leader(self, beside: Replica | None = None) -> Replica:
+        """Who answers as the leader, as soon as one does; never `beside`."""
+        others = [replica for replica in self.all if replica is not beside and replica.process.poll() is None]
+
+        def look() -> Replica | None:
+            return next((replica for replica in others if leads(replica)), None)
+
+        found = wait(look)
+        assert found is not None
+        return found
+
+    def standby(self, leader: Replica) -> Replica:
+        """One that does not lead."""
+        return next(replica for replica in self.all if replica is not leader)
+
+    def view(self) -> GroupView:
+        """The leader's, by way of any of them."""
+        return ask(self.target, None, lambda channel: current_view(channel, 2.0))
+
+
+def leads(replica: Replica) -> bool:
+    """Whether it decides, by its own word."""
+    try:
+        with rpc.channel(replica.address) as channel:
+            return bool(current_view(channel, 0.5).term)
+    except rpc.CallError:
+        return False
+
+
+def wait(look: Callable[[], object], timeout_s: float = TIMEOUT_S) -> object:
+    """What `look` gives, as soon as that is something."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.05)
+    return found
+
+
+def replicated_cluster(folder: Path, replicas: Replicas, **worker: object) -> Iterator[Cluster]:
+    """Two workers whose control planes are `replicas`."""
+    tensors = write_model(folder / "model")
+    workers = [
+        WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", control=replicas.target, **worker)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    with Supervisor(None, workers, folder / "logs") as supervisor:
+        yield Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))
