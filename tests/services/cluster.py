@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from crossdock import wire
 from crossdock.common import rpc
-from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.supervisor import Supervisor
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.v1.control_pb2 import GroupView
@@ -181,12 +181,23 @@ class Cluster:
 
 
 def cluster(
-    folder: Path, *, num_workers: int = 4, lease_s: float = 10.0, recover_s: float = 20.0, **worker: object
+    folder: Path,
+    *,
+    num_workers: int = 4,
+    lease_s: float = 10.0,
+    recover_s: float = 20.0,
+    placement: PlacementConfig | None = None,
+    **worker: object,
 ) -> Iterator[Cluster]:
     """Start a group, give it, stop it: the body of a fixture."""
     tensors = write_model(folder / "model")
     control = ControlConfig(
-        listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=num_workers, lease_s=lease_s, recover_s=recover_s
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        world_size=num_workers,
+        lease_s=lease_s,
+        recover_s=recover_s,
+        placement=placement or PlacementConfig(),
     )
     workers = [
         WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **worker)  # type: ignore[arg-type]

@@ -43,6 +43,7 @@ class Link:
         target: host:port of the control plane.
         registration: what Register says; `prior` is filled in here.
         stats: asked for at each heartbeat.
+        experts: asked for at each heartbeat, too: what is held, how busy it was; None: nothing to say.
 
     Attributes:
         trouble: why there is no line just now, or empty.
@@ -53,10 +54,11 @@ class Link:
         target: str,
         registration: control_pb2.RegisterRequest,
         stats: Callable[[], control_pb2.WorkerStats],
+        experts: Callable[[], control_pb2.ExpertReport | None] = lambda: None,
     ) -> None:
         self._channel = rpc.aio_channel(target)
         self._stub = control_pb2_grpc.ControlPlaneStub(self._channel)
-        self._registration, self._stats = registration, stats
+        self._registration, self._stats, self._experts = registration, stats, experts
         self._view = View()
         self._changed = asyncio.Condition()
         self._refused: JoinRefused | None = None
@@ -108,6 +110,11 @@ class Link:
         """Everything is in place for `epoch`. Raises rpc.CallError."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
         await rpc.call(self._stub.Ready, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
+
+    async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
+        """Where the experts lie. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
+        request = control_pb2.PlacementRequest(epoch=epoch)
+        return await rpc.call(self._stub.Placement, request, timeout_s=_PATIENT_S, retry_s=_PATIENT_S)
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
@@ -231,6 +238,9 @@ class Link:
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
+        experts = self._experts()
+        if experts is not None:
+            request.experts.CopyFrom(experts)
         if self._fault is not None:
             request.epoch, fault = self._fault
             request.silent_ranks.extend(fault.silent_ranks)

@@ -35,6 +35,7 @@ from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.link import JoinRefused, Link
 from crossdock.worker.model import Model
+from crossdock.worker.mover import Mover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.status import Status
@@ -103,8 +104,10 @@ class _Process:
             await server.stop(0)
             raise
         await server.start()
-        self._link = Link(self._config.control, self._registration(address, http.address), self._stats)
-        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry)
+        registration = self._registration(address, http.address)
+        self._link = Link(self._config.control, registration, self._stats, self._expert_report)
+        self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
+        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
         announce(address, http.address)
@@ -179,10 +182,15 @@ class _Process:
             transport=config.transport,
             abi=self._model.capabilities.abi,
             model=self._model.spec.fingerprint,
+            num_experts=self._model.spec.num_experts,
+            moe_layers=self._model.spec.moe_layers,
         )
 
     def _stats(self) -> control_pb2.WorkerStats:
         return self._telemetry.stats(self._engine.num_queued())
+
+    def _expert_report(self) -> control_pb2.ExpertReport | None:
+        return self._mover.report()
 
     def _describe(self) -> expert_pb2.DescribeResponse:
         spec, seat = self._model.spec, self._status.seat
