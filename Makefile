@@ -27,6 +27,9 @@ VLLM_NEWEST := 0.33.0
 VLLM := $(VLLM_VENV)/installed-$(VLLM_VERSION)-$(shell cat $(BUILT_FROM) tests/vllm/requirements.txt 2>/dev/null | cksum | cut -d ' ' -f 1)
 NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
 
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/__init__.py)
+IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
@@ -106,8 +109,8 @@ wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 venv: $(DEV) ## Install everything for development into .venv
 
 image: ## Build the container images crossdock-control and crossdock-worker
-	docker build --target control --tag crossdock-control .
-	docker build --target worker --tag crossdock-worker .
+	docker build --target control $(IMAGE_FLAGS) --tag crossdock-control --tag crossdock-control:$(VERSION) .
+	docker build --target worker $(IMAGE_FLAGS) --tag crossdock-worker --tag crossdock-worker:$(VERSION) .
 
 clean: ## Remove the virtual environments, caches and built files
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
