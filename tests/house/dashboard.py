@@ -106,6 +106,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             ((f"max({_ROWS_OF_RANKS}) / avg({_ROWS_OF_RANKS})", "imbalance"),),
         ),
+        Panel("Imbalance as placed", "none", (("max(crossdock_expert_imbalance{})", "now"),), meaning="1 is perfect."),
+        Panel(
+            "Copies of experts loaded", "none", _rate("crossdock_expert_copies_loaded_total", "instance", "increase")
+        ),
+        Panel("Steps held up by a switch", "s", _quantiles("crossdock_expert_switch_seconds")),
     ),
     "Faults": (
         Panel("Timeouts", "none", _rate("crossdock_peer_timeouts_total", "peer", "increase")),
@@ -117,6 +122,28 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Calls", "s", _quantiles("crossdock_rpc_seconds", "method")),
         Panel("Calls by code", "reqps", _rate("crossdock_rpc_seconds_count", "code")),
         Panel("Watchers", "none", (("crossdock_watchers{}", "{{instance}}"),)),
+        Panel(
+            "Who leads", "none", (("crossdock_leading{}", "{{instance}}"), ("crossdock_term{}", "term of {{instance}}"))
+        ),
+        Panel("Changes of leader", "none", _rate("crossdock_reigns_total", "instance", "increase")),
+        Panel("Lease calls that failed", "none", _rate("crossdock_lease_failures_total", "instance", "increase")),
+        Panel(
+            "Placement",
+            "none",
+            (
+                ("max(crossdock_placement_version{})", "version"),
+                *_rate("crossdock_expert_moves_total", "result", "increase"),
+            ),
+        ),
+    ),
+    "Security": (
+        Panel("Calls turned away", "reqps", _rate("crossdock_calls_refused_total", "reason")),
+        Panel(
+            "Certificates end in",
+            "s",
+            (("(crossdock_certificate_not_after_seconds{} > 0) - time()", "{{instance}}"),),
+        ),
+        Panel("Certificates read again", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
     ),
 }
 
