@@ -59,7 +59,7 @@ class MoECommunicator(Member):
             self._transport.barrier()
             self._site = ops.Site.of(self._id, config, agreed.ll_max_tokens, self._device)
         except BaseException:
-            self.close()
+            self._leave()
             raise
         ops.register(self._site.comm, self)
 

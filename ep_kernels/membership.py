@@ -161,6 +161,9 @@ class Member:
         thread. Tensors handed out stay readable."""
         if not self._closed and self._fault is None:
             self._transport.drain()  # not under the lock: `abort` ends it
+        self._leave()
+
+    def _leave(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
