@@ -10,6 +10,7 @@ import torch
 
 from ep_kernels import AbortedError, PeerTimeout
 from ep_kernels.membership import Member
+from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 
@@ -40,6 +41,11 @@ class Scripted:
     def abort(self, reason: str) -> None:
         self.said.append("abort")
         self.aborted.set()
+
+    def samples(self) -> list[LatencySample]:
+        self.said.append("samples")
+        assert self.aborted.wait(10), "abort could not reach it"
+        return []
 
     def close(self) -> None:
         self.said.append("close")
@@ -81,6 +87,18 @@ def test_another_thread_may_abort_what_close_waits_for(member: Member, transport
     closing.join(10)
     assert not closing.is_alive()
     assert transport.said == ["drain", "abort", "close"]
+
+
+def test_another_thread_may_abort_while_records_are_read(member: Member, transport: Scripted) -> None:
+    reading = threading.Thread(target=member.samples)
+    reading.start()
+    while "samples" not in transport.said:
+        pass
+    member.abort("enough")
+    reading.join(10)
+    member.close()
+    assert transport.said == ["samples", "abort", "close"]
+    assert member.samples() == []
 
 
 def test_a_failure_is_unheard_until_a_call_raises_it(member: Member, transport: Scripted) -> None:
