@@ -53,13 +53,14 @@ class MoECommunicator(Member):
         self._pending: dict[str, set[int]] = {"dispatch": set(), "combine": set()}
         try:
             bringup.check_capabilities(config, self._transport)
-            agreed = bringup.meet(config, self._transport, self._transport.allocate())
-            self._ll_max_tokens = agreed.ll_max_tokens
-            self._transport.import_regions(agreed.tickets)
-            self._transport.barrier()
+            with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
+                agreed = bringup.meet(config, self._transport, self._transport.allocate())
+                self._ll_max_tokens = agreed.ll_max_tokens
+                self._transport.import_regions(agreed.tickets)
+                self._transport.barrier()
             self._site = ops.Site.of(self._id, config, agreed.ll_max_tokens, self._device)
         except BaseException:
-            self.close()
+            self._leave()
             raise
         ops.register(self._site.comm, self)
 

@@ -41,6 +41,7 @@ class Member:
         self._fault: TransportError | None = None
         self._closed = False
         self._lock = threading.RLock()
+        self._sampling = threading.RLock()  # its own: a driver may hold a copy up for as long as a kernel waits
 
     # What it is.
 
@@ -126,7 +127,7 @@ class Member:
 
     def samples(self) -> list[LatencySample]:
         """Latency records since the last call, oldest first. Any thread; empty once closed."""
-        with self._lock:
+        with self._sampling:
             return [] if self._closed else self._transport.samples()
 
     # Life.
@@ -161,7 +162,10 @@ class Member:
         thread. Tensors handed out stay readable."""
         if not self._closed and self._fault is None:
             self._transport.drain()  # not under the lock: `abort` ends it
-        with self._lock:
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock, self._sampling:
             if not self._closed:
                 self._closed = True
                 self._transport.close()

@@ -304,6 +304,13 @@ def next_sample(comm: MoECommunicator) -> LatencySample:
     return sample
 
 
+def one_dies_in_inference_mode(rank: int, size: int, store: Store, transport: str, case: RoutingCase) -> Any:
+    """As engines run: a communicator that is made where tensors are inference tensors, watched by a thread that is
+    not."""
+    with torch.inference_mode():
+        return one_dies(rank, size, store, transport, case, 2, "combine", {})
+
+
 def dead_before_close(rank: int, size: int, store: Store, transport: str, case: RoutingCase) -> float:
     """close() does not wait for a dead peer."""
     place = Place(rank, size, store, transport)

@@ -51,6 +51,15 @@ def test_killed_rank(transport: str, when: str, overrides: dict[str, Any]) -> No
         assert not any(valid), "every token wanted an expert of the lost rank"
 
 
+def test_killed_rank_in_inference_mode(transport: str) -> None:
+    case = faults.silent_case(3, draw_seed())
+    results = World(3).run(faults.one_dies_in_inference_mode, transport, case, may_die=(2,))
+    for rank in (0, 1):
+        loss, _ = results[rank]
+        assert (loss.peer, loss.gone) == (2, True)
+        assert loss.waited_s < SLACK_S
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 def test_replicas_take_over(transport: str, layout: Layout) -> None:
     everywhere = ((0, 1, 2), (2, 0, 1), (1, 2, 0))

@@ -1,0 +1,123 @@
+"""Leaving a group, and failures that no call has raised: what a Member asks of its transport, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import AbortedError, PeerTimeout
+from ep_kernels.membership import Member
+from ep_kernels.types import LatencySample
+from tests.cases import RoutingCase
+from tests.groups import LonelyGroup
+
+LOST = PeerTimeout(peer=1, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0)
+
+
+class Scripted:
+    """A transport that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.fault: Exception | None = None
+        self.aborted = threading.Event()
+        self.busy = False
+
+    def check(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def check_results(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        self.said.append("drain")
+        if self.busy:
+            assert self.aborted.wait(10), "abort could not reach it"
+
+    def abort(self, reason: str) -> None:
+        self.said.append("abort")
+        self.aborted.set()
+
+    def samples(self) -> list[LatencySample]:
+        self.said.append("samples")
+        assert self.aborted.wait(10), "abort could not reach it"
+        return []
+
+    def close(self) -> None:
+        self.said.append("close")
+        self.fault = AbortedError("the communicator was closed")
+
+
+@pytest.fixture
+def transport() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def member(transport: Scripted) -> Member:
+    given: Any = transport
+    return Member(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()), given)
+
+
+def test_what_was_begun_ends_before_it_is_closed(member: Member, transport: Scripted) -> None:
+    member.close()
+    member.close()
+    assert transport.said == ["drain", "close"]
+
+
+def test_what_is_broken_is_closed_at_once(member: Member, transport: Scripted) -> None:
+    transport.fault = LOST
+    with pytest.raises(PeerTimeout):
+        member.check()
+    member.close()
+    assert transport.said == ["close"]
+
+
+def test_another_thread_may_abort_what_close_waits_for(member: Member, transport: Scripted) -> None:
+    transport.busy = True
+    closing = threading.Thread(target=member.close)
+    closing.start()
+    while "drain" not in transport.said:
+        pass
+    member.abort("enough")
+    closing.join(10)
+    assert not closing.is_alive()
+    assert transport.said == ["drain", "abort", "close"]
+
+
+def test_another_thread_may_abort_while_records_are_read(member: Member, transport: Scripted) -> None:
+    reading = threading.Thread(target=member.samples)
+    reading.start()
+    while "samples" not in transport.said:
+        pass
+    member.abort("enough")
+    reading.join(10)
+    member.close()
+    assert transport.said == ["samples", "abort", "close"]
+    assert member.samples() == []
+
+
+def test_a_failure_is_unheard_until_a_call_raises_it(member: Member, transport: Scripted) -> None:
+    assert member.unheard() is None
+    transport.fault = LOST
+    assert member.unheard() is LOST
+    assert member.unheard() is LOST, "asking breaks nothing"
+    with pytest.raises(PeerTimeout):
+        member.check()
+    assert member.unheard() is None
+
+
+def test_closing_is_no_failure(member: Member) -> None:
+    member.close()
+    assert member.unheard() is None
+
+
+def test_the_flag_of_a_transport_that_raises_is_never_set() -> None:
+    from ep_kernels.transports.cpu.transport import create
+
+    flag = create(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup(), transport="cpu")).failed()
+    assert torch.equal(flag, torch.zeros(1, dtype=torch.int64))
