@@ -72,7 +72,7 @@ class DispatchOutput:
         tokens: [L, slots, H] | [N, H] | [R, M, H] | [N, H] for EXPERT_MAJOR | GROUPED | RANK_MAJOR | FLAT;
             dtype of the payload (float8_e4m3fn when quantised, the caller's dtype when passed through). May be a view
             of a registered buffer, which is recycled `max_in_flight` dispatches later: see `HandleError`.
-        scales: block scales beside `tokens` (same leading shape; see ScaleFormat), or None.
+        scales: block scales beside `tokens` (same leading shape; see ScaleFormat), or None; a view, too, maybe.
         counts: int32; [L] rows per local expert (EXPERT_MAJOR, GROUPED, without padding) or [R] rows per source rank.
         offsets: int32 [L+1], start row of each expert's group with padding included (GROUPED), else None.
         topk_ids: local expert ids, -1 = not here; int32 [R, M, K] | [N, K] (RANK_MAJOR | FLAT), else None.

@@ -52,8 +52,9 @@ __device__ __forceinline__ void record_rows(const DispatchArgs& args, const HtSc
 
 // A received row, as a warp looks after it.
 struct Arrival {
-  i32 source, position;  // source -1 = none is left
-  i32 place;             // of this lane's k
+  i32 source, position;  // source -1 = none is left; position -1 = no row has this number
+  Meta meta;             // of this lane's k, if any; looked at when its turn comes, so that the load is not waited for
+  i32 kept;              // where a routing is used again: its place
 };
 
 // Number `number` of this block: positions that a block of the source with this block's number sends, if blocks are as many there;
@@ -63,22 +64,20 @@ __device__ __forceinline__ Arrival arrival_of(const DispatchArgs& args, Team tea
   const i32 source = (world.rank + 1 + number % world.size) % world.size;
   const i32 rows = scratch.row_start[source + 1] - scratch.row_start[source];
   const i32 share = (rows + team.num_blocks - 1) / team.num_blocks, position = team.block * share + number / world.size;
-  return {source, number / world.size < share && position < rows ? position : -1, -1};
+  Arrival arrival = {source, number / world.size < share && position < rows ? position : -1, {-1, -1, 0.0f, -1}, -1};
+  if (arrival.position < 0 || lane_idx() >= world.topk) return arrival;
+  arrival.meta = meta_at(args, world.rank, source, position)[lane_idx()];
+  if (args.cached) arrival.kept = args.places[position_of(world, source, position) * world.topk + lane_idx()];
+  return arrival;
 }
 
-// The next of this block's that this warp shall look after.
+// The next of this block's.
 __device__ __forceinline__ Arrival next_arrival(const DispatchArgs& args, Team team, const HtScratch& scratch, i32 numbers) {
-  for (;;) {
-    u32 taken = 0;
-    if (lane_idx() == 0) taken = atomicAdd(scratch.next_arrival, 1u);
-    const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0));
-    if (number >= numbers) return {-1, -1, -1};
-    Arrival arrival = arrival_of(args, team, scratch, number);
-    if (arrival.position < 0) continue;
-    arrival.place = lane_place(args, arrival.source, arrival.position);
-    const u32 copies = __popc(__ballot_sync(~0u, arrival.place >= 0));
-    if (args.out_scales != nullptr ? copies > 0 : copies > 1 && arrival.source != args.world.rank) return arrival;
-  }
+  u32 taken = 0;
+  if (lane_idx() == 0) taken = atomicAdd(scratch.next_arrival, 1u);
+  const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0));
+  if (number >= numbers) return {-1, -1, {-1, -1, 0.0f, -1}, -1};
+  return arrival_of(args, team, scratch, number);
 }
 
 __device__ __forceinline__ bool await_arrival(const DispatchArgs& args, const Arrival& arrival, u64 seq) {
@@ -86,19 +85,19 @@ __device__ __forceinline__ bool await_arrival(const DispatchArgs& args, const Ar
   const u64* flag = arrival_at(args, world.rank, arrival.source, arrival.position);
   const bool here = spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, arrival.source,
                                     [&] { return lane_idx() != 0 || ptx::load_acquire_sys(flag) == seq; });
-  ptx::fence_proxy_async();
+  ptx::fence_proxy_global();
   __syncwarp();
   return here;
 }
 
-// From the first place to the others: all pieces that fit the stages at a time.
-__device__ __forceinline__ void copy_row(const DispatchArgs& args, Sender& sender, const Arrival& arrival) {
+// From the first place to the others (place: of this lane's k): all pieces that fit the stages at a time.
+__device__ __forceinline__ void copy_row(const DispatchArgs& args, Sender& sender, i32 place) {
   const World& world = args.world;
   Pipe& pipe = sender.pipe;
-  const u32 placed = __ballot_sync(~0u, arrival.place >= 0);
+  const u32 placed = __ballot_sync(~0u, place >= 0);
   const i32 leader = __ffs(placed) - 1, most = args.work.piece_bytes;
-  const u8* row = row_at(args, world.rank, __shfl_sync(~0u, arrival.place, leader));
-  const bool stores = arrival.place >= 0 && lane_idx() != leader;
+  const u8* row = row_at(args, world.rank, __shfl_sync(~0u, place, leader));
+  const bool stores = place >= 0 && lane_idx() != leader;
   for (i32 begin = 0; begin < world.row_bytes; begin += most * static_cast<i32>(kStages)) {
     ptx::bulk_wait_read<0>();
     __syncwarp();
@@ -117,7 +116,7 @@ __device__ __forceinline__ void copy_row(const DispatchArgs& args, Sender& sende
       const u32 s = (sender.turn + i) % kStages;
       ptx::bulk_load_wait(pipe.barriers + s, pipe.parities >> s & 1);
       pipe.parities ^= 1u << s;
-      if (stores) ptx::bulk_store(row_at(args, world.rank, arrival.place) + at, pipe.stage(s), min(most, world.row_bytes - at));
+      if (stores) ptx::bulk_store(row_at(args, world.rank, place) + at, pipe.stage(s), min(most, world.row_bytes - at));
       ++used;
     }
     ptx::bulk_commit();
@@ -134,15 +133,19 @@ __device__ __forceinline__ bool look_after_rows(const DispatchArgs& args, Team t
     most = max(most, scratch.row_start[source + 1] - scratch.row_start[source]);
   const i32 numbers = (most + team.num_blocks - 1) / team.num_blocks * world.size, delivered = rows_delivered(args, scratch);
   bool here = true;
-  for (;;) {
-    const Arrival arrival = next_arrival(args, team, scratch, numbers);
-    if (arrival.source < 0) break;
+  Arrival ahead = next_arrival(args, team, scratch, numbers);
+  while (ahead.source >= 0) {
+    const Arrival arrival = ahead;
+    const i32 place = arrival.meta.local_expert < 0 ? -1 : args.cached ? arrival.kept : arrival.meta.place;
+    ahead = next_arrival(args, team, scratch, numbers);
+    const u32 placed = __ballot_sync(~0u, place >= 0);
+    const bool copies = arrival.source != world.rank && (placed & (placed - 1)) != 0, scales = args.out_scales != nullptr;
+    if (!copies && !(scales && placed != 0)) continue;
     here = await_arrival(args, arrival, seq);
     if (!here) break;
-    const u32 placed = __ballot_sync(~0u, arrival.place >= 0);
-    if (arrival.source != world.rank && (placed & (placed - 1)) != 0) copy_row(args, sender, arrival);
-    for (u32 left = args.out_scales != nullptr ? placed : 0; left != 0; left &= left - 1)
-      place_scales(args, arrival.source, arrival.position, __shfl_sync(~0u, arrival.place, __ffs(left) - 1), delivered);
+    if (copies) copy_row(args, sender, place);
+    for (u32 left = scales ? placed : 0; left != 0; left &= left - 1)
+      place_scales(args, arrival.source, arrival.position, __shfl_sync(~0u, place, __ffs(left) - 1), delivered);
   }
   ptx::bulk_wait_all();
   return here;

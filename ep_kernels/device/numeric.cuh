@@ -5,6 +5,8 @@
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 struct e4m3 { u8 bits; };
+template <class T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
 
 __device__ __forceinline__ f32 widen(f32 value) { return value; }
 __device__ __forceinline__ f32 widen(bf16 value) { return __uint_as_float(static_cast<u32>(value.bits) << 16); }
@@ -18,6 +20,19 @@ template <> __device__ __forceinline__ f16 narrow<f16>(f32 value) { return {ptx:
 // N values that move as one access (16 bytes at most).
 template <class T, i32 N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec { T at[N]; };
+
+// N values as they lie, in whole words: a compiler takes halves of words apart as soon as they are loaded, one by one.
+template <class T, i32 N>
+using Words = Vec<u32, N * static_cast<i32>(sizeof(T)) / 4>;
+
+// Value i of T in such words, as fp32; exact.
+template <class T>
+__device__ __forceinline__ f32 value_in(const u32* word, i32 i) {
+  if constexpr (sizeof(T) == 4) return __uint_as_float(word[i]);
+  const u32 pair = word[i / 2];
+  if constexpr (kIsBf16<T>) return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
+  return widen(f16{static_cast<u16>(pair >> (i % 2 * 16))});
+}
 
 // Columns that a lane takes at a time, so that a load of T is 16 bytes.
 template <class T> constexpr i32 kColumns = 16 / static_cast<i32>(sizeof(T));

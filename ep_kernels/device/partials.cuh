@@ -92,12 +92,12 @@ constexpr i32 kMadeColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
 
 template <bool kWeighted, class Totals>
 __device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8* stage) {
-  using Values = Vec<Y, kMadeColumns>;
+  using Values = Words<Y, kMadeColumns>;
   sums.template add<Values, kWeighted>(
       item, [&](i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
       [](const Values& values, f32(&value)[kMadeColumns]) {
 #pragma unroll
-        for (i32 i = 0; i < kMadeColumns; ++i) value[i] = widen(values.at[i]);
+        for (i32 i = 0; i < kMadeColumns; ++i) value[i] = value_in<Y>(values.at, i);
       });
 }
 
@@ -147,7 +147,7 @@ constexpr i32 kHomeColumns = kColumns<Y>;
 // Columns of a partial as they lie in a stage.
 template <class Moved>
 struct Landed {
-  Vec<Moved, kHomeColumns> values;
+  Words<Moved, kHomeColumns> values;
   f32 scale;
 };
 
@@ -156,17 +156,14 @@ __device__ __forceinline__ void widen_landed(const Landed<Moved>& landed, f32 (&
   if constexpr (sizeof(Moved) == 1) {
 #pragma unroll
     for (i32 i = 0; i < kHomeColumns; i += quant::kLaneColumns) {
-      u32 packed = 0;
       f32 four[quant::kLaneColumns];
-#pragma unroll
-      for (i32 j = 0; j < quant::kLaneColumns; ++j) packed |= static_cast<u32>(landed.values.at[i + j].bits) << (8 * j);
-      quant::widen4(packed, four);
+      quant::widen4(landed.values.at[i / quant::kLaneColumns], four);
 #pragma unroll
       for (i32 j = 0; j < quant::kLaneColumns; ++j) value[i + j] = __fmul_rn(four[j], landed.scale);
     }
   } else {
 #pragma unroll
-    for (i32 i = 0; i < kHomeColumns; ++i) value[i] = widen(landed.values.at[i]);
+    for (i32 i = 0; i < kHomeColumns; ++i) value[i] = value_in<Moved>(landed.values.at, i);
   }
 }
 
@@ -177,7 +174,7 @@ __device__ __forceinline__ void add_partial(Totals& sums, const Rings& rings, co
       item,
       [&](i32 column) {
         Landed<C> landed;
-        landed.values = *reinterpret_cast<const Vec<C, kHomeColumns>*>(stage + column * sizeof(C));
+        landed.values = *reinterpret_cast<const decltype(landed.values)*>(stage + column * sizeof(C));
         if constexpr (kFp8) landed.scale = scales[column / quant::kBlock];
         return landed;
       },

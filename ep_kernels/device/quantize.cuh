@@ -39,14 +39,9 @@ __device__ __forceinline__ void cut(Columns<T>& columns, i32 count) {
     if (i * 4 >= count * static_cast<i32>(sizeof(T))) columns.word[i] = 0;
 }
 
-// Value i as fp32; exact.
-__device__ __forceinline__ f32 column(const Columns<f32>& columns, i32 i) { return __uint_as_float(columns.word[i]); }
-__device__ __forceinline__ f32 column(const Columns<bf16>& columns, i32 i) {
-  const u32 pair = columns.word[i / 2];
-  return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
-}
-__device__ __forceinline__ f32 column(const Columns<f16>& columns, i32 i) {
-  return widen(f16{static_cast<u16>(columns.word[i / 2] >> (i % 2 * 16))});
+template <class T>
+__device__ __forceinline__ f32 column(const Columns<T>& columns, i32 i) {
+  return value_in<T>(columns.word, i);
 }
 
 // Largest magnitude of 16 columns, as bits of T: these are ordered as the magnitudes are, and what is not finite is above all.

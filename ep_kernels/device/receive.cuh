@@ -66,18 +66,6 @@ __device__ __forceinline__ i32 admit(i32 row, i32 local_expert, i32 capacity) {
   return row < (LAYOUT == EXPERT_MAJOR ? (local_expert + 1) * capacity : capacity) ? row : kDropped;
 }
 
-// HT: the final row that serves (source, position, k), kDropped, or -1 = none; `meta` is its record.
-__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const Meta& meta, i32 source, i32 position, i32 k) {
-  if (meta.local_expert < 0) return -1;
-  return args.cached ? args.places[position_of(args.world, source, position) * args.world.topk + k] : meta.place;
-}
-
-// place_of for this lane's k; lanes past K give -1.
-__device__ __forceinline__ i32 lane_place(const DispatchArgs& args, i32 source, i32 position) {
-  if (lane_idx() >= args.world.topk) return -1;
-  return place_of(args, meta_at(args, args.world.rank, source, position)[lane_idx()], source, position, lane_idx());
-}
-
 __device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
   i32 source = 0;
   while (row >= scratch.row_start[source + 1]) ++source;
