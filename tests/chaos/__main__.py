@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+import statistics
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from benchmarks import facts
 from tests.chaos.harms import Harms
 from tests.chaos.load import GAP_S, Load, Tally
 from tests.chaos.world import World
+from tests.services.replicas import LEASE_S
 
 MOST_SECONDS = 600
 SETTLE_S = 60.0
@@ -96,8 +98,25 @@ def reigns(world: World) -> int:
     return len({term for holder, term in list(world.api.writes) if holder})
 
 
-def run(seconds: float, seed: int, folder: Path) -> tuple[list[Event], Tally, float]:
-    """Harm for so long; events, what clients saw, and the part of the time in which they were served."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a whole run.
+
+    Attributes:
+        events: in order.
+        tally: what clients saw.
+        availability: part of the time in which they were served.
+        takeovers_s: from each kill -9 of a leader until another one led.
+    """
+
+    events: list[Event]
+    tally: Tally
+    availability: float
+    takeovers_s: list[float]
+
+
+def run(seconds: float, seed: int, folder: Path) -> Outcome:
+    """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
     with World(folder) as world:
@@ -115,7 +134,7 @@ def run(seconds: float, seed: int, folder: Path) -> tuple[list[Event], Tally, fl
         ended = time.monotonic()
         load.stop()
         availability = 1 - load.outage_s(began, ended) / (ended - began)
-    return events, load.tally, availability
+    return Outcome(events, load.tally, availability, harms.takeovers_s)
 
 
 def show(event: Event) -> str:
@@ -125,16 +144,21 @@ def show(event: Event) -> str:
     return f"{event.at_s:6.1f} s  {event.harm}: {words}, {counts}"
 
 
-def summarise(events: list[Event], tally: Tally, availability: float) -> dict[str, object]:
+def summarise(outcome: Outcome) -> dict[str, object]:
     """What came of it."""
+    events, tally, takeovers_s = outcome.events, outcome.tally, outcome.takeovers_s
     return {
         "harms": len(events),
-        "availability": round(availability, 4),
+        "availability": round(outcome.availability, 4),
         "gap_s": GAP_S,
         "good": tally.good,
         "failed": tally.failed,
         "wrong": tally.wrong,
         "slowest_s": round(tally.slowest_s, 2),
+        "election_lease_s": LEASE_S,
+        "leaders_killed": len(takeovers_s),
+        "new_leader_s_median": round(statistics.median(takeovers_s), 2) if takeovers_s else None,
+        "new_leader_s_longest": round(max(takeovers_s), 2) if takeovers_s else None,
         "longest_outage_s": max((event.outage_s for event in events), default=0.0),
     }
 
@@ -160,12 +184,12 @@ def main() -> int:
         parser.error(f"--seconds: expected 0..{MOST_SECONDS}, got {arguments.seconds:g}")
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; logs in {folder}", flush=True)
-    events, tally, availability = run(arguments.seconds, arguments.seed, folder)
-    summary = {"seed": arguments.seed, "seconds": arguments.seconds} | summarise(events, tally, availability)
+    outcome = run(arguments.seconds, arguments.seed, folder)
+    summary = {"seed": arguments.seed, "seconds": arguments.seconds} | summarise(outcome)
     if arguments.out:
-        write(arguments.out, events, summary)
+        write(arguments.out, outcome.events, summary)
     print("; ".join(f"{key} {value}" for key, value in summary.items()))
-    return 1 if tally.wrong else 0
+    return 1 if outcome.tally.wrong else 0
 
 
 if __name__ == "__main__":

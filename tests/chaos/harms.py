@@ -15,6 +15,8 @@ from tests.chaos.world import NUM_CONTROLS, NUM_WORKERS, World
 from tests.services.replicas import Replica
 
 Harm = Callable[[float], str]
+TAKEOVER_S = 20.0
+"""Longest wait for another leader; while the API server is away there is none."""
 
 
 class Harms:
@@ -23,10 +25,14 @@ class Harms:
     Args:
         world: to be harmed.
         seed: of every choice.
+
+    Attributes:
+        takeovers_s: from each kill -9 of a leader until another one led.
     """
 
     def __init__(self, world: World, seed: int) -> None:
         self._world, self._random = world, random.Random(seed)
+        self.takeovers_s: list[float] = []
         self._held = [threading.Lock() for _ in range(NUM_CONTROLS)]
         workers: list[Harm] = [
             self.kill_worker, self.kill_worker, self.stop_worker, self.drain_worker, self.cut_worker, self.reset_worker,
@@ -76,9 +82,14 @@ class Harms:
         number = self._leader()
         with self._control(number) as replica:
             replica.end()
-            time.sleep(seconds)
+            began = time.monotonic()
+            found = self._world.wait_leader(number, TAKEOVER_S)
+            took_s = time.monotonic() - began
+            if found is not None:
+                self.takeovers_s.append(took_s)
+            time.sleep(max(0.0, seconds - took_s))
             replica.start()
-        return f"kill -9 of leader {number}, back after {seconds:.1f} s"
+        return f"kill -9 of leader {number}, another one after {took_s:.1f} s"
 
     def stop_leader(self, seconds: float) -> str:
         number = self._leader()

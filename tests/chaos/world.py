@@ -97,6 +97,13 @@ class World:
                 return number
         return None
 
+    def wait_leader(self, beside: int, timeout_s: float) -> int | None:
+        """Number of a leader other than `beside`; None: nobody began to lead in time."""
+        deadline = time.monotonic() + timeout_s
+        while (number := self.leader()) in {None, beside} and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return number if number != beside else None
+
     def whole(self) -> GroupView | None:
         """The view of the leader, by the way that clients take, if it serves."""
         number = self.leader()
