@@ -42,6 +42,9 @@ class LeaseApi(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A process that was killed hangs up: no event."""
+
     @property
     def holder(self) -> str:
         """Who leads, by what is written."""
@@ -52,14 +55,15 @@ class LeaseApi(ThreadingHTTPServer):
         """Of the holder."""
         return int(self.lease["spec"]["leaseTransitions"]) if self.lease is not None else 0
 
-    def kubeconfig(self, folder: Path) -> Path:
-        """A file by which the `kubernetes` client finds this server."""
-        path = folder / "kubeconfig"
+    def kubeconfig(self, folder: Path, address: str = "") -> Path:
+        """A file by which the `kubernetes` client finds this server, or the way to it at `address`."""
+        address = address or f"127.0.0.1:{self.server_port}"
+        path = folder / f"kubeconfig-{address.rpartition(':')[2]}"
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "c",
-            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{self.server_port}"}}],
+            "clusters": [{"name": "k", "cluster": {"server": f"http://{address}"}}],
             "users": [{"name": "u", "user": {"token": "secret-token"}}],
             "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
         }

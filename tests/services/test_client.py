@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from crossdock import client as public
 from crossdock import wire
-from crossdock.client import AsyncClient, Client, client
+from crossdock.client import AsyncClient, Client, client, stream
 from crossdock.client import errors as tree
 from crossdock.client.stream import WorkerStream
 from crossdock.v1 import control_pb2, expert_pb2
+from tests.chaos.proxy import Network
+from tests.services.control_world import lasting_port
 from tests.services.fakes import Answer, FakeControl, FakeWorker, echo, refuse, view_of
 
 DESCRIPTION = expert_pb2.DescribeResponse(model="f00d", family="mixtral", hidden_size=8, topk=2, num_experts=4)
@@ -174,7 +176,10 @@ def _first(behave: Callable[..., Any], then: Callable[..., Any]) -> Callable[...
     return each
 
 
-def test_a_killed_worker_is_named(control: FakeControl, workers: list[FakeWorker]) -> None:
+def test_a_killed_worker_is_named(
+    control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SHUN_S", 0.0)
     arrived = threading.Event()
     workers[2].behave = lambda request: arrived.set()  # type: ignore[assignment, return-value]
     with Client(control.address, retry=False, min_tokens_per_worker=1) as service, ThreadPoolExecutor(1) as pool:
@@ -186,6 +191,52 @@ def test_a_killed_worker_is_named(control: FakeControl, workers: list[FakeWorker
         assert (caught.value.lost_ranks, caught.value.epoch) == ((2,), 1)
         with pytest.raises(public.Unavailable, match="rank 2"):
             service.forward(0, *_batch(40), timeout_s=30)
+
+
+def test_a_worker_that_broke_off_is_left_out_for_a_while(control: FakeControl, workers: list[FakeWorker]) -> None:
+    x, ids, weights = _batch(40)
+    with Client(control.address, retry=False, min_tokens_per_worker=1) as service:
+        service.forward(0, x, ids, weights, timeout_s=30)
+        workers[2].kill()
+        for _ in range(3):
+            try:
+                rows = service.forward(3, x, ids, weights, timeout_s=30)
+            except public.Unavailable:
+                continue
+            assert torch.equal(rows, x + 3)
+            return
+    raise AssertionError("each call went to the worker that is gone")
+
+
+def test_a_worker_that_is_cut_off_costs_little_time(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing breaks when a line is cut: who says nothing is asked whether he is there, and another one is taken."""
+    monkeypatch.setattr(stream, "_QUIET_S", 0.2)
+    monkeypatch.setattr(stream, "_ALIVE_S", 0.5)
+    network, here = Network(), f"127.0.0.1:{lasting_port()}"
+    line = network.proxy(here, workers[0].address)
+    view = view_of(workers[:2])
+    view.members[0].address = here
+    control, (x, ids, weights) = FakeControl(view), _batch(5)
+    with Client(control.address) as service:
+        for _ in range(4):
+            service.forward(0, x, ids, weights, timeout_s=30)
+        line.cut()
+        started = time.monotonic()
+        for _ in range(4):
+            assert torch.equal(service.forward(1, x, ids, weights, timeout_s=30), x + 1)
+        assert time.monotonic() - started < 10
+        line.mend()
+    control.kill()
+    network.close()
+
+
+def test_a_slow_worker_that_is_there_is_waited_for(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_QUIET_S", 0.05)
+    workers[0].behave = lambda request: time.sleep(1.0) or echo(request)
+    x, ids, weights = _batch(5)
+    with Client(workers[0].address, retry=False) as service:
+        assert torch.equal(service.forward(1, x, ids, weights, timeout_s=30), x + 1)
+    assert workers[0].num_streams == 1
 
 
 def test_requests_move_to_the_next_epoch(control: FakeControl, workers: list[FakeWorker]) -> None:

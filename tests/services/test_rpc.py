@@ -96,6 +96,25 @@ def test_every_status_has_an_error_and_a_number() -> None:
     assert rpc.status_of(TimeoutError())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+class _Broken(grpc.RpcError):
+    """As grpc.aio raises it when a connection is reset under a read."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.INTERNAL
+
+    def details(self) -> str:
+        return "Internal error from Core"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("crossdock-leader", "a:1"),)
+
+
+def test_a_line_that_broke_is_unavailable_and_a_leader_is_named() -> None:
+    error = rpc.error_of(_Broken())
+    assert isinstance(error, rpc.Unavailable)
+    assert error.leader == "a:1"
+
+
 async def test_a_silent_server_ends_in_the_callers_deadline() -> None:
     started = time.monotonic()
     with occupied_port() as address:

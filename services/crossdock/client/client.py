@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import tenacity
@@ -35,6 +35,8 @@ Result = TypeVar("Result")
 MAX_MESSAGE_BYTES = 64 << 20
 REQUEST_BYTES = 16 << 20
 """A share larger than this travels as several requests: a worker can start before all of it is there."""
+SHUN_S = 2.0
+"""A worker that broke off is left out for so long, if there are others: each of them serves every token."""
 MIN_TOKENS_PER_WORKER = 64
 """Smaller shares are not made: each costs a message and may cost a step of its own."""
 
@@ -233,7 +235,14 @@ class AsyncClient:
         gone = [address for address, stream in self._streams.items() if address not in here and stream.idle]
         for stream in [self._streams.pop(address) for address in gone]:
             await stream.close()
-        return service
+        return self._without_broken(service)
+
+    def _without_broken(self, service: Service) -> Service:
+        """Without workers that broke off just now; with all of them if nobody else is left."""
+        since = time.monotonic() - SHUN_S
+        broken = {address for address, stream in self._streams.items() if stream.broken_at > since}
+        left = tuple(worker for worker in service.workers if worker[1] not in broken)
+        return replace(service, workers=left) if left else service
 
     def _stream(self, service: Service, worker: int) -> WorkerStream:
         rank, address = service.workers[worker]

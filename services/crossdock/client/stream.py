@@ -1,23 +1,30 @@
 """One worker as a client sees it: a channel and one Forward stream that is kept open and shared by all requests.
 
 Answers come in any order and are matched by id. A stream that breaks fails what was under way on it and is opened
-again by the next request. Requests are written by grpc's own task from an outbox: cancelling a request must not cancel
-the write of a message, because grpc would end the whole stream.
+again by the next request. One that says nothing for a while although requests wait is asked, on the side, whether it is
+there: a line that was cut breaks no connection, and keepalive alone would take twenty seconds.
+
+Requests are written by grpc's own task from an outbox: cancelling a request must not cancel the write of a message,
+because grpc would end the whole stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
 from crossdock.common import rpc
 from crossdock.common.security import Security
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 
+_QUIET_S, _ALIVE_S = 1.0, 3.0
+"""A worker that owes answers and has sent none for so long is asked whether it is there, and has so long to say it."""
 _GRACE_S = 5.0
 """What is under way on a channel with former certificates has so long to end."""
 
@@ -34,6 +41,9 @@ class WorkerStream:
         epoch: of the view that named it, for errors.
         max_message_bytes: largest message in either direction.
         security: TLS and tokens; None: plain text.
+
+    Attributes:
+        broken_at: when its line broke last, monotonic seconds.
     """
 
     def __init__(
@@ -47,6 +57,9 @@ class WorkerStream:
         self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
+        self._heard_at = 0.0
+        self._silent = False
+        self.broken_at = float("-inf")
 
     @property
     def idle(self) -> bool:
@@ -73,8 +86,10 @@ class WorkerStream:
         """
         if self._reader is None:
             self._renew()
-            self._outbox = asyncio.Queue()
+            self._outbox, self._silent = asyncio.Queue(), False
             self._reader = asyncio.create_task(self._read(self._outbox))
+        if not self._pending:
+            self._heard_at = time.monotonic()
         outbox, request.id = self._outbox, next(self._ids)
         answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
         outbox.put_nowait(request)
@@ -107,8 +122,9 @@ class WorkerStream:
         self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
 
     def _renew(self) -> None:
-        """A channel keeps the certificates it was made with: make another one when there are new ones."""
-        if self._reader is None and self._security is not None and self._security.version != self._version:
+        """A channel keeps the certificates it was made with, and a line that may be cut: make another one then."""
+        outdated = self._security is not None and self._security.version != self._version
+        if self._reader is None and (outdated or self._silent):
             task = asyncio.create_task(self._channel.close(_GRACE_S))
             self._former.add(task)
             task.add_done_callback(self._former.discard)
@@ -119,18 +135,45 @@ class WorkerStream:
         return answer.done() and not answer.cancelled()
 
     async def _read(self, outbox: _Outbox) -> None:
-        failure: ClientError = self._closed()
+        failure: ClientError | None = None
+        watching = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async for response in self._stub.Forward(self._write(outbox)):
+                self._heard_at = time.monotonic()
                 answer = self._pending.pop(response.id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(response)
         except grpc.RpcError as error:
             failure = self._broken(rpc.error_of(error))
         finally:
-            self._reader = None
+            watching.cancel()
+            self._reader, self.broken_at = None, time.monotonic()
             outbox.put_nowait(None)
-            self._fail(failure)
+            self._fail(failure or self._closed())
+
+    async def _watch(self, reader: asyncio.Task[None] | None) -> None:
+        """End the stream when the worker is not there any more."""
+        while True:
+            await asyncio.sleep(_QUIET_S)
+            if not self._pending or time.monotonic() - self._heard_at < _QUIET_S:
+                continue
+            if await self._is_there():
+                self._heard_at = time.monotonic()
+            elif reader is not None:
+                self._silent = True
+                reader.cancel()
+                return
+
+    async def _is_there(self) -> bool:
+        """Whether it says anything at all, if only that it has no health service."""
+        check = health_pb2_grpc.HealthStub(self._channel).Check
+        try:
+            await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=_ALIVE_S)
+        except (rpc.DeadlineExceeded, rpc.Unavailable):
+            return False
+        except rpc.CallError:
+            return True
+        return True
 
     def _fail(self, failure: ClientError) -> None:
         pending, self._pending = self._pending, {}
@@ -147,7 +190,8 @@ class WorkerStream:
         return from_call(error, self._where(), self._lost(), self.epoch)
 
     def _closed(self) -> ClientError:
-        return Unavailable(f"{self._where()}: the connection was closed", self._lost(), self.epoch)
+        why = f"silent for {_QUIET_S + _ALIVE_S:g} s" if self._silent else "the connection was closed"
+        return Unavailable(f"{self._where()}: {why}", self._lost(), self.epoch)
 
     def _lost(self) -> tuple[int, ...]:
         return () if self._rank is None else (self._rank,)

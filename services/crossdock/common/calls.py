@@ -26,6 +26,8 @@ from typing import ClassVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+_BROKEN_LINE = "Internal error from Core"
+"""What grpc.aio says, now and then, of a stream whose connection was reset under a read: no word from the other end."""
 LEADER_KEY = "crossdock-leader"
 """Trailing metadata of an UNAVAILABLE: host:port of the control plane to ask instead."""
 
@@ -110,6 +112,8 @@ def error_of(error: grpc.RpcError) -> CallError:
     """Translate what grpc raised at a caller. The status is read from the error itself, which is also its call."""
     call = cast("grpc.Call", error)
     code = call.code() or grpc.StatusCode.UNKNOWN
+    if code is grpc.StatusCode.INTERNAL and call.details() == _BROKEN_LINE:
+        code = grpc.StatusCode.UNAVAILABLE
     made = error_for(code, call.details() or code.name)
     if isinstance(made, Unavailable):
         made.leader = next((str(value) for key, value in call.trailing_metadata() or () if key == LEADER_KEY), "")

@@ -1,0 +1,1 @@
+"""Random harm to a group under load: `make chaos`."""

@@ -1,0 +1,164 @@
+"""What can be done to a group: each harm does it, undoes it, and says what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tests.chaos.proxy import Proxy
+from tests.chaos.world import NUM_CONTROLS, NUM_WORKERS, World
+from tests.services.replicas import Replica
+
+Harm = Callable[[float], str]
+TAKEOVER_S = 20.0
+"""Longest wait for another leader; while the API server is away there is none."""
+
+
+class Harms:
+    """The seed decides which, on whom, and for how long; who leads decides the rest.
+
+    Args:
+        world: to be harmed.
+        seed: of every choice.
+
+    Attributes:
+        takeovers_s: from each kill -9 of a leader until another one led.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._random = world, random.Random(seed)
+        self.takeovers_s: list[float] = []
+        self._held = [threading.Lock() for _ in range(NUM_CONTROLS)]
+        workers: list[Harm] = [
+            self.kill_worker, self.kill_worker, self.stop_worker, self.drain_worker, self.cut_worker, self.reset_worker,
+        ]  # fmt: skip
+        controls: list[Harm] = [
+            self.kill_leader, self.kill_leader, self.stop_leader, self.restart_control, self.cut_leader,
+            self.cut_control,
+        ]  # fmt: skip
+        lease: list[Harm] = [self.cut_lease, self.lose_api, self.slow_api, self.delete_lease]
+        self._all = workers + controls + lease
+
+    def choose(self) -> list[Callable[[], str]]:
+        """One, or two at once."""
+        return [self._one() for _ in range(self._random.choice((1, 1, 1, 2)))]
+
+    def _one(self) -> Callable[[], str]:
+        harm, seconds = self._random.choice(self._all), self._random.uniform(0.3, 5.0)
+        return lambda: harm(seconds)
+
+    def kill_worker(self, _: float) -> str:
+        number = self._worker()
+        self._signal_worker(number, signal.SIGKILL)
+        return f"kill -9 of worker {number}"
+
+    def stop_worker(self, seconds: float) -> str:
+        number = self._worker()
+        self._signal_worker(number, signal.SIGSTOP)
+        time.sleep(seconds)
+        self._signal_worker(number, signal.SIGCONT)
+        return f"worker {number} stands still for {seconds:.1f} s"
+
+    def drain_worker(self, _: float) -> str:
+        number = self._worker()
+        self._signal_worker(number, signal.SIGTERM)
+        return f"SIGTERM of worker {number}"
+
+    def cut_worker(self, seconds: float) -> str:
+        number = self._worker()
+        return _cut(f"clients cut off from worker {number}", seconds, self._world.worker_lines[number])
+
+    def reset_worker(self, _: float) -> str:
+        number = self._worker()
+        self._world.worker_lines[number].reset()
+        return f"connections to worker {number} reset"
+
+    def kill_leader(self, seconds: float) -> str:
+        number = self._leader()
+        with self._control(number) as replica:
+            replica.end()
+            began = time.monotonic()
+            found = self._world.wait_leader(number, TAKEOVER_S)
+            took_s = time.monotonic() - began
+            if found is not None:
+                self.takeovers_s.append(took_s)
+            time.sleep(max(0.0, seconds - took_s))
+            replica.start()
+        return f"kill -9 of leader {number}, another one after {took_s:.1f} s"
+
+    def stop_leader(self, seconds: float) -> str:
+        number = self._leader()
+        with self._control(number) as replica:
+            replica.send(signal.SIGSTOP)
+            time.sleep(seconds)
+            replica.send(signal.SIGCONT)
+        return f"leader {number} stands still for {seconds:.1f} s"
+
+    def restart_control(self, _: float) -> str:
+        number = self._random.randrange(NUM_CONTROLS)
+        with self._control(number) as replica:
+            replica.end(signal.SIGTERM)
+            replica.start()
+        return f"restart of control plane {number}"
+
+    def cut_leader(self, seconds: float) -> str:
+        number, world = self._leader(), self._world
+        lines = world.control_lines[number], world.lease_lines[number]
+        return _cut(f"leader {number} cut off from all", seconds, *lines)
+
+    def cut_control(self, seconds: float) -> str:
+        number = self._leader()
+        words = f"workers and clients cut off from leader {number}"
+        return _cut(words, seconds, self._world.control_lines[number])
+
+    def cut_lease(self, seconds: float) -> str:
+        number = self._leader()
+        return _cut(f"leader {number} cut off from the lease", seconds, self._world.lease_lines[number])
+
+    def lose_api(self, seconds: float) -> str:
+        self._world.api.away = True
+        time.sleep(seconds)
+        self._world.api.away = False
+        return f"no API server for {seconds:.1f} s"
+
+    def slow_api(self, seconds: float) -> str:
+        self._world.api.delay_s = 0.3
+        time.sleep(seconds)
+        self._world.api.delay_s = 0.0
+        return f"slow API server for {seconds:.1f} s"
+
+    def delete_lease(self, _: float) -> str:
+        self._world.api.lease = None
+        return "lease deleted"
+
+    def _worker(self) -> int:
+        return self._random.randrange(NUM_WORKERS)
+
+    def _leader(self) -> int:
+        """Number of the leader; while there is none, of any."""
+        number = self._world.leader()
+        return self._random.randrange(NUM_CONTROLS) if number is None else number
+
+    @contextlib.contextmanager
+    def _control(self, number: int) -> Iterator[Replica]:
+        """One harm after the other for each process: two that restart it would start it twice."""
+        with self._held[number]:
+            yield self._world.controls[number]
+
+    def _signal_worker(self, number: int, kind: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it died already; its successor is on the way
+            os.kill(self._world.supervisor.worker_pids()[number], kind)
+
+
+def _cut(what: str, seconds: float, *lines: Proxy) -> str:
+    for line in lines:
+        line.cut()
+    time.sleep(seconds)
+    for line in lines:
+        line.mend()
+    return f"{what} for {seconds:.1f} s"
