@@ -1,7 +1,8 @@
 """Many ranks on one GPU: one cooperative launch holds the blocks of all of them, so that they are resident together.
 
 The engines, records and kernels are those of the transport; only processes and mapped memory are missing. This is where
-compute-sanitizer can look, and where R may exceed the number of GPUs.
+compute-sanitizer can look, and where R may exceed the number of GPUs. The machine may also be an emulated one
+(tests/emulator).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +27,8 @@ from tests.gpu.loopback_group import LoopGroup
 class Bytes:
     """A region in ordinary device memory, poisoned but for what must be blank."""
 
-    def __init__(self, num_bytes: int, blank: Sequence[tuple[int, int]]) -> None:
-        self.data = torch.full((max(num_bytes, 1),), 0xA5, dtype=torch.uint8, device="cuda")
+    def __init__(self, num_bytes: int, blank: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.data = torch.full((max(num_bytes, 1),), 0xA5, dtype=torch.uint8, device=device)
         for begin, end in blank:
             self.data[begin:end] = 0
 
@@ -36,7 +37,47 @@ class Bytes:
         return self.data[offset : offset + num_bytes].view(dtype).view(shape)
 
 
+class Machine(Protocol):
+    """What runs the kernels.
+
+    Attributes:
+        device: where tensors lie.
+        num_sms: multiprocessors.
+    """
+
+    device: torch.device
+    num_sms: int
+
+    def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
+        """One cooperative launch of the call's loop-back variant, to its end. `records`: uint8, on `device`."""
+
+
 _functions: dict[tuple[jit.Variant, int], driver.Function] = {}
+
+
+class Gpu:
+    """The current CUDA device."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._compiler = jit.Compiler(cache_dir(config))
+
+    def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
+        """See `Machine`."""
+        self._function(call).launch(
+            num_blocks, call.variant.num_threads, torch.cuda.current_stream().cuda_stream,
+            ctypes.c_uint64(records.data_ptr()), ctypes.c_int32(blocks_per_rank), cooperative=True,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+
+    def _function(self, call: Call) -> driver.Function:
+        variant = replace(call.variant, loopback=True)
+        key = (variant, call.launch.shared_bytes)
+        if key not in _functions:
+            cubin = self._compiler.get(variant, driver.architecture(self.device.index))
+            _functions[key] = driver.Function(cubin, variant.kernel, call.launch.shared_bytes)
+        return _functions[key]
 
 
 class Loopback:
@@ -45,44 +86,39 @@ class Loopback:
     Args:
         make: make(group) -> MoEConfig, for each rank's group.
         size: R.
-        blocks_per_rank: blocks of each rank; None fills the GPU.
+        blocks_per_rank: blocks of each rank; None fills the machine.
+        machine: None: the current CUDA device.
     """
 
-    def __init__(self, make: Callable[[LoopGroup], MoEConfig], size: int, blocks_per_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[LoopGroup], MoEConfig],
+        size: int,
+        blocks_per_rank: int | None = None,
+        machine: Machine | None = None,
+    ) -> None:
         self.size = size
-        device = torch.device("cuda", torch.cuda.current_device())
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_blocks = blocks_per_rank or max(1, sms // size)
         self.configs = [make(LoopGroup(rank, size)) for rank in range(size)]
+        self._machine = machine or Gpu(self.configs[0])
+        self.num_blocks = blocks_per_rank or max(1, self._machine.num_sms // size)
+        device = self._machine.device
         self.engines = [Engine(c, device, self.num_blocks) for c in self.configs]
-        self.memory = [Bytes(e.region_bytes, e.blank_bytes) for e in self.engines]
+        self.memory = [Bytes(e.region_bytes, e.blank_bytes, device) for e in self.engines]
         addresses = [m.data.data_ptr() for m in self.memory]
         for engine, memory in zip(self.engines, self.memory, strict=True):
             engine.attach(memory, addresses)
-        self._compiler = jit.Compiler(cache_dir(self.configs[0]))
-        self._arch = driver.architecture(device.index)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of it where the kernels run."""
+        return tensor.to(self._machine.device, copy=True)
 
     def launch(self, calls: Sequence[Call], halves: int = BOTH, missing_blocks: int = 0) -> None:
         """The calls of all ranks (of the same kernel) in one launch. With fewer calls the other ranks are silent;
         `missing_blocks` of the last rank stay away."""
-        first = calls[0]
-        function = self._function(first)
         records = [c.halves(halves) if hasattr(c.args, "work") else c.args for c in calls]
-        packed = torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8).cuda()
+        packed = self.put(torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8))
         blocks = max(call.launch.num_blocks for call in calls)
-        function.launch(
-            blocks * len(calls) - missing_blocks, first.variant.num_threads, torch.cuda.current_stream().cuda_stream,
-            ctypes.c_uint64(packed.data_ptr()), ctypes.c_int32(blocks), cooperative=True,
-        )  # fmt: skip
-        torch.cuda.synchronize()
-
-    def _function(self, call: Call) -> driver.Function:
-        variant = replace(call.variant, loopback=True)
-        key = (variant, call.launch.shared_bytes)
-        if key not in _functions:
-            cubin = self._compiler.get(variant, self._arch)
-            _functions[key] = driver.Function(cubin, variant.kernel, call.launch.shared_bytes)
-        return _functions[key]
+        self._machine.run(calls[0], blocks * len(calls) - missing_blocks, packed, blocks)
 
     def check(self) -> None:
         """Raise what any rank's kernels met."""
@@ -120,10 +156,10 @@ class Loopback:
         return [
             engine.dispatch(
                 DispatchArgs(
-                    x=xs[r].cuda(),
-                    scales=None if scales is None else scales[r].cuda(),
-                    topk_ids=ids[r].cuda(),
-                    topk_weights=weights[r].cuda(),
+                    x=self.put(xs[r]),
+                    scales=None if scales is None else self.put(scales[r]),
+                    topk_ids=self.put(ids[r]),
+                    topk_weights=self.put(weights[r]),
                     mode=mode,
                     previous=None if previous is None else previous[r],
                 )

@@ -1,0 +1,94 @@
+"""From a kernel's source to a shared library that runs it on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ep_kernels import jit
+
+FOLDER = Path(__file__).parent
+SLOWNESS = 10
+"""So much longer than the GPU's are the kernels' seconds: deadlines are kept, but not while all is well."""
+FLAGS = (
+    "-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC",
+    "-pthread",
+)  # fmt: skip
+"""-fpermissive: the kernels are CUDA C++, which knows things by themselves that C++ wants to be told."""
+
+_ARGUMENTS = {"dispatch": "DispatchArgs", "combine": "CombineArgs", "barrier": "BarrierArgs"}
+_TAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
+    if (is_tag_lane() == (turn == {when})) {{ {body} }}
+    __syncwarp();
+  }}
+"""
+
+
+def compiler() -> str | None:
+    """A C++ compiler that the machine has."""
+    return shutil.which("g++")
+
+
+def _swapped(text: str, old: str, new: str) -> str:
+    if text.count(old) != 1:
+        raise ValueError(f"emulator: expected once in the kernel's source, got {text.count(old)} times: {old}")
+    return text.replace(old, new)
+
+
+def _lines(text: str) -> str:
+    """A line's eight lanes store and load as one on the GPU; here the tag is stored last and loaded first."""
+    store = re.search(r"  ptx::store_pair\(mine, .*\n  ptx::store_pair\(mine \+ kHalf, .*\n", text)
+    load = "  const Vector a = ptx::load_pair<Vector>(mine), b = ptx::load_pair<Vector>(mine + kHalf);\n"
+    if store is None:
+        raise ValueError("emulator: store_unit is not as expected")
+    text = _swapped(text, store[0], _TAGS_LAST.format(when=1, body=" ".join(store[0].split())))
+    loads = "a = ptx::load_pair<Vector>(mine); b = ptx::load_pair<Vector>(mine + kHalf);"
+    text = _swapped(text, load, "  Vector a, b;\n" + _TAGS_LAST.format(when=0, body=loads))
+    some = re.search(r"  if \(lane_idx\(\) < 8 \* num_lines\) ptx::store_pair\(.*\n", text)
+    if some is None:
+        raise ValueError("emulator: store_lines is not as expected")
+    text = _swapped(text, some[0], _TAGS_LAST.format(when=1, body=some[0].strip()))
+    present = "  if (present) *mine = ptx::load_pair<Vector>(at + lane_idx() * 16);\n"
+    return _swapped(text, present, _TAGS_LAST.format(when=0, body=present.strip()))
+
+
+def source(variant: jit.Variant) -> str:
+    """C++ of a loop-back variant."""
+    text = jit.source(variant)
+    begin, end = text.index('#line 1 "device/ptx.cuh"'), text.index('#line 1 "device/spin.cuh"')
+    text = f'{text[:begin]}#include "{FOLDER}/ptx.h"\n{text[end:]}'
+    text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = emulated::block->shared;")
+    text = re.sub(r"#pragma (once|unroll.*)", "", text)
+    if variant.kernel.startswith("ll_"):
+        text = _lines(text)
+    arguments = _ARGUMENTS[variant.kernel.rpartition("_")[2]]
+    call = f"{variant.kernel}(reinterpret_cast<const {arguments}*>(records), blocks_per_rank)"
+    head = f'#define SLOWNESS {SLOWNESS}\n#include "{FOLDER}/grid.h"\n'
+    return f'{head}{text}\n#include "{FOLDER}/launch.h"\nvoid emulated::fiber_main() {{ {call}; }}\n'
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="emulated-")
+
+
+@functools.cache
+def build(variant: jit.Variant) -> ctypes.CDLL:
+    """The library of a loop-back variant; `emulated_launch` of `launch.h` runs it. Raises RuntimeError with what the
+    compiler says."""
+    text = source(variant)
+    name = f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    path = Path(_scratch().name) / f"{name}.cpp"
+    path.write_text(text, encoding="utf-8")
+    library = path.with_suffix(".so")
+    command = [compiler() or "g++", *FLAGS, str(path), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{variant.name}: {done.stderr[:4000]}")
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,185 @@
+// What device/ptx.cuh has, for fibers: memory order is sequential, bulk copies happen when they are waited for and not before.
+#pragma once
+
+namespace ptx {
+
+// A fiber that polls lets the others run.
+inline u64 polled(const u64* at) {
+  emulated::yield();
+  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
+}
+inline u64 loaded(const u64* at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+inline void stored(u64* at, u64 value) { __atomic_store_n(at, value, __ATOMIC_SEQ_CST); }
+inline u64 added(u64* at, u64 value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+
+inline u64 load_acquire_sys(const u64* at) { return polled(at); }
+inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
+inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
+inline u64 load_relaxed_block(u64* at) { return polled(at); }
+inline u64 load_cached(const u64* at) { return loaded(at); }
+inline u64 load_volatile(const u64* at) { return loaded(at); }
+inline void hurry(const i32*) {}
+inline void store_release_sys(u64* at, u64 value) { stored(at, value); }
+inline void store_relaxed_sys(u64* at, u64 value) { stored(at, value); }
+inline void store_release_gpu(u64* at, u64 value) { stored(at, value); }
+inline void store_relaxed_block(u64* at, u64 value) { stored(at, value); }
+inline void store_volatile(u64* at, u64 value) { stored(at, value); }
+inline u64 add_release_sys(u64* at, u64 value) { return added(at, value); }
+inline u64 add_acq_rel_gpu(u64* at, u64 value) { return added(at, value); }
+inline u64 take_relaxed_gpu(u64* at, u64 value) { return added(at, value); }
+inline u64 add_release_gpu(u64* at, u64 value) { return added(at, value); }
+inline u64 add_relaxed_gpu(u64* at, u64 value) { return added(at, value); }
+inline void max_relaxed_gpu(u64* at, u64 value) { atomicMax(at, value); }
+inline u64 compare_and_swap_gpu(u64* at, u64 expected, u64 value) { return atomicCAS(at, expected, value); }
+inline u32 add_acq_rel_block(u32* at, u32 value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+inline void store_release_block(u32* at, u32 value) { __atomic_store_n(at, value, __ATOMIC_SEQ_CST); }
+inline u32 load_acquire_block(const u32* at) {
+  emulated::yield();
+  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
+}
+
+// 16 bytes as one.
+inline std::mutex& pair_lock(const void* at) {
+  static std::mutex locks[64];
+  return locks[(reinterpret_cast<u64>(at) >> 4) & 63];
+}
+inline void store_pair(u8* at, u64 low, u64 high) {
+  const std::lock_guard<std::mutex> guard(pair_lock(at));
+  reinterpret_cast<u64*>(at)[0] = low;
+  reinterpret_cast<u64*>(at)[1] = high;
+}
+template <class T>
+T load_pair(const u8* at) {
+  const std::lock_guard<std::mutex> guard(pair_lock(at));
+  T value;
+  value.low = reinterpret_cast<const u64*>(at)[0];
+  value.high = reinterpret_cast<const u64*>(at)[1];
+  return value;
+}
+
+inline void fence_sys() {}
+inline void fence_gpu() {}
+inline void fence_proxy_async() {}
+inline void fence_proxy_shared() {}
+inline void fence_proxy_global() {}
+inline void fence_barrier_init() {}
+inline void wait_for_previous_launch() {}
+inline void allow_next_launch() {}
+inline void sleep_ns(u32) { emulated::yield(); }
+
+// Slower than the time of day, since everything is: deadlines are meant for a GPU.
+inline u64 now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (now.tv_sec * 1000000000ull + now.tv_nsec) / SLOWNESS;
+}
+
+// mbarriers: the word in shared memory is only their name.
+struct Barrier {
+  unsigned count = 1, left = 1, phase = 0;
+  std::vector<emulated::Copy> loads;
+
+  void complete() {
+    ++phase;
+    left = count;
+  }
+  bool is_past(u32 parity) {
+    if (left == 0 && (phase & 1) == parity) {  // everybody has arrived: loads may happen as late as now
+      emulated::perform(loads);
+      complete();
+    }
+    return (phase & 1) != parity;
+  }
+};
+inline Barrier& barrier_of(u64* name) {
+  static thread_local std::map<u64*, Barrier> barriers;
+  return barriers[name];
+}
+inline void must(bool holds, const char* what) {
+  if (holds) return;
+  fprintf(stderr, "emulated: %s\n", what);
+  abort();
+}
+inline void barrier_init(u64* name, u32 count = 1) {
+  barrier_of(name) = Barrier();
+  barrier_of(name).count = barrier_of(name).left = count;
+}
+inline void barrier_arrive(u64* name) {
+  Barrier& barrier = barrier_of(name);
+  must(barrier.left != 0, "more arrivals at an mbarrier than it counts");
+  if (--barrier.left == 0 && barrier.loads.empty()) barrier.complete();
+}
+inline bool barrier_is_complete(u64* name, u32 parity) {
+  emulated::yield();
+  return barrier_of(name).is_past(parity);
+}
+inline void bulk_load_wait(u64* name, u32 parity) {
+  while (!barrier_of(name).is_past(parity)) emulated::yield();
+}
+
+inline void check_bulk(const void* to, const void* from, u32 num_bytes) {
+  const u64 all = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | num_bytes;
+  must(all % 16 == 0 && num_bytes != 0, "a bulk copy that is not of whole aligned 16 bytes");
+}
+inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* name) {
+  check_bulk(to, from, num_bytes);
+  Barrier& barrier = barrier_of(name);
+  must(barrier.left != 0, "a bulk load on an mbarrier that is complete");
+  barrier.loads.push_back({to, from, num_bytes});
+  --barrier.left;
+}
+inline void bulk_store(void* to, const void* from, u32 num_bytes) {
+  check_bulk(to, from, num_bytes);
+  emulated::me().open.push_back({to, from, num_bytes});
+}
+inline void bulk_commit() {
+  emulated::me().groups.push_back(emulated::me().open);
+  emulated::me().open.clear();
+}
+inline void finish_groups(size_t most) {
+  auto& groups = emulated::me().groups;
+  for (; groups.size() > most; groups.pop_front()) emulated::perform(groups.front());
+}
+template <int kPending>
+void bulk_wait_read() { finish_groups(kPending); }
+template <int kPending>
+void bulk_wait() { finish_groups(kPending); }
+inline void bulk_wait_all() {
+  bulk_commit();
+  finish_groups(0);
+}
+
+inline u16 bf16_from_f32(f32 value) {
+  const u32 bits = __float_as_uint(value);
+  return std::isnan(value) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline u16 f16_from_f32(f32 value) { return emulated::value_of<u16>(emulated::bits_of(static_cast<_Float16>(value))); }
+inline f32 f32_from_f16(u16 bits) { return static_cast<f32>(emulated::value_of<_Float16>(bits)); }
+
+inline f32 e4m3_value(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const f32 size = exponent ? std::ldexp(1.0f + fraction / 8.0f, exponent - 7) : std::ldexp(fraction / 8.0f, -6);
+  return code & 0x80 ? -size : size;
+}
+inline u8 e4m3(f32 value) {
+  if (std::isnan(value)) return 0x7F;
+  const u8 sign = std::signbit(value) ? 0x80 : 0;
+  const f32 size = std::fabs(value);
+  if (size >= 448.0f) return sign | 0x7E;
+  int below = 0, above = 0x7E;  // codes grow with their values
+  while (below < above) {
+    const int middle = (below + above + 1) / 2;
+    if (e4m3_value(middle) <= size) below = middle;
+    else above = middle - 1;
+  }
+  const f32 down = size - e4m3_value(below), up = e4m3_value(below + 1) - size;
+  return sign | (below == 0x7E || down < up || (down == up && below % 2 == 0) ? below : below + 1);
+}
+inline u16 e4m3x2_from_f32(f32 high, f32 low) { return e4m3(high) << 8 | e4m3(low); }
+inline u32 f16x2_from_e4m3x2(u16 bits) {
+  auto half = [](int code) -> u32 { return (code & 0x7F) == 0x7F ? 0x7FFF : f16_from_f32(e4m3_value(code)); };
+  return half(bits & 255) | half(bits >> 8) << 16;
+}
+inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+
+}  // namespace ptx

@@ -1,0 +1,116 @@
+"""Every kernel's own source, run on the CPU, against the reference. What a GPU must show besides: tests/gpu."""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import jit
+from ep_kernels.types import Layout, Mode
+from tests.cases import RoutingCase, cases, draw_seed, replicated
+from tests.emulator.build import build, compiler
+from tests.emulator.machine import Emulated, without_driver
+from tests.gpu.loopback import Loopback
+from tests.gpu.loopback_check import check
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
+    pytest.mark.timeout(600),
+]
+SPLIT, BOTH = (1, 2), (3,)
+MODES = [Mode.LL, Mode.HT]
+FP8 = torch.float8_e4m3fn
+LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+"""The others differ from these in arithmetic that the GPU tests look at; each kernel takes seconds to compile."""
+
+
+@pytest.fixture(autouse=True)
+def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """Compiled side by side, before the clock of any test runs."""
+    wanted = [v for v in jit.all_variants() if _is_wanted(v)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, (replace(v, loopback=True) for v in wanted)))
+
+
+def _is_wanted(variant: jit.Variant) -> bool:
+    of = dict(variant.constants)
+    if variant.kernel.endswith("dispatch"):
+        return of["LAYOUT"] in ("0", "2") and (of["X"] == "u8" or (of["X"], of["LAYOUT"]) == ("bf16", "0"))
+    if variant.kernel.endswith("combine"):
+        return of["KIND"] in ("0", "1") and (of["Y"], of["C"]) == ("bf16", "bf16")
+    return False
+
+
+def run(steps: list[RoutingCase], mode: Mode, layout: Layout, blocks: int | None = None, **more: Any) -> None:
+    options = {name: more.pop(name) for name in ("halves", "backward") if name in more}
+    loop = Loopback(
+        lambda group: steps[0].config(group, mode=mode, layout=layout, **more), steps[0].num_ranks, blocks, Emulated()
+    )
+    for case in steps:
+        check(loop, case, mode, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_routing(size: int, mode: Mode, layout: Layout) -> None:
+    run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
+    steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
+    run(steps, mode, layout, halves=SPLIT)
+    run(steps, mode, layout, backward=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_quantising_on_the_way(mode: Mode) -> None:
+    run(cases(2, 4, hidden_size=272, num_experts=5, topk=3), mode, Layout.EXPERT_MAJOR, quantize=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_wide_rows_and_lone_blocks(mode: Mode, layout: Layout) -> None:
+    for case in cases(3, 7, hidden_size=64, num_experts=6, topk=4)[:3]:
+        run([replace(case, experts=replicated(3, 6, 5, draw_seed()))], mode, layout)
+    run([RoutingCase(6, 3, 2056, (3, 0, 2), seed=draw_seed())], mode, layout, blocks=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_handles_are_used_again(mode: Mode, layout: Layout) -> None:
+    case = RoutingCase(7, 3, 272, (5, 0, 6), "single_none", draw_seed(), max_tokens=6)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout), 3, None, Emulated())
+    handles = check(loop, case, mode)
+    check(loop, replace(case, seed=draw_seed()), mode)
+    check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=handles)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sequence_numbers_past_32_bits(mode: Mode) -> None:
+    case = RoutingCase(5, 2, 64, (4, 3), "uniform", 0, max_tokens=4)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=Layout.EXPERT_MAJOR), 2, None, Emulated())
+    loop.preset((1 << 32) - 3)
+    for _ in range(5):
+        check(loop, replace(case, seed=draw_seed()), mode)
+
+
+def test_many_tokens_in_few_blocks() -> None:
+    """More than a tile of HT's routing; more rows than the queue of LL gives out by itself."""
+    case = RoutingCase(24, 8, 64, (300, 0, 257), "uniform", draw_seed(), max_tokens=300)
+    run([case, replace(case, kind="repeated", seed=draw_seed())], Mode.HT, Layout.EXPERT_MAJOR)
+    few = replace(case, tokens=(72, 33, 1), max_tokens=72, topk=4)
+    run([few], Mode.LL, Layout.EXPERT_MAJOR, blocks=2)
