@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv test-deploy image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -79,6 +79,10 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
+
+test-deploy: $(DEV) ## The chart against a real API server and helm (builds them once, about 10 CPU-minutes)
+	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3
+	$(PY) -m pytest -q -rs -p no:cacheprovider tests/deploy/live/api_server.py $(ARGS)
 
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)

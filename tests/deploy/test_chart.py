@@ -189,3 +189,14 @@ def test_contradictions_are_told_in_words(flags: str, words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert words in done.stderr
+
+
+@needs_helm
+def test_a_volume_of_the_users_takes_the_place_of_the_default() -> None:
+    def volume(*flags: str) -> Any:
+        pod = render(*flags)["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+        return next(one for one in pod["volumes"] if one["name"] == "model")
+
+    assert volume() == {"name": "model", "persistentVolumeClaim": {"claimName": "models"}}
+    given = volume("--set", "worker.model.volume.hostPath.path=/tmp/models")
+    assert given == {"name": "model", "hostPath": {"path": "/tmp/models"}}
