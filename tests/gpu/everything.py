@@ -32,7 +32,7 @@ GRACE_S = 5.0
 """So long before its deadline a stage begins no other test."""
 PARTING_S = 12.0
 """A stage that is interrupted at its deadline has so long to write its report."""
-WEIGHTS = {1: 0.43, 2: 0.25, 3: 0.17, 4: 0.15}
+WEIGHTS = {1: 0.43, 2: 0.2, 3: 0.13, 4: 0.18, 5: 0.06}
 """Shares of the time, by wave; what a wave leaves falls to those after it. In the last a hundred communicators come and
 go, which took 26 s on 4 H200."""
 
@@ -61,15 +61,19 @@ class Stage:
 CONTRACT = ("tests/transports/test_contract.py", "tests/transports/test_contract_faults.py", "tests/transports")
 LOOPBACK = ("tests/gpu/test_loopback.py", "tests/gpu/test_loopback_faults.py", "tests/unit?")
 GPUS = ("tests/gpu/test_losses.py", "tests/gpu/test_lives.py", "tests/gpu/test_torchrun.py", "tests/gpu")
+SHORT, LONG = ("-k", "not ten_thousand"), ("-k", "ten_thousand")
+"""Ten thousand steps side by side with other groups of ranks take turns on the devices with each of their steps."""
+ENDURANCE = ("tests/gpu/test_several_gpus.py", "tests/transports/test_contract_calls.py")
 ELSEWHERE = tuple(f"--ignore-glob=*/test_{name}.py" for name in ("loopback*", "compile", "sanitize", "memory"))
 STAGES = (
-    Stage("contract", CONTRACT, 1, ALL, 300, 4),
+    Stage("contract", (*CONTRACT, *SHORT), 1, ALL, 300, 4),
     Stage("loopback", LOOPBACK, 1, SECOND_HALF, 300, 4),
-    Stage("gpus", (*GPUS, *ELSEWHERE), 2, ALL, 240, 4),
+    Stage("gpus", (*GPUS, *ELSEWHERE, *SHORT), 2, ALL, 240, 4),
     Stage("compile", ("tests/gpu/test_compile.py",), 3, SECOND_HALF, 240),
     Stage("sanitizer", ("tests/gpu/test_sanitize.py",), 2, LAST, 240),
     Stage("services", ("tests/services?",), 3, FIRST_HALF, 240),
-    Stage("memory", ("tests/gpu/test_memory.py",), 4, ALL, 120),  # alone: it asks how much of a device is free
+    Stage("endurance", (*ENDURANCE, *LONG), 4, ALL, 300),
+    Stage("memory", ("tests/gpu/test_memory.py",), 5, ALL, 120),  # alone: it asks how much of a device is free
 )
 
 
@@ -131,7 +135,7 @@ def compile_all(arch: str) -> str:
 def command_of(stage: Stage, shard: int, deadline_s: float, folder: Path, more: Sequence[str]) -> list[str]:
     """pytest for one shard of a stage."""
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-m", "gpu", *expanded(stage.arguments)]
-    command += ["-p", "tests.gpu.shard", f"--shard={shard}/{stage.shards}"]
+    command += ["-p", "tests.gpu.shard", f"--shard={shard}/{stage.shards}", f"--now={folder / stage.name}-{shard}.now"]
     command += [f"--session-timeout={max(1.0, deadline_s - GRACE_S):.0f}", *more]
     return [*command, f"--junitxml={folder / stage.name}-{shard}.xml", "-o", "junit_family=xunit2"]
 

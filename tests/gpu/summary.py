@@ -138,7 +138,10 @@ def write(
     failed = [o for o in everything if o.result == FAILED]
     early = [stage for stage, status in statuses.items() if cut_short(folder, stage, reports[stage], status)]
     lines = [f"make test-gpu: {counts(everything)}, {took_s:.0f} s in all", "", *facts.lines, "", *notes, ""]
-    lines += [f"{stage}: {'ended early' if reports[stage] else 'broke off'}, the rest was not run" for stage in early]
+    for stage in early:
+        last = folder / f"{stage}.now"
+        where = f" in {last.read_text(encoding='utf-8')}" if last.exists() else ""
+        lines.append(f"{stage}: {'ended early' if reports[stage] else 'broke off'}{where}, the rest was not run")
     lines += [f"FAILED {o.module}::{o.name}: {o.why}" for o in failed]
     lines += ["file", *by_file(everything), "", "skipped", *skips(everything), "", f"slowest {SLOWEST}"]
     slow = sorted(everything, key=lambda o: -o.seconds)[:SLOWEST]

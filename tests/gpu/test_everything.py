@@ -74,8 +74,17 @@ def test_a_stage_that_broke_off_is_not_green(tmp_path: Path, report: str | None,
     good = stage(tmp_path, "good", TESTS.format(broken="1"))
     if report is not None:
         (tmp_path / "lost.xml").write_text(report)
+    (tmp_path / "lost.now").write_text("test_lost.py::test_slow")
     assert not summary.write(tmp_path, tmp_path, {"good": good, "lost": status}, FACTS, ["no kernels"], 1.0)
-    assert "lost: broke off, the rest was not run" in (tmp_path / summary.SUMMARY).read_text()
+    text = (tmp_path / summary.SUMMARY).read_text()
+    assert "lost: broke off in test_lost.py::test_slow, the rest was not run" in text
+
+
+def test_the_test_that_runs_is_on_record(tmp_path: Path) -> None:
+    text = "def test_one(tmp_path):\n    import os, pathlib\n    os._exit(3)\n"
+    plugin = ("-p", "tests.gpu.shard", f"--now={tmp_path / 'slow.now'}")
+    assert stage(tmp_path, "slow", text, *plugin) == 3
+    assert (tmp_path / "slow.now").read_text() == "test_slow.py::test_one"
 
 
 @pytest.mark.parametrize("broken", ["0", "1"])
