@@ -187,6 +187,7 @@ def cluster(
     lease_s: float = 10.0,
     recover_s: float = 20.0,
     placement: PlacementConfig | None = None,
+    elastic: bool = False,
     **worker: object,
 ) -> Iterator[Cluster]:
     """Start a group, give it, stop it: the body of a fixture."""
@@ -198,6 +199,7 @@ def cluster(
         lease_s=lease_s,
         recover_s=recover_s,
         placement=placement or PlacementConfig(),
+        elastic=elastic,
     )
     workers = [
         WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **worker)  # type: ignore[arg-type]

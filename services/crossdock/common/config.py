@@ -126,6 +126,9 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
     max_message_bytes: Count = 4 << 20
     """Largest message taken from a worker; a region ticket is at most 64 KiB."""
+    elastic: bool = False
+    """Go on without a rank that is lost, and take its successor in when it has loaded its experts. Requests for experts
+    of which the lost ranks held every copy fail meanwhile (see `placement.min_copies`). False: all wait for it."""
     placement: PlacementConfig = PlacementConfig()
     """Copies of experts, and when they move."""
     kubernetes: KubernetesConfig | None = None
