@@ -1,5 +1,5 @@
-"""A pytest plugin: `-p tests.gpu.shard --shard 2/3` keeps every third test, the second of each three. `--now FILE` keeps
-in it the name of the test that runs, for whoever finds the session ended."""
+"""A pytest plugin: `-p tests.gpu.shard --shard 2/3` keeps every third test, the second of each three. `--now FILE`
+keeps in it the name of the test that runs, for whoever finds the session ended."""
 
 from __future__ import annotations
 

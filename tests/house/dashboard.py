@@ -60,7 +60,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Members",
             "none",
-            (("max(crossdock_members{})", "members"), ("max(crossdock_world_size{})", "of")),
+            (
+                ("max(crossdock_members{})", "members"),
+                ("min(crossdock_active_ranks{})", "taking part"),
+                ("max(crossdock_world_size{})", "of"),
+            ),
             "stat",
             6,
         ),
