@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deploy check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
+.PHONY: help demo test test-deploy dist check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -107,6 +107,10 @@ wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 	$(PY) -m crossdock.kernels --ship
 	$(PY) $(PIP) wheel --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+dist: $(DEV) ## Everything that a release consists of, into dist/: wheel, sdist, chart, the images' context; tried out by installing
+	$(PY) -m crossdock.kernels --ship
+	$(PY) deploy/dist.py dist
 
 venv: $(DEV) ## Install everything for development into .venv
 

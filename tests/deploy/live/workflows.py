@@ -17,7 +17,7 @@ def test_actionlint_finds_nothing_to_complain_about() -> None:
     except Missing as error:
         pytest.skip(str(error))
     files = sorted(str(path) for path in (ROOT / ".github" / "workflows").glob("*.yaml"))
-    assert files
+    assert len(files) == 2
     done = subprocess.run(
         [str(actionlint), "-no-color", *files], capture_output=True, text=True, timeout=60, check=False
     )
