@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv test-deploy image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -80,9 +80,10 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
 
-test-deploy: $(DEV) ## The chart against a real API server and helm (builds them once, about 10 CPU-minutes)
-	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3
-	$(PY) -m pytest -q -rs -p no:cacheprovider tests/deploy/live/api_server.py $(ARGS)
+test-deploy: $(DEV) ## The chart against a real API server, our images as containers (builds both; root, buildah, podman)
+	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3 actionlint
+	-$(PY) -m tests.deploy.bed.images
+	$(PY) -m pytest -q -rs -p no:cacheprovider -o timeout=1200 $(filter-out %__init__.py %conftest.py,$(wildcard tests/deploy/live/*.py)) $(ARGS)
 
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
@@ -115,6 +116,10 @@ wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 	$(PY) -m crossdock.kernels --ship
 	$(PY) $(PIP) wheel --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+dist: $(DEV) ## Everything that a release consists of, into dist/: wheel, sdist, chart, the images' context; tried out by installing
+	$(PY) -m crossdock.kernels --ship
+	$(PY) deploy/dist.py dist
 
 venv: $(DEV) ## Install everything for development into .venv
 
