@@ -28,7 +28,7 @@ VLLM := $(VLLM_VENV)/installed-$(VLLM_VERSION)-$(shell cat $(BUILT_FROM) tests/v
 NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -85,6 +85,9 @@ bench-control: $(DEV) ## Measure the control plane with 8 to 1,024 simulated wor
 
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
+
+bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside greedy and EPLB; csv and run.json
+	$(PY) -m benchmarks.placement --out docs/results/$$(date +%F)-placement $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'

@@ -69,7 +69,7 @@ def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[st
 def of_control(
     arguments: Sequence[str], config: dict[str, object], module: str = "benchmarks.control"
 ) -> dict[str, object]:
-    """The same of a run of benchmarks.control, or of another module without torch."""
+    """The same of a run of benchmarks.control, or of another module here."""
     named = " ".join(command(arguments).split()[3:])
     return of_this_run(config) | {"command": f"python -m {module} {named}".strip()}
 

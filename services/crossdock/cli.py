@@ -142,6 +142,60 @@ def status(
 
 
 @app.command()
+def experts(
+    target: Target = DEFAULT_TARGET,
+    layer: Annotated[int | None, typer.Option("--layer", help="The experts of one MoE layer, by load.")] = None,
+    most: Annotated[int, typer.Option("--most", min=1, help="With --layer: so many experts.")] = 32,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    security: SecurityFile = None,
+) -> None:
+    """Show each expert's load and copies, how balanced the ranks are, and what would move."""
+    from crossdock.common import rpc
+    from crossdock.common.config import ConfigFileError
+    from crossdock.common.line import ask
+    from crossdock.experts import as_dict, as_tables
+    from crossdock.v1.control_pb2 import ExpertsRequest
+    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+
+    found = ask(
+        target,
+        _security(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
+    )
+    known = [one.layer for one in found.layers]
+    if layer is not None and found.version and layer not in known:
+        raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
+    if as_json:
+        print(json.dumps(as_dict(found), indent=1))
+    else:
+        _console().print(as_tables(found, target, layer, most))
+
+
+@app.command()
+def rebalance(
+    target: Target = DEFAULT_TARGET,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    security: SecurityFile = None,
+) -> None:
+    """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
+    from crossdock.common import rpc
+    from crossdock.common.line import ask
+    from crossdock.v1.control_pb2 import RebalanceRequest
+    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+
+    started = ask(
+        target,
+        _security(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Rebalance, RebalanceRequest(), timeout_s=timeout_s),
+    )
+    if started.moves:
+        print(f"placement {started.version}: loading {started.moves} copies; `crossdock experts` shows how far it is")
+    else:
+        print(f"placement {started.version}: balanced well enough, nothing moves")
+
+
+@app.command()
 def demo(
     transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,

@@ -6,7 +6,7 @@ from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member
+from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member, WorkerStats
 
 _STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -94,6 +94,7 @@ def _member(member: Member) -> dict[str, object]:
         "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         "first_expert": stats.first_expert,
         "num_experts": stats.num_experts,
+        "scattered": stats.scattered,
         "expert_bytes": stats.expert_bytes,
         "tokens_per_s": round(stats.tokens_per_s, 3),
         "tokens_total": stats.tokens_total,
@@ -105,13 +106,12 @@ def _member(member: Member) -> dict[str, object]:
 
 def _row(member: Member) -> list[Text]:
     stats = member.stats
-    last_expert = stats.first_expert + stats.num_experts - 1
     cells: list[str | Text] = [
         str(member.rank),
         Text("ready", style="green") if member.ready else Text("joining", style="yellow"),
         member.worker.uid,
         member.address,
-        f"{stats.first_expert}-{last_expert}" if stats.num_experts else "",
+        _experts(stats),
         format_bytes(stats.expert_bytes),
         f"{stats.tokens_per_s:,.0f}",
         f"{stats.tokens_total:,}",
@@ -119,6 +119,13 @@ def _row(member: Member) -> list[Text]:
         f"{member.heartbeat_age_s:.1f} s",
     ]
     return [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+
+
+def _experts(stats: WorkerStats) -> str:
+    """Which ones, where that is one word; else how many slots (`crossdock experts` has them all)."""
+    if stats.scattered:
+        return f"{stats.num_experts} slots"
+    return f"{stats.first_expert}-{stats.first_expert + stats.num_experts - 1}" if stats.num_experts else ""
 
 
 def format_bytes(num_bytes: float) -> str:

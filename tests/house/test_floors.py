@@ -27,6 +27,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.supervisor": {"crossdock.child", "crossdock.common", "crossdock.v1"},
     "crossdock.status": {"crossdock.v1"},
     "crossdock.certs": {"crossdock.common"},
+    "crossdock.experts": {"crossdock.v1"},
     "crossdock.regions": {"ep_kernels"},
     "crossdock.kernels": {"ep_kernels"},
     "crossdock.host": {"crossdock.common", "crossdock.status", "crossdock.supervisor", "crossdock.v1"},

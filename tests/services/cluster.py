@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from crossdock import wire
 from crossdock.common import rpc
-from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, LogConfig, PlacementConfig, WorkerConfig
 from crossdock.common.settings import SecurityConfig
 from crossdock.supervisor import Supervisor
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
@@ -189,6 +189,7 @@ def cluster(
     lease_s: float = 10.0,
     recover_s: float = 20.0,
     guard: SecurityConfig = PLAIN,
+    placement: PlacementConfig | None = None,
     **worker: object,
 ) -> Iterator[Cluster]:
     """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does."""
@@ -202,6 +203,7 @@ def cluster(
         recover_s=recover_s,
         security=guard,
         log=log,
+        placement=placement or PlacementConfig(),
     )
     common = {"security": guard, "log": log, **worker}
     workers = [

@@ -90,10 +90,15 @@ def terms(replicas: Replicas) -> list[int]:
 def test_one_leads_and_the_others_send_callers_there(replicas: Replicas) -> None:
     leader = replicas.leader()
     standby = replicas.standby(leader)
-    with rpc.channel(standby.address) as channel, pytest.raises(rpc.Unavailable) as raised:
-        rpc.call_sync(ControlPlaneStub(channel).Topology, TopologyRequest(), timeout_s=TIMEOUT_S)
-    assert raised.value.leader == leader.address
-    assert f"{leader.address} leads" in str(raised.value)
+    words = f"this control plane stands by; {leader.address} leads"
+
+    def sent_on() -> bool:
+        """As soon as it has read the lease."""
+        with rpc.channel(standby.address) as channel, pytest.raises(rpc.Unavailable, match="stands by") as raised:
+            rpc.call_sync(ControlPlaneStub(channel).Topology, TopologyRequest(), timeout_s=TIMEOUT_S)
+        return (raised.value.leader, str(raised.value)) == (leader.address, words)
+
+    wait(sent_on)
     assert replicas.view().term == replicas.api.term
     assert [replica for replica in replicas.all if leads(replica)] == [leader]
 

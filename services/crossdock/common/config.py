@@ -101,6 +101,24 @@ class KubernetesConfig(_Config, frozen=True, kw_only=True):
     )
 
 
+class PlacementConfig(_Config, frozen=True, kw_only=True):
+    """Which rank holds which experts."""
+
+    redundant_experts: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Slots beyond one for each expert, over all ranks, in every layer: copies of the experts with most load."""
+    min_copies: Count = 1
+    """Copies of each expert at the least, as far as there are slots: with 2, no expert is lost with one rank. Needs
+    `redundant_experts` >= (min_copies - 1) * experts."""
+    rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
+    """How often to look whether moving experts pays. 0: only when asked by `crossdock rebalance`."""
+    min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
+    """By how much of itself the imbalance must fall for experts to move unasked."""
+    load_half_life_s: Seconds = 300.0
+    """Rows that an expert computed so long ago count half."""
+    move_timeout_s: Seconds = 600.0
+    """Longest that workers may take to load their new experts before the move is turned back."""
+
+
 class ControlConfig(_Config, frozen=True, kw_only=True):
     """The control plane."""
 
@@ -127,6 +145,8 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
     election: ElectionConfig | None = None
     """One of several control planes, of which the holder of a Kubernetes Lease decides. Null: the only one."""
+    placement: PlacementConfig = PlacementConfig()
+    """Copies of experts, and when they move."""
     kubernetes: KubernetesConfig | None = None
     """Watch the labels of Kubernetes nodes, for domains and for the order of ranks. Null: hosts' own facts only."""
     log: LogConfig = LogConfig()

@@ -146,6 +146,12 @@ class WorkerMetrics(GuardedMetrics):
         self.expert_rows_total = self._counter(
             "expert_rows_total", "rows", "Rows computed by that expert, over all layers", "expert"
         )
+        self.expert_copies_loaded_total = self._counter(
+            "expert_copies_loaded_total", "copies", "Experts of one layer that were loaded while the group served"
+        )
+        self.expert_switch_seconds = self._seconds(
+            "expert_switch_seconds", "How long steps waited for a layer to change its experts", STEP_BUCKETS
+        )
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
         self.queued_bytes = self._gauge("queued_bytes", "bytes", "Bytes of the requests waiting for a step")
 
@@ -177,6 +183,15 @@ class ControlMetrics(GuardedMetrics):
         self.heartbeats_total = self._counter("heartbeats_total", "heartbeats", "Heartbeats accepted")
         self.lost_total = self._counter("lost_total", "workers", "Members lost, by cause", "cause")
         self.watchers = self._gauge("watchers", "streams", "Open Watch streams")
+        self.placement_version = self._gauge(
+            "placement_version", "1", "Placement of experts that is in force or aimed at"
+        )
+        self.expert_imbalance = self._gauge(
+            "expert_imbalance", "1", "Rows of the most loaded rank over the mean rank's, all layers; 1 is perfect"
+        )
+        self.expert_moves_total = self._counter(
+            "expert_moves_total", "moves", "Moves of experts while the group serves, by result", "result"
+        )
         self.rpc_seconds = self._seconds("rpc_seconds", "Time to answer one unary call", RPC_BUCKETS, "method", "code")
 
 

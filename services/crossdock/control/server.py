@@ -17,6 +17,7 @@ from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import discovery, views
+from crossdock.control.experts import Experts
 from crossdock.control.group import new_group, step
 from crossdock.control.keys import LeaseKeys
 from crossdock.control.records import (
@@ -87,6 +88,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._told_at = 0.0
         self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._experts = Experts(config.placement, config.world_size, metrics, clock, self._announce)
         metrics.world_size.set(config.world_size)
         self._measure()
 
@@ -100,7 +102,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         host = request.host
         self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._labels().get(host.hostname))
-        self._take(event)
+        kind = self._experts.kind_of(request)
+        self._take(event, lambda: self._experts.welcome(kind))
         self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
         self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
@@ -121,8 +124,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a lease; take reports about silent ranks."""
         self._keys.check(request.worker, context)
+        told = self._experts.check(self._group, request)
         self._take(views.heartbeat_event(request, self._limits))
         self._metrics.heartbeats_total.inc()
+        if told is not None:
+            self._experts.hear(*told)
         if request.HasField("stats"):
             request.stats.DiscardUnknownFields()  # whatever else was sent would be in every view
             self._stats[request.worker.uid] = request.stats
@@ -137,6 +143,18 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Topology(self, request: pb.TopologyRequest, context: Any) -> pb.TopologyResponse:
         """What the members told of their hosts."""
         return views.topology_response(self._group, self._facts, self._labels())
+
+    async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
+        """Which expert each slot holds."""
+        return self._experts.placement(self._group, request)
+
+    async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
+        """The load of experts, and what would move."""
+        return await self._experts.experts()
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
+        """Move experts now."""
+        return await self._experts.rebalance(self._group)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
@@ -163,6 +181,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def tick(self) -> None:
         """Let time pass for the group."""
         self._take(Tick())
+        self._experts.tick(self._group.phase is Phase.SERVING)
 
     def stop(self) -> None:
         """End every Watch stream with UNAVAILABLE, so that watchers look for a successor."""
@@ -173,16 +192,25 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """The message, or its bytes where many watchers get the same."""
         group, inside = self._group, views.is_member(self._group, watch.worker)
         if not (watch.brief and inside):
-            return views.group_view(group, self._version, self._clock(), self._stats, regions=inside)
+            stats, placement = self._stats, self._experts.version
+            return views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
         if self._told[0] != self._version:
             make = views.table_view if group.sealed else views.brief_view
-            self._told = self._version, make(group, self._version).SerializeToString()
+            self._told = self._version, make(group, self._version, self._experts.version).SerializeToString()
         seat = b"" if group.sealed else views.own_seat(group, watch.worker).SerializeToString()
         return self._told[1] + seat
 
-    def _take(self, event: Event) -> None:
+    def _announce(self) -> None:
+        """Tell the watchers of another placement."""
+        self._version += 1
+        self._wake_watchers()
+
+    def _take(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
+        """Let the group take an event; `accepted` is called where it does, before anybody is told."""
         before = self._group
         self._group, effects = step(before, event, self._clock())
+        if not any(isinstance(effect, Refuse) for effect in effects):
+            accepted()
         for effect in effects:
             self._perform(effect, before)
 
@@ -205,6 +233,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _publish(self, before: Group) -> None:
         group = self._group
         self._version += 1
+        self._experts.changed(before, group)
         if (group.phase, group.epoch) != (before.phase, before.epoch):
             self._metrics.transitions_total.labels(to=group.phase.value).inc()
         self._measure()

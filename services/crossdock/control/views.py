@@ -101,7 +101,7 @@ def is_replaced(group: Group, worker: pb.WorkerId) -> bool:
 
 
 def group_view(
-    group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool
+    group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool, placement: int = 0
 ) -> pb.GroupView:
     """Render the state with all its members.
 
@@ -110,9 +110,10 @@ def group_view(
         now: on the clock of the machine; gives the heartbeat ages.
         stats: uid -> what its last heartbeat told.
         regions: for members only. Even they get none before all are in: half a table is of no use.
+        placement: version of the placement of experts.
     """
     with_regions = regions and group.sealed
-    view = _headline(group, version)
+    view = _headline(group, version, placement)
     for member in group.members:
         age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
         message = _member(member, age_s, stats.get(member.uid))
@@ -122,10 +123,10 @@ def group_view(
     return view
 
 
-def brief_view(group: Group, version: int) -> pb.GroupView:
+def brief_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
     """What all members are told before all regions are in: the state, without members. Ranks that are missing are named
     only where they are few."""
-    view = _headline(group, version)
+    view = _headline(group, version, placement)
     if len(view.lost_ranks) > MAX_LOST_NAMED:
         del view.lost_ranks[:]
     return view
@@ -140,16 +141,16 @@ def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
     return view
 
 
-def table_view(group: Group, version: int) -> pb.GroupView:
+def table_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
     """The same for all members, once all regions are in: ranks, workers and regions."""
-    view = _headline(group, version)
+    view = _headline(group, version, placement)
     for member in group.members:
         worker = pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation)
         view.members.add(rank=member.rank, worker=worker, region=member.region, ready=member.ready)
     return view
 
 
-def _headline(group: Group, version: int) -> pb.GroupView:
+def _headline(group: Group, version: int, placement: int) -> pb.GroupView:
     return pb.GroupView(
         epoch=group.epoch,
         state=group.phase.value,
@@ -160,6 +161,7 @@ def _headline(group: Group, version: int) -> pb.GroupView:
         model=group.members[0].worker.model if group.members else "",
         broken_ranks=group.broken_ranks,
         num_members=len(group.members),
+        placement=placement,
     )
 
 

@@ -42,7 +42,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class RegisterRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PRIOR_FIELD_NUMBER: _ClassVar[int]
     GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -63,7 +65,9 @@ class RegisterRequest(_message.Message):
     model: str
     prior: PriorMembership
     gpu_uuid: str
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
+    num_experts: int
+    moe_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("epoch", "lease_s")
@@ -104,7 +108,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "placement", "term")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +119,7 @@ class GroupView(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BROKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
     NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
@@ -126,8 +131,9 @@ class GroupView(_message.Message):
     model: str
     broken_ranks: _containers.RepeatedScalarFieldContainer[int]
     num_members: int
+    placement: int
     term: int
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., placement: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")
@@ -156,7 +162,7 @@ class ReadyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes")
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "scattered")
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +171,7 @@ class WorkerStats(_message.Message):
     FIRST_EXPERT_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCATTERED_FIELD_NUMBER: _ClassVar[int]
     tokens_total: int
     requests_total: int
     steps_total: int
@@ -173,21 +180,24 @@ class WorkerStats(_message.Message):
     first_expert: int
     num_experts: int
     expert_bytes: int
-    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ...) -> None: ...
+    scattered: bool
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
     silent_ranks: _containers.RepeatedScalarFieldContainer[int]
     fault: str
     stats: WorkerStats
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+    experts: ExpertReport
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch",)
@@ -254,3 +264,111 @@ class TopologyResponse(_message.Message):
     epoch: int
     world_size: int
     def __init__(self, hosts: _Optional[_Iterable[_Union[_topology_pb2.HostFacts, _Mapping]]] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., labels: _Optional[_Iterable[_Union[NodeLabels, _Mapping]]] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class ExpertReport(_message.Message):
+    __slots__ = ("version", "switched", "to_switch", "error", "layers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    TO_SWITCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    switched: int
+    to_switch: int
+    error: str
+    layers: _containers.RepeatedCompositeFieldContainer[HeldExperts]
+    def __init__(self, version: _Optional[int] = ..., switched: _Optional[int] = ..., to_switch: _Optional[int] = ..., error: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[HeldExperts, _Mapping]]] = ...) -> None: ...
+
+class HeldExperts(_message.Message):
+    __slots__ = ("experts", "rows")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlacementRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class PlacementResponse(_message.Message):
+    __slots__ = ("version", "layers", "num_slots")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
+    num_slots: int
+    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ...) -> None: ...
+
+class LayerPlacement(_message.Message):
+    __slots__ = ("experts",)
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExpertsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertsResponse(_message.Message):
+    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "domain_imbalance")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_MOVING_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    WOULD_MOVE_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_experts: int
+    num_slots: int
+    world_size: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    last_change: str
+    layers_moving: int
+    layers_switched: int
+    imbalance: float
+    imbalance_if_moved: float
+    would_move: int
+    rank_loads: _containers.RepeatedScalarFieldContainer[float]
+    domains: _containers.RepeatedScalarFieldContainer[int]
+    domain_imbalance: float
+    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "slots", "load", "imbalance", "imbalance_if_moved", "slots_if_moved")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    load: _containers.RepeatedScalarFieldContainer[float]
+    imbalance: float
+    imbalance_if_moved: float
+    slots_if_moved: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., load: _Optional[_Iterable[float]] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., slots_if_moved: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RebalanceResponse(_message.Message):
+    __slots__ = ("version", "moves")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    moves: int
+    def __init__(self, version: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...

@@ -69,6 +69,21 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.TopologyRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.TopologyResponse.FromString,
                 _registered_method=True)
+        self.Placement = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Placement',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.PlacementRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.PlacementResponse.FromString,
+                _registered_method=True)
+        self.Experts = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Experts',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.ExpertsRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.ExpertsResponse.FromString,
+                _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Rebalance',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
+                _registered_method=True)
 
 
 class ControlPlaneServicer(object):
@@ -123,6 +138,27 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Placement(self, request, context):
+        """Which expert each slot holds, layer by layer. FAILED_PRECONDITION for an old epoch, or while ranks are not final.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Experts(self, request, context):
+        """The load of each expert, its copies, how balanced the ranks are, and what would move.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rebalance(self, request, context):
+        """Move experts now, if that balances the ranks. FAILED_PRECONDITION unless the group serves and nothing moves yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlPlaneServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +196,21 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Topology,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.TopologyRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.TopologyResponse.SerializeToString,
+            ),
+            'Placement': grpc.unary_unary_rpc_method_handler(
+                    servicer.Placement,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.PlacementRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.PlacementResponse.SerializeToString,
+            ),
+            'Experts': grpc.unary_unary_rpc_method_handler(
+                    servicer.Experts,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.ExpertsRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.ExpertsResponse.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +402,87 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Topology',
             crossdock_dot_v1_dot_control__pb2.TopologyRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.TopologyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Placement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Placement',
+            crossdock_dot_v1_dot_control__pb2.PlacementRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.PlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Experts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Experts',
+            crossdock_dot_v1_dot_control__pb2.ExpertsRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.ExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Rebalance',
+            crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,7 @@ import torch
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.experts import Experts
+from crossdock.worker.holdings import Holdings
 from crossdock.worker.lane import lane_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
@@ -61,6 +62,7 @@ class Engine:
         self._refusal: Failure | None = Failure(grpc.StatusCode.UNAVAILABLE, "joining: the group has not formed yet")
         self._draining = self._leaving = self._sleeping = False
         self._comm: MoECommunicator | None = None
+        self._holdings: Holdings | None = None
         self._num_steps = 0
 
     # Any thread.
@@ -115,6 +117,11 @@ class Engine:
             self._leaving = True
             self._wake()
 
+    def nudge(self) -> None:
+        """Exchange words with the other ranks even if nobody has work: the holdings have news."""
+        with self._lock:
+            self._wake()
+
     def num_queued(self) -> int:
         """Requests that wait for a step."""
         with self._lock:
@@ -133,20 +140,23 @@ class Engine:
 
     # The engine's thread.
 
-    def run(self, comm: MoECommunicator, experts: Experts | None, epoch: int) -> Fault | Left:
+    def run(
+        self, comm: MoECommunicator, experts: Experts | None, epoch: int, holdings: Holdings | None = None
+    ) -> Fault | Left:
         """Take steps until the epoch ends. Everything still here is answered before this returns.
 
         Args:
             comm: GROUPED, of this epoch; only this thread uses it, but for `wake` and `abort`.
             experts: of this rank, in the order of its slots; None if it has none.
             epoch: for error messages.
+            holdings: which slot of the communicator holds which expert; None: they have the same number.
         """
         with self._lock:
-            self._comm, self._num_steps = comm, 0
+            self._comm, self._num_steps, self._holdings = comm, 0, holdings
         ended: Fault | Left
         try:
             self._lane.enter()
-            ended = self._loop(comm, Stepper(comm, experts, self._lane))
+            ended = self._loop(comm, Stepper(comm, experts, self._lane, holdings))
         except PeerTimeout as error:
             ended = Fault(str(error), (error.peer,))
         except (EpError, DesyncError) as error:
@@ -171,6 +181,8 @@ class Engine:
             if batch is not None:
                 self._settle(batch, [rank for rank, proposal in proposals.items() if proposal.failed])
                 batch = None
+            if self._holdings is not None:
+                self._holdings.settle([proposal.placement for proposal in proposals.values()])
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
@@ -182,7 +194,8 @@ class Engine:
         """Return when there is something to say: a request waits, this rank wants to leave, or a peer is asking."""
         while True:
             with self._lock:
-                self._sleeping = not self._batcher and not self._leaving
+                news = self._holdings is not None and self._holdings.has_news()
+                self._sleeping = not self._batcher and not self._leaving and not news
                 if not self._sleeping:
                     return
             if comm.wait_for_peer(_IDLE_S):
@@ -194,6 +207,7 @@ class Engine:
     def _propose(self, batch: Batch | None) -> Proposal:
         """What to say in the next exchange. Requests that nobody waits for any more are dropped here."""
         now_ns = time.monotonic_ns()
+        placement = self._holdings.word() if self._holdings is not None else 0
         with self._lock:
             expired = self._batcher.expire(now_ns)
             proposal = Proposal.of(
@@ -202,6 +216,7 @@ class Engine:
                 draining=self._draining,
                 leaving=self._leaving,
                 failed=batch is not None and bool(batch.error),
+                placement=placement,
             )
         self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
         return proposal

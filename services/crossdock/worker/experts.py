@@ -16,7 +16,7 @@ Letters: N rows, L experts here, H hidden size, I intermediate size of one exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -36,6 +36,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""gate_up [L, 2I, H] and down [L, H, I] of one layer."""
 
 
 class Experts:
@@ -46,18 +48,26 @@ class Experts:
         output_dtype: in which rows are made: what an `out` must have for nothing to be rounded.
         num_experts: L.
         num_bytes: bytes of weights held.
+        ids: per layer the logical expert of each slot.
     """
 
-    def __init__(self, weights: dict[int, tuple[torch.Tensor, torch.Tensor]], hidden_act: str) -> None:
+    def __init__(
+        self,
+        weights: dict[int, Weights],
+        hidden_act: str,
+        ids: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
         """
         Args:
-            weights: per layer (gate_up [L, 2I, H], down [L, H, I]), contiguous, one dtype and device.
+            weights: per layer, contiguous, one dtype and device.
             hidden_act: key of ACTIVATIONS.
+            ids: per layer the logical expert of each slot; None: 0 .. L-1.
         """
         self._weights, self._act = weights, activation(hidden_act)
         gate_up, down = next(iter(weights.values()))
         self.dtype, device = gate_up.dtype, gate_up.device
         self.num_experts = gate_up.shape[0]
+        self.ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else dict(ids)
         self.num_bytes = sum(part.nbytes for pair in weights.values() for part in pair)
         aligned = all(part.shape[-1] * part.element_size() % 16 == 0 for part in (gate_up, down))
         self._grouped = aligned and has_grouped_mm(device, self.dtype)
@@ -69,7 +79,7 @@ class Experts:
     @staticmethod
     def load(
         checkpoint: Checkpoint,
-        expert_ids: Sequence[int],
+        expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
         *,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
@@ -79,7 +89,7 @@ class Experts:
 
         Args:
             checkpoint: an opened checkpoint.
-            expert_ids: logical expert id of each local slot, in slot order.
+            expert_ids: logical expert id of each local slot, in slot order; for all layers, or by layer.
             dtype: float32 | bfloat16 | float16, what to hold and compute in.
             device: where to hold them.
             progress: called after each expert.
@@ -89,23 +99,32 @@ class Experts:
             ValueError: no expert_ids, or one out of range.
         """
         spec = checkpoint.spec
-        if not expert_ids or not all(0 <= expert < spec.num_experts for expert in expert_ids):
-            raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(expert_ids)}")
         activation(spec.hidden_act)
-        num, hidden, inner = len(expert_ids), spec.hidden_size, spec.intermediate_size
-        expert_bytes = 3 * hidden * inner * dtype.itemsize
-        total_bytes = expert_bytes * num * len(spec.moe_layers)
-        done_bytes, weights = 0, {}
-        for layer in spec.moe_layers:
-            gate_up = torch.empty(num, 2 * inner, hidden, dtype=dtype, device=device)
-            down = torch.empty(num, hidden, inner, dtype=dtype, device=device)
-            for slot, expert in enumerate(expert_ids):
-                checkpoint.read_expert(layer, expert, gate_up[slot], down[slot])
-                done_bytes += expert_bytes
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
-            weights[layer] = gate_up, down
-        return Experts(weights, spec.hidden_act)
+        ids = _by_layer(expert_ids, spec.moe_layers)
+        total_bytes = sum(len(row) for row in ids.values()) * expert_bytes(checkpoint, dtype)
+        reader = _Reader(checkpoint, dtype, device, total_bytes, progress)
+        return Experts({layer: reader.layer(layer, row) for layer, row in ids.items()}, spec.hidden_act, ids)
+
+    def stage(
+        self, checkpoint: Checkpoint, layer: int, expert_ids: Sequence[int], progress: Progress | None = None
+    ) -> Weights:
+        """Weights of a layer for other experts than are held: those that are held are copied, the others are read.
+        Changes nothing here; `replace` takes them.
+
+        Args, Raises: as `load`; as many expert_ids as there are slots.
+        """
+        gate_up, down = self._weights[layer]
+        if len(expert_ids) != self.num_experts:
+            raise ValueError(f"expert_ids: expected {self.num_experts} of them, got {len(expert_ids)}")
+        fresh = len(set(expert_ids) - set(self.ids[layer]))
+        total_bytes = fresh * expert_bytes(checkpoint, self.dtype)
+        reader = _Reader(checkpoint, self.dtype, gate_up.device, total_bytes, progress)
+        return reader.layer(layer, expert_ids, self.ids[layer], (gate_up, down))
+
+    def replace(self, layer: int, expert_ids: Sequence[int], gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Hold other weights for a layer, of the same shapes. Not while a step uses it."""
+        self._weights[layer] = gate_up, down
+        self.ids[layer] = tuple(expert_ids)
 
     @torch.no_grad()
     def forward(
@@ -201,3 +220,51 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
         return nobody.shape == (24, 32) and torch.equal(grouped_mm(rows, weight, ends)[:16], expected)
     except (RuntimeError, AttributeError):
         return False
+
+
+def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of one expert of one layer, as held."""
+    return 3 * checkpoint.spec.hidden_size * checkpoint.spec.intermediate_size * dtype.itemsize
+
+
+def _by_layer(
+    expert_ids: Sequence[int] | Mapping[int, Sequence[int]], layers: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    named = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(layers, expert_ids)
+    return {layer: tuple(named[layer]) for layer in layers}
+
+
+class _Reader:
+    """Fills layers with experts and counts bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        total_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._done_bytes, self._total_bytes, self._progress = 0, total_bytes, progress
+
+    def layer(
+        self, layer: int, ids: Sequence[int], held: Sequence[int] = (), weights: Weights | None = None
+    ) -> Weights:
+        """The experts `ids` by slot; those among `held` are copied out of `weights`."""
+        spec = self._checkpoint.spec
+        if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
+            raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        gate_up = torch.empty(len(ids), 2 * inner, hidden, dtype=self._dtype, device=self._device)
+        down = torch.empty(len(ids), hidden, inner, dtype=self._dtype, device=self._device)
+        for slot, expert in enumerate(ids):
+            if weights is not None and expert in held:
+                for target, source in zip((gate_up, down), weights, strict=True):
+                    target[slot].copy_(source[held.index(expert)])
+                continue
+            self._checkpoint.read_expert(layer, expert, gate_up[slot], down[slot])
+            self._done_bytes += expert_bytes(self._checkpoint, self._dtype)
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
+        return gate_up, down

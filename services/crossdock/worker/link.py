@@ -54,6 +54,7 @@ class Link:
         registration: what Register says; `prior` is filled in here.
         stats: asked for at each heartbeat.
         security: TLS and tokens; None: plain text.
+        experts: asked for at each heartbeat, too: what is held, how busy it was; None: nothing to say.
 
     Attributes:
         trouble: why there is no line just now, or empty.
@@ -65,6 +66,7 @@ class Link:
         registration: control_pb2.RegisterRequest,
         stats: Callable[[], control_pb2.WorkerStats],
         security: Security | None = None,
+        experts: Callable[[], control_pb2.ExpertReport | None] = lambda: None,
     ) -> None:
         self._line = Line(target, security)
         self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
@@ -72,7 +74,7 @@ class Link:
         self._term = 0
         self._answered_at = time.monotonic()
         self._hung = False
-        self._registration, self._stats = registration, stats
+        self._registration, self._stats, self._experts = registration, stats, experts
         self._view = View()
         self._changed = asyncio.Condition()
         self._refused: JoinRefused | None = None
@@ -124,6 +126,12 @@ class Link:
         """Everything is in place for `epoch`. Raises rpc.CallError."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
         await self._call("Ready", request, _PATIENT_S, retry_s=_PATIENT_S)
+
+    async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
+        """Where the experts lie. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
+        request = control_pb2.PlacementRequest(epoch=epoch)
+        response: control_pb2.PlacementResponse = await self._call("Placement", request, _PATIENT_S, retry_s=_PATIENT_S)
+        return response
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
@@ -281,6 +289,9 @@ class Link:
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
+        experts = self._experts()
+        if experts is not None:
+            request.experts.CopyFrom(experts)
         if self._fault is not None:
             request.epoch, fault = self._fault
             request.silent_ranks.extend(fault.silent_ranks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.experts import Experts, activation
-from crossdock.worker.seat import ControlGroup, Seat
-from ep_kernels import Capabilities, ExpertMap, Layout, Mode, MoECommunicator, MoEConfig, Overflow
+from crossdock.worker.experts import Experts, Weights, activation
+from crossdock.worker.placement import Placement
+from crossdock.worker.seat import ControlGroup
+from ep_kernels import Capabilities, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.transports import create
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,18 +47,12 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
-        self._held: tuple[tuple[int, ...], Experts | None] | None = None
-
-    @property
-    def expert_ids(self) -> tuple[int, ...]:
-        """Logical ids of the experts that are loaded, by slot."""
-        return self._held[0] if self._held else ()
+        self._experts: Experts | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the experts that are loaded."""
-        experts = self._held[1] if self._held else None
-        return experts.num_bytes if experts else 0
+        return self._experts.num_bytes if self._experts else 0
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -64,22 +60,47 @@ class Model:
         width = self.spec.hidden_size
         return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
 
-    def load(self, seat: Seat, progress: Callable[[int, int], None]) -> Experts | None:
-        """The experts of a seat; what is loaded already is kept. None: more ranks than experts. Blocks.
+    def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> Experts | None:
+        """The experts of a rank; what is loaded already is kept. None: the rank has no slots. Blocks.
 
         Raises:
             CheckpointError: unreadable weights.
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
-        ids = ExpertMap.contiguous(self.spec.num_experts, seat.size).experts_of(seat.rank)
-        if self._held is None or self._held[0] != ids:
-            self._held = None  # two sets might not fit
-            self._held = (ids, self._read(ids, progress) if ids else None)
-        return self._held[1]
+        ids = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
+        num_slots = len(ids[self.spec.moe_layers[0]])
+        if self._experts is not None and self._experts.num_experts == num_slots:
+            for layer, row in ids.items():
+                if self._experts.ids[layer] != row:
+                    self._experts.replace(layer, row, *self._stage(self._experts, layer, row, progress))
+            return self._experts
+        self._experts = None  # two sets might not fit
+        if num_slots:
+            with self._room(num_slots):
+                self._experts = Experts.load(
+                    self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress
+                )
+        return self._experts
 
-    def connect(self, group: ControlGroup) -> MoECommunicator:
-        """Build the communicator of an epoch. Blocks until the first barrier has proved every link.
+    def stage(self, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights | None:
+        """Weights of one layer for other experts than are loaded; None: they are these. Blocks; not beside `load`.
+
+        Raises:
+            CheckpointError: unreadable weights, or no room for them.
+            DeviceLost: the GPU does not work any more.
+        """
+        experts = self._experts
+        if experts is None or experts.ids[layer] == tuple(ids):
+            return None
+        devices.enter(self.device)
+        weights = self._stage(experts, layer, ids, progress)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return weights
+
+    def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:
+        """Build the communicator of an epoch, over slots. Blocks until the first barrier has proved every link.
 
         Raises:
             EpError: a peer did not come, the ranks differ, or the epoch is over.
@@ -89,7 +110,7 @@ class Model:
         policy = {}
         if self.device.type != "cpu":  # nobody reads counts on the host: worst-case rows, of which none can be dropped
             policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
-        return MoECommunicator(self._moe_config(group, output_dtype=self._output_dtype, **policy))
+        return MoECommunicator(self._moe_config(group, num_slots, output_dtype=self._output_dtype, **policy))
 
     def close(self) -> None:
         """Unmap the checkpoint."""
@@ -103,23 +124,30 @@ class Model:
             return _DTYPES[self._config.home_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
-    def _read(self, ids: tuple[int, ...], progress: Callable[[int, int], None]) -> Experts:
+    def _stage(self, experts: Experts, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights:
+        with self._room(len(ids)):
+            return experts.stage(self._checkpoint, layer, ids, progress)
+
+    @contextlib.contextmanager
+    def _room(self, num_experts: int) -> Iterator[None]:
         try:
-            return Experts.load(self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress)
+            yield
         except torch.OutOfMemoryError as error:
-            raise CheckpointError(f"{len(ids)} experts do not fit on {self.device}; more workers? {error}") from error
+            raise CheckpointError(
+                f"{num_experts} experts do not fit on {self.device}; more workers? {error}"
+            ) from error
 
     def _probe(self) -> Capabilities:
-        transport = create(self._moe_config(_Alone()))
+        transport = create(self._moe_config(_Alone(), self.spec.num_experts))
         try:
             return transport.capabilities
         finally:
             transport.close()
 
-    def _moe_config(self, group: object, **fields: Any) -> MoEConfig:
+    def _moe_config(self, group: object, num_slots: int, **fields: Any) -> MoEConfig:
         return MoEConfig(
             group=group,
-            num_experts=self.spec.num_experts,
+            num_experts=num_slots,
             hidden_size=self.spec.hidden_size,
             topk=self.spec.topk,
             max_tokens_per_rank=self._config.max_tokens_per_step,

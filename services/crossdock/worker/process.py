@@ -37,6 +37,7 @@ from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.link import JoinRefused, Link
 from crossdock.worker.model import Model
+from crossdock.worker.mover import Mover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.status import Status
@@ -110,8 +111,9 @@ class _Process:
             raise
         await server.start()
         registration = self._registration(address, http.address)
-        self._link = Link(self._config.control, registration, self._stats, self._security)
-        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry)
+        self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
+        self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
+        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
         announce(address, http.address)
@@ -187,10 +189,15 @@ class _Process:
             transport=config.transport,
             abi=self._model.capabilities.abi,
             model=self._model.spec.fingerprint,
+            num_experts=self._model.spec.num_experts,
+            moe_layers=self._model.spec.moe_layers,
         )
 
     def _stats(self) -> control_pb2.WorkerStats:
         return self._telemetry.stats(self._engine.num_queued())
+
+    def _expert_report(self) -> control_pb2.ExpertReport | None:
+        return self._mover.report()
 
     def _describe(self) -> expert_pb2.DescribeResponse:
         spec, seat = self._model.spec, self._status.seat

@@ -2,7 +2,8 @@
 
     join: registered ─▶ a complete group is forming ─▶ rank ─▶ load that rank's experts ─▶ publish region, map the
           peers', first barrier ─▶ Ready ─▶ SERVING
-    serve: the engine takes steps until the epoch ends ─▶ join the next one, in the same process, experts kept
+    serve: the engine takes steps until the epoch ends, experts move meanwhile (mover.py) ─▶ join the next one, in the
+          same process, experts kept
 
 An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or replaced); the
 engine found a peer silent, which is reported so that there will be a newer one; or ranks left between two steps. In
@@ -24,8 +25,11 @@ from crossdock.v1 import control_pb2
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.experts import Experts
+from crossdock.worker.holdings import Holdings
 from crossdock.worker.link import Link, View
 from crossdock.worker.model import Model
+from crossdock.worker.mover import Mover
+from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import ControlGroup, Seat, seat_in
 from crossdock.worker.status import Status
 from crossdock.worker.telemetry import Telemetry
@@ -43,11 +47,13 @@ _FAREWELL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What `join` gives: a seat in a serving group, its communicator and this rank's experts (None: it has none)."""
+    """What `join` gives: a seat in a serving group, its communicator, this rank's experts (None: it has none), and
+    where those of all ranks are."""
 
     seat: Seat
     comm: MoECommunicator
     experts: Experts | None
+    holdings: Holdings
 
 
 class Session:
@@ -59,9 +65,13 @@ class Session:
         engine: takes the steps.
         status: what the rest of the process is told.
         telemetry: told which experts this rank has.
+        mover: knows where experts are, and moves them.
     """
 
-    def __init__(self, link: Link, model: Model, engine: Engine, status: Status, telemetry: Telemetry) -> None:
+    def __init__(
+        self, link: Link, model: Model, engine: Engine, status: Status, telemetry: Telemetry, mover: Mover
+    ) -> None:
+        self._mover = mover
         self._link, self._model, self._engine, self._status = link, model, engine, status
         self._telemetry = telemetry
         self._epoch = 0
@@ -83,16 +93,22 @@ class Session:
             self._status.joining("waiting for the group to be complete")
             seat = await self._next_seat()
             self._status.seated(seat)
-            experts = await in_thread("load", self._model.load, seat, self._loading)
-            self._telemetry.holds(self._model.expert_ids, self._model.num_bytes)
+            placement = await self._placement(seat)
+            if placement is None:
+                continue
+            experts = await in_thread("load", self._model.load, placement, seat.rank, self._loading)
+            self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
             self._status.joining("exchanging regions")
-            comm = await self._connect(seat)
+            comm = await self._connect(seat, placement)
             if comm is None:
                 continue
             self._engine.open()  # before Ready: a client may hear of SERVING sooner than this rank does
             if await self._say_ready(seat) and await self._is_serving(seat):
                 self._link.serving(seat.epoch)
-                return Membership(seat, comm, experts)
+                holdings = Holdings(
+                    placement, self._model.spec.num_experts, seat.rank, experts, self._telemetry.switched
+                )
+                return Membership(seat, comm, experts, holdings)
             self._engine.close(failure_of(self._link.view))
 
     def _loading(self, done_bytes: int, total_bytes: int) -> None:
@@ -108,11 +124,19 @@ class Session:
         self._epoch = seat.epoch
         return seat
 
-    async def _connect(self, seat: Seat) -> MoECommunicator | None:
+    async def _placement(self, seat: Seat) -> Placement | None:
+        """Where the experts of this epoch lie; None if it came to nothing."""
+        try:
+            return await self._mover.fetch(seat)
+        except (rpc.CallError, PlacementError) as error:
+            self._report(seat.epoch, Fault(f"placement: {error}"))
+        return None
+
+    async def _connect(self, seat: Seat, placement: Placement) -> MoECommunicator | None:
         """The communicator of this epoch, after the first barrier; None if the epoch came to nothing."""
         group = ControlGroup(seat, self._link, asyncio.get_running_loop())
         try:
-            self._comm = await in_thread("connect", self._model.connect, group)
+            self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
         except PeerTimeout as error:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
         except EpError as error:
@@ -142,9 +166,10 @@ class Session:
 
     async def _serve(self, membership: Membership) -> None:
         """Take steps until the epoch ends, for whatever reason."""
-        seat, comm = membership.seat, membership.comm
+        seat, comm, holdings = membership.seat, membership.comm, membership.holdings
         self._status.serving(seat)
-        steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch)
+        steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, holdings)
+        moving = asyncio.create_task(self._mover.run(seat, holdings))
         newer = asyncio.ensure_future(self._link.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
@@ -156,6 +181,8 @@ class Session:
             await self._follow_up(ended, seat, newer)
         finally:
             newer.cancel()
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator) -> None:
         """The control plane says that the epoch is over: tell the clients, free the engine."""

@@ -14,6 +14,7 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.experts import Experts
+from crossdock.worker.holdings import Holdings
 from crossdock.worker.lane import Lane
 from crossdock.worker.telemetry import StepRecord
 from crossdock.worker.work import Slice
@@ -49,9 +50,13 @@ class Stepper:
         comm: of this epoch, GROUPED.
         experts: this rank's, in slot order; None if it has none.
         lane: to the communicator's device; entered.
+        holdings: which slot holds which expert, and how that changes; None: slot and expert are the same number.
     """
 
-    def __init__(self, comm: MoECommunicator, experts: Experts | None, lane: Lane) -> None:
+    def __init__(
+        self, comm: MoECommunicator, experts: Experts | None, lane: Lane, holdings: Holdings | None = None
+    ) -> None:
+        self._holdings = holdings
         self._comm, self._experts, config = comm, experts, comm.config
         self._output_dtype = config.resolved_output_dtype
         self._lane = lane
@@ -75,6 +80,7 @@ class Stepper:
         Raises: TransportError and its kinds.
         """
         lane, parts = self._lane, _parts(slices) or [[part] for part in self._none]
+        parts[1] = self._slots(layer, parts[1])
         with lane.running():
             out, handle, error = self._dispatch(lane.bring(parts), max_tokens)
             lane.mark()
@@ -84,10 +90,17 @@ class Stepper:
             remote_rows = sum(map(self._count_remote_rows, parts[1]))
             landed = lane.wait()
         self._comm.check()
-        record = StepRecord(
-            sum(piece.num_tokens for piece in slices), landed.rows_per_expert, remote_rows, *landed.phases_ns
-        )
+        held = self._holdings.held(layer) if self._holdings is not None else None
+        num_tokens = sum(piece.num_tokens for piece in slices)
+        record = StepRecord(num_tokens, landed.rows_per_expert, remote_rows, *landed.phases_ns, layer, held)
         return Batch(slices, landed.z, f"layer {layer}: {error or failed}" if error or failed else "", record)
+
+    def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The slots of the experts that the tokens of a step have chosen."""
+        route = self._holdings.route(layer) if self._holdings is not None else None
+        if route is None:
+            return ids
+        return [route.slots(torch.cat(ids) if len(ids) > 1 else ids[0], self._comm.rank)]
 
     def _dispatch(self, tokens: Tokens, max_tokens: int) -> tuple[DispatchOutput, DispatchHandle, str]:
         x, topk_ids, topk_weights = tokens

@@ -32,6 +32,7 @@ class Proposal:
         draining: it takes no new requests.
         leaving: it wants to leave as soon as no draining rank has work.
         failed: its experts failed in the step just done; its rows were zeros.
+        placement: how far it is on the way to the newest placement; see holdings.py.
     """
 
     step: int
@@ -41,26 +42,29 @@ class Proposal:
     draining: bool = False
     leaving: bool = False
     failed: bool = False
+    placement: int = 0
 
     @staticmethod
-    def of(head: Head | None, step: int, *, draining: bool, leaving: bool, failed: bool) -> Proposal:
+    def of(
+        head: Head | None, step: int, *, draining: bool, leaving: bool, failed: bool, placement: int = 0
+    ) -> Proposal:
         """A proposal for `head`, or for nothing."""
-        if head is None:
-            return Proposal(step, draining=draining, leaving=leaving, failed=failed)
-        return Proposal(step, head.layer, head.waited_ns, head.num_tokens, draining, leaving, failed)
+        layer, waited_ns, num_tokens = (
+            (NO_LAYER, 0, 0) if head is None else (head.layer, head.waited_ns, head.num_tokens)
+        )
+        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement)
 
     def words(self) -> tuple[int, ...]:
         """The 8 int64 that travel."""
         flags = _DRAINING * self.draining | _LEAVING * self.leaving | _FAILED * self.failed
-        return (self.step, self.layer, self.waited_ns, self.num_tokens, flags, 0, 0, 0)
+        return (self.step, self.layer, self.waited_ns, self.num_tokens, flags, self.placement, 0, 0)
 
     @staticmethod
     def parse(words: Sequence[int]) -> Proposal:
         """Undo `words`."""
-        step, layer, waited_ns, num_tokens, flags = words[:5]
-        return Proposal(
-            step, layer, waited_ns, num_tokens, bool(flags & _DRAINING), bool(flags & _LEAVING), bool(flags & _FAILED)
-        )
+        step, layer, waited_ns, num_tokens, flags, placement = words[:6]
+        draining, leaving, failed = (bool(flags & flag) for flag in (_DRAINING, _LEAVING, _FAILED))
+        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import grpc
 import torch
@@ -32,6 +33,8 @@ class StepRecord:
         rows_per_expert: int32 [L] rows that its experts computed.
         remote_rows: rows that its tokens sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
+        layer: MoE layer number.
+        experts: logical expert of each slot in that layer; None: those of `Telemetry.holds`.
     """
 
     num_tokens: int
@@ -40,6 +43,8 @@ class StepRecord:
     dispatch_ns: int
     experts_ns: int
     combine_ns: int
+    layer: int = 0
+    experts: tuple[int, ...] | None = None
 
 
 class Telemetry:
@@ -56,7 +61,10 @@ class Telemetry:
         self._queue: queue.SimpleQueue[StepRecord | list[LatencySample] | None] = queue.SimpleQueue()
         self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
-        self._experts: tuple[Counter, ...] = ()
+        self._experts: dict[int, Counter] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._rows_lock = threading.Lock()
+        self._scattered = False
         self._phases = [metrics.step_phase_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")]
         self._bytes = [metrics.bytes_total.labels(op) for op in ("dispatch", "combine")]
         self._next_collect_s = 0.0
@@ -72,11 +80,24 @@ class Telemetry:
         self._expert_bytes = num_bytes
         self._metrics.experts_loaded_bytes.set(num_bytes)
 
-    def holds(self, expert_ids: Sequence[int], num_bytes: int) -> None:
-        """From now on this rank computes these experts."""
+    def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
+        """From now on this rank computes these experts, by layer and slot."""
         self.loaded(num_bytes)
-        self._expert_ids = tuple(expert_ids)
-        self._experts = tuple(self._metrics.expert_rows_total.labels(str(expert)) for expert in expert_ids)
+        rows = set(expert_ids.values()) or {()}
+        self._expert_ids = min(rows)
+        self._scattered = len(rows) > 1 or any(b != a + 1 for a, b in pairwise(self._expert_ids))
+
+    def switched(self, num_loaded: int, took_ns: int) -> None:
+        """A layer has other experts now: copies loaded for it, and how long steps had to wait for the switch."""
+        self._scattered = True
+        self._metrics.expert_copies_loaded_total.inc(num_loaded)
+        self._metrics.expert_switch_seconds.observe(took_ns * 1e-9)
+
+    def take_rows(self) -> dict[tuple[int, int], int]:
+        """Rows computed by (layer, expert) since the last call."""
+        with self._rows_lock:
+            rows, self._rows = self._rows, {}
+            return rows
 
     def step(self, record: StepRecord) -> None:
         """Count a step (engine's thread)."""
@@ -112,6 +133,7 @@ class Telemetry:
             first_expert=self._expert_ids[0] if self._expert_ids else 0,
             num_experts=len(self._expert_ids),
             expert_bytes=self._expert_bytes,
+            scattered=self._scattered,
         )
 
     def close(self) -> None:
@@ -133,8 +155,18 @@ class Telemetry:
             histogram.observe(nanoseconds * 1e-9)
         for counter, row_bytes in zip(self._bytes, self._row_bytes, strict=True):
             counter.inc(record.remote_rows * row_bytes)
-        for counter, rows in zip(self._experts, record.rows_per_expert.tolist(), strict=False):
-            counter.inc(rows)
+        held = self._expert_ids if record.experts is None else record.experts
+        with self._rows_lock:
+            for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False):
+                if rows:
+                    self._expert(expert).inc(rows)
+                    key = record.layer, expert
+                    self._rows[key] = self._rows.get(key, 0) + rows
+
+    def _expert(self, expert: int) -> Counter:
+        if expert not in self._experts:
+            self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
+        return self._experts[expert]
 
     def _count_samples(self, samples: Iterable[LatencySample]) -> None:
         for sample in samples:

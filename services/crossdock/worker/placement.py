@@ -1,0 +1,97 @@
+"""Where the experts of every layer lie, and how a token's expert ids become slots. Pure.
+
+The data plane knows slots only: P of them, in blocks by rank, and each holds a copy of some expert. Which one is this
+page's table, one for each layer; so a layer's experts can move without anything else being told. Experts with several
+copies share their tokens out in turn: token t of rank s takes copy (s + t) % n, as `ep_kernels.routing.route` does.
+
+Letters: T tokens, K experts per token, E experts, R ranks, P slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from crossdock.v1 import control_pb2
+
+
+class PlacementError(ValueError):
+    """The control plane sent a placement that does not fit the model or the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One version of the tables.
+
+    Attributes:
+        version: grows with each change.
+        num_ranks: R.
+        layers: layer number -> expert of each slot; [P] each.
+    """
+
+    version: int
+    num_ranks: int
+    layers: Mapping[int, tuple[int, ...]]
+
+    @staticmethod
+    def blocks(num_experts: int, num_ranks: int, moe_layers: Sequence[int]) -> Placement:
+        """One copy each, in blocks by rank, where nobody says otherwise."""
+        return Placement(0, num_ranks, dict.fromkeys(moe_layers, tuple(range(num_experts))))
+
+    @staticmethod
+    def parse(
+        message: control_pb2.PlacementResponse, num_experts: int, num_ranks: int, moe_layers: Sequence[int]
+    ) -> Placement:
+        """Check what the control plane sent. Raises PlacementError."""
+        if len(message.layers) != len(moe_layers):
+            raise PlacementError(f"layers: expected {len(moe_layers)} of them, got {len(message.layers)}")
+        rows = {layer: tuple(row.experts) for layer, row in zip(moe_layers, message.layers, strict=True)}
+        for layer, row in rows.items():
+            if len(row) != message.num_slots:
+                raise PlacementError(f"layer {layer}: expected {message.num_slots} slots, got {len(row)}")
+            if set(row) != set(range(num_experts)):
+                raise PlacementError(f"layer {layer}: expected every expert in 0..{num_experts - 1} and no other")
+        return Placement(message.version, num_ranks, rows)
+
+    @property
+    def num_slots(self) -> int:
+        """P."""
+        return len(next(iter(self.layers.values())))
+
+    def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
+        """The experts of a rank's slots."""
+        first = self.first_slot(rank)
+        return self.layers[layer][first : self.first_slot(rank + 1)]
+
+    def first_slot(self, rank: int) -> int:
+        """Number of the first slot of a rank."""
+        share, more = divmod(self.num_slots, self.num_ranks)
+        return rank * share + min(rank, more)
+
+
+class Route:
+    """Expert ids -> slots, for one layer.
+
+    Args:
+        row: expert of each slot; [P].
+        num_experts: E.
+    """
+
+    def __init__(self, row: Sequence[int], num_experts: int) -> None:
+        self._plain = tuple(row) == tuple(range(num_experts))
+        copies: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(row):
+            copies[expert].append(slot)
+        self._num = torch.tensor([len(slots) for slots in copies])
+        self._first = self._num.cumsum(0) - self._num
+        self._slots = torch.tensor([slot for slots in copies for slot in slots], dtype=torch.int32)
+
+    def slots(self, topk_ids: torch.Tensor, rank: int) -> torch.Tensor:
+        """The slots, int32 [T, K], to which the tokens int32 [T, K] of `rank` go; -1 stays -1."""
+        if self._plain:
+            return topk_ids
+        known = topk_ids.clamp(min=0).long()
+        turn = (rank + torch.arange(topk_ids.shape[0]))[:, None] % self._num[known]
+        return torch.where(topk_ids < 0, topk_ids, self._slots[self._first[known] + turn])
