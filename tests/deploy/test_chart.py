@@ -16,7 +16,7 @@ from crossdock.common.config import ControlConfig, HostConfig, load, split_addre
 from tests.house.tree import ROOT
 
 CHART = ROOT / "helm" / "crossdock"
-HELM = shutil.which("helm")
+HELM = shutil.which("helm") or shutil.which("helm3")
 needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 
 
@@ -43,6 +43,15 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("worker", {"config": {"listen": "a:1"}}),
         ("worker", {"numWorkers": 0}),
         ("worker", {"modle": {}}),
+        ("worker", {"gpus": -1}),
+        ("worker", {"gpuResource": "gpu"}),
+        ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
+        ("worker", {"extraVolumes": {"name": "a"}}),
+        ("control", {"podLabels": {"a": 1}}),
+        ("serviceAccount", {"crate": True}),
+        ("networkPolicy", {"clients": {"podSelector": {}}}),
+        ("monitoring", {"podMonitor": "auto"}),
+        ("monitoring", {"interval": "15"}),
         ("image", {"pullPolicy": "Sometimes"}),
     ],
 )
@@ -102,8 +111,117 @@ def test_ports_probes_and_grace_fit_the_configs() -> None:
 
 
 @needs_helm
-def test_monitoring_is_rendered_on_demand() -> None:
-    assert not [name for name in render() if name.startswith(("PodMonitor", "PrometheusRule"))]
-    made = render("--set", "monitoring.podMonitor=true", "--set", "monitoring.rules=true")
+def test_monitoring_is_rendered_where_the_cluster_knows_it_or_on_demand() -> None:
+    def monitors(*flags: str) -> set[str]:
+        return {name for name in render(*flags) if name.startswith(("PodMonitor", "PrometheusRule"))}
+
+    both = {"PodMonitor/moe", "PrometheusRule/moe"}
+    known = [f"--api-versions=monitoring.coreos.com/v1/{kind}" for kind in ("PodMonitor", "PrometheusRule")]
+    assert monitors() == set()
+    assert monitors(*known) == both
+    assert monitors(*known, "--set", "monitoring.rules=false") == {"PodMonitor/moe"}
+    assert monitors("--set", "monitoring.podMonitor=true", "--set", "monitoring.rules=true") == both
+    made = render(*known, "--set", "monitoring.labels.release=prometheus")
     assert made["PrometheusRule/moe"]["spec"]["groups"][0]["rules"]
     assert len(made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]) == 6
+    assert all(made[name]["metadata"]["labels"]["release"] == "prometheus" for name in both)
+
+
+@needs_helm
+@pytest.mark.parametrize("example", sorted((CHART / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_keep_to_the_schema_and_pass_pod_security(example: Path) -> None:
+    made = render("--values", str(example))
+    for name in ("Deployment/moe-control", "StatefulSet/moe-worker"):
+        pod = made[name]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+
+
+@needs_helm
+def test_gpus_are_asked_for_and_choose_the_transport() -> None:
+    made = render("--values", str(CHART / "examples" / "eight-gpus.yaml"), "--set", "worker.gpuResource=a.b/gpu")
+    container = made["StatefulSet/moe-worker"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["a.b/gpu"] == 8
+    host = yaml.safe_load(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
+    assert (host["num_workers"], host["worker"]["transport"]) == (8, "nvlink")
+
+
+@needs_helm
+def test_claims_are_made_for_the_pod_and_its_container() -> None:
+    made = render("--set-json", 'worker.resourceClaims=[{"name":"gpus","resourceClaimTemplateName":"four"}]')
+    pod = made["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "four"}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+
+
+@needs_helm
+def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_path: Path) -> None:
+    alone, made = render(), render("--set", "control.replicas=3", "--set", "control.config.election.lease_s=9")
+    assert alone["Deployment/moe-control"]["spec"]["strategy"]["type"] == "Recreate"
+    spec = made["Deployment/moe-control"]["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
+    pod = spec["template"]["spec"]
+    assert pod["automountServiceAccountToken"]
+    given = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in pod["containers"][0]["env"]}
+    assert given == {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    advertise = pod["containers"][0]["args"][-1].replace("$(POD_IP)", "10.0.0.1")
+    control = load(ControlConfig, tmp_path / "c.yaml", [advertise])
+    assert control.advertise == "10.0.0.1:7400"
+    assert control.election is not None
+    assert (control.election.lease_name, control.election.lease_s) == ("moe", 9)
+    rules = made["Role/moe-lease"]["rules"]
+    assert [(rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
+        (["moe"], ["get", "update"]),
+        (None, ["create"]),
+    ]
+    assert made["RoleBinding/moe-lease"]["subjects"][0]["name"] == "moe-control"
+    assert "election" not in alone["ConfigMap/moe-control"]["data"]["control.yaml"]
+
+
+@needs_helm
+def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
+    plain, reading = render(), render("--set-json", "control.config.kubernetes={}")
+    assert not [name for name in plain if name.startswith(("ClusterRole", "Role"))]
+    assert reading["ClusterRole/moe-default-nodes"]["rules"] == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]}
+    ]
+    for made, reads in ((plain, False), (reading, True)):
+        control = made["Deployment/moe-control"]["spec"]["template"]["spec"]
+        assert control["automountServiceAccountToken"] is reads
+        assert not made["StatefulSet/moe-worker"]["spec"]["template"]["spec"]["automountServiceAccountToken"]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("worker.stopTimeoutSeconds=30", "expected more than worker.config.drain_timeout_s, which is 30, got 30"),
+        ("worker.gpus=2", "worker.gpus: expected 0 or worker.numWorkers, which is 4, got 2"),
+        ("worker.config.transport=nvlink", "expected worker.gpus or worker.resourceClaims beside it"),
+        ("worker.numWorkers=0", "numWorkers"),
+        ("worker.nmuWorkers=3", "nmuWorkers"),
+        ("control.config.lease_s=none", "lease_s"),
+    ],
+)
+def test_contradictions_are_told_in_words(flags: str, words: str) -> None:
+    command = [str(HELM), "template", "moe", str(CHART), "--kube-version", "1.31.0", "--set", flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+@needs_helm
+def test_a_volume_of_the_users_takes_the_place_of_the_default() -> None:
+    def volume(*flags: str) -> Any:
+        pod = render(*flags)["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+        return next(one for one in pod["volumes"] if one["name"] == "model")
+
+    assert volume() == {"name": "model", "persistentVolumeClaim": {"claimName": "models"}}
+    given = volume("--set", "worker.model.volume.hostPath.path=/tmp/models")
+    assert given == {"name": "model", "hostPath": {"path": "/tmp/models"}}

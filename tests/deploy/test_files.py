@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,46 +42,77 @@ def test_yaml_is_well_kept() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def workers() -> list[Any]:
+    services = read("deploy/compose.yaml")["services"]
+    return [services["worker-cpu"], services["worker-gpu"]]
+
+
 def test_prometheus_scrapes_the_ports_of_the_host_config(host: HostConfig) -> None:
     jobs = {
         job["job_name"]: job["static_configs"][0]["targets"]
         for job in read("deploy/prometheus/prometheus.yaml")["scrape_configs"]
     }
-    assert host.control is not None
-    assert [port(t) for t in jobs["crossdock-control"]] == [port(host.control.http_listen)]
+    image = (ROOT / "Dockerfile").read_text()
+    assert jobs["crossdock-control"] == ["control:7401"]
+    assert '"http_listen=0.0.0.0:7401"' in image
     assert [port(t) for t in jobs["crossdock-host"]] == [port(host.http_listen)]
     assert [port(t) for t in jobs["crossdock-worker"]] == [port(w.http_listen) for w in host.worker_configs()]
+    assert all(t.startswith("worker:") for t in jobs["crossdock-worker"])
+    assert all(worker["networks"]["default"]["aliases"] == ["worker"] for worker in workers())
 
 
 def test_compose_publishes_what_clients_need_and_on_loopback_only(host: HostConfig) -> None:
-    worker = read("deploy/compose.yaml")["services"]["worker"]
+    services = read("deploy/compose.yaml")["services"]
     published = set()
-    for mapping in worker["ports"]:
-        address, ports, inside = mapping.split(":")
-        assert address == "127.0.0.1"
-        assert ports == inside
-        first, _, last = ports.partition("-")
-        published |= set(range(int(first), int(last or first) + 1))
-    assert host.control is not None
-    assert port(host.control.listen) in published
-    assert {port(w.advertise) for w in host.worker_configs()} <= published
+    for name in ("control", "worker-cpu", "prometheus", "grafana"):
+        for mapping in services[name]["ports"]:
+            address, ports, inside = mapping.split(":")
+            assert address == "127.0.0.1"
+            assert ports == inside
+            first, _, last = ports.partition("-")
+            published |= set(range(int(first), int(last or first) + 1))
+    assert services["worker-gpu"]["ports"] == services["worker-cpu"]["ports"]
+    assert host.control is None
+    assert {7400, *(port(w.advertise) for w in host.worker_configs())} <= published
+
+
+def test_workers_join_the_control_plane_of_the_compose_file(host: HostConfig) -> None:
+    service, _ = split_address(host.worker.control)
+    assert service in read("deploy/compose.yaml")["services"]
+    assert host.worker.uid, "a container's hostname is another one after each restart"
+
+
+def test_one_profile_is_the_default_and_each_has_its_workers() -> None:
+    assert (DEPLOY / ".env").read_text().strip() == "COMPOSE_PROFILES=cpu"
+    assert [worker["profiles"] for worker in workers()] == [["cpu"], ["gpu"]]
 
 
 def test_compose_mounts_files_that_exist_where_the_command_looks_for_them() -> None:
     services = read("deploy/compose.yaml")["services"]
-    worker = services["worker"]
-    mounts = {mount["target"]: mount["source"] for mount in worker["volumes"]}
-    config = worker["command"][worker["command"].index("--config") + 1]
-    assert (DEPLOY / mounts[config]).is_file()
-    assert load(HostConfig, DEPLOY / mounts[config]).worker.model in mounts
+    for worker in workers():
+        mounts = {mount["target"]: mount["source"] for mount in worker["volumes"]}
+        config = worker["command"][worker["command"].index("--config") + 1]
+        assert (DEPLOY / mounts[config]).is_file()
+        assert load(HostConfig, DEPLOY / mounts[config]).worker.model in mounts
     folder, inside, _ = services["prometheus"]["volumes"][0].split(":")
     assert (DEPLOY / folder / "prometheus.yaml").is_file()
     assert read("deploy/prometheus/prometheus.yaml")["rule_files"] == [f"{inside}/rules.yaml"]
 
 
+def test_grafana_is_given_the_source_and_the_dashboard() -> None:
+    services = read("deploy/compose.yaml")["services"]
+    mounts = dict(volume.split(":")[1::-1] for volume in services["grafana"]["volumes"])
+    provider = read("deploy/grafana/provisioning/dashboards/crossdock.yaml")["providers"][0]
+    folder = mounts[provider["options"]["path"]]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (DEPLOY / folder / home.rpartition("/")[2]).is_file()
+    url = read("deploy/grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]["url"]
+    assert url == "http://prometheus:9090"
+
+
 def test_a_container_is_given_longer_to_stop_than_the_supervisor_takes(host: HostConfig) -> None:
-    grace = read("deploy/compose.yaml")["services"]["worker"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) > host.stop_timeout_s > host.worker.drain_timeout_s
+    for worker in workers():
+        assert int(worker["stop_grace_period"].removesuffix("s")) > host.stop_timeout_s > host.worker.drain_timeout_s
 
 
 def test_alerts_name_metrics_and_states_that_exist() -> None:
@@ -90,6 +124,27 @@ def test_alerts_name_metrics_and_states_that_exist() -> None:
         assert named, rule["alert"]
         assert {re.sub(r"_(bucket|count|sum)$", "", name) for name in named} <= exported, rule["alert"]
         assert set(re.findall(r"(?:state|to)=\"(\w+)\"", rule["expr"])) <= set(GroupState.keys()), rule["alert"]
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(
+        [promtool, "test", "rules", "rules_test.yaml"], cwd=RULES.parent, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = set(re.findall(r"alertname: (\w+)", (RULES.parent / "rules_test.yaml").read_text()))
+    assert tested == {rule["alert"] for rule in read("deploy/prometheus/rules.yaml")["groups"][0]["rules"]}
+
+
+def test_hadolint_finds_nothing_to_complain_about() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (it comes with the extra [dev])")
+    done = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_chart_ships_the_same_alerts() -> None:

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from tests.house.generate import BEGIN, END, OPERATIONS, SCHEMA, operations_page, values_schema
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house import chart, dashboard
+from tests.house.generate import BEGIN, END, OPERATIONS, generated
+from tests.house.tree import name_of
+
+MADE = generated()
 
 
-def test_the_chart_schema_is_made_from_the_config_types() -> None:
-    assert SCHEMA.read_text() == values_schema(), "run `make schema`"
+@pytest.mark.parametrize("path", MADE, ids=name_of)
+def test_a_generated_file_is_what_is_made_now(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == MADE[path], "run `make schema`"
 
 
-def test_the_metrics_table_is_made_from_the_declarations() -> None:
-    page = OPERATIONS.read_text()
-    assert page.count(BEGIN) == page.count(END) == 1
-    assert page == operations_page(page), "run `make schema`"
+def test_tables_have_one_place_each() -> None:
+    for path, marks in ((OPERATIONS, (BEGIN, END)), (chart.README, (chart.BEGIN, chart.END))):
+        assert [path.read_text().count(mark) for mark in marks] == [1, 1]
+
+
+def test_every_metric_that_people_watch_is_on_the_dashboard() -> None:
+    shown = set(re.findall(r"crossdock_\w+?(?=_bucket|_count|\b)", MADE[dashboard.PLACES[0]]))
+    known = {re.sub(r"_(bucket|count|sum)$", "", name) for name in dashboard.exported()}
+    left_out = known - shown - {"crossdock_build_info"}
+    assert left_out == {
+        "crossdock_rank", "crossdock_serving", "crossdock_experts_loaded_bytes", "crossdock_heartbeats_total",
+    }  # fmt: skip
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = json.loads(dashboard.dashboard_json())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < dashboard.COLUMNS
+
+
+def test_a_metric_that_nobody_exports_is_refused() -> None:
+    with pytest.raises(ValueError, match="crossdock_tokens"):
+        dashboard._filtered("rate(crossdock_tokens{}[1m])", dashboard.exported())

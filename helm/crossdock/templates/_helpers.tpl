@@ -34,8 +34,51 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{/* "yes" where the control plane reads labels of nodes. */}}
+{{- define "crossdock.readsNodes" -}}
+{{- if kindIs "map" (get .Values.control.config "kubernetes") -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "crossdock.controlAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ include "crossdock.name" . }}-control
+{{- else -}}
+{{ .Values.serviceAccount.name | default "default" }}
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where a resource type of the Prometheus Operator is to be made. Takes (list . value kind). */}}
+{{- define "crossdock.monitors" -}}
+{{- $root := index . 0 -}}
+{{- $asked := index . 1 -}}
+{{- $known := $root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" (index . 2)) -}}
+{{- if or (and (kindIs "invalid" $asked) $known) (eq (toString $asked) "true") -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Annotations for a Prometheus without the operator. Takes (list . port). */}}
+{{- define "crossdock.scrape" -}}
+{{- if (index . 0).Values.monitoring.scrapeAnnotations -}}
+prometheus.io/scrape: "true"
+prometheus.io/port: {{ index . 1 | quote }}
+prometheus.io/path: /metrics
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where control planes stand for election: more than one, or asked for. */}}
+{{- define "crossdock.elects" -}}
+{{- if or (gt (int .Values.control.replicas) 1) (kindIs "map" (get .Values.control.config "election")) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "crossdock.lease" -}}
+{{- get (get .Values.control.config "election" | default dict) "lease_name" | default (include "crossdock.name" .) -}}
+{{- end -}}
+
 {{- define "crossdock.controlConfig" -}}
 {{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" .Values.worker.numWorkers -}}
+{{- if include "crossdock.elects" . -}}
+{{- $election := get .Values.control.config "election" | default dict -}}
+{{- $own = merge $own (dict "election" (merge (dict "lease_name" (include "crossdock.lease" .) "namespace" .Release.Namespace) $election)) -}}
+{{- end -}}
 {{- merge $own .Values.control.config | toYaml -}}
 {{- end -}}
 
@@ -43,7 +86,49 @@ seccompProfile:
 {{- $control := printf "%s-control:7400" (include "crossdock.name" .) -}}
 {{- $model := printf "/models/%s" .Values.worker.model.path | trimSuffix "/" -}}
 {{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" -}}
-{{- $host := dict "worker" (merge $own .Values.worker.config) "num_workers" .Values.worker.numWorkers "control" nil -}}
+{{- $worker := merge $own .Values.worker.config -}}
+{{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}
+{{- $worker = merge (dict "transport" "nvlink") $worker -}}
+{{- end -}}
+{{- $host := dict "worker" $worker "num_workers" .Values.worker.numWorkers "control" nil -}}
 {{- $host = merge $host (dict "http_listen" "0.0.0.0:7402" "log_dir" "/tmp/crossdock" "log_to_stderr" true "stop_timeout_s" .Values.worker.stopTimeoutSeconds) -}}
 {{- toYaml $host -}}
+{{- end -}}
+
+{{/* The container's resources: as given, and its GPUs and claims. */}}
+{{- define "crossdock.workerResources" -}}
+{{- $worker := .Values.worker -}}
+{{- $resources := deepCopy $worker.resources -}}
+{{- if $worker.gpus -}}
+{{- $resources = merge $resources (dict "limits" (dict $worker.gpuResource (int $worker.gpus))) -}}
+{{- end -}}
+{{- $claims := list -}}
+{{- range $worker.resourceClaims -}}
+{{- $claims = append $claims (dict "name" .name) -}}
+{{- end -}}
+{{- if $claims -}}
+{{- $resources = merge $resources (dict "claims" $claims) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Values that contradict each other, in words. */}}
+{{- define "crossdock.check" -}}
+{{- $worker := .Values.worker -}}
+{{- $drain := get $worker.config "drain_timeout_s" | default 30.0 -}}
+{{- if ge (float64 $drain) (float64 $worker.stopTimeoutSeconds) -}}
+{{- fail (printf "worker.stopTimeoutSeconds: expected more than worker.config.drain_timeout_s, which is %v, got %v" $drain $worker.stopTimeoutSeconds) -}}
+{{- end -}}
+{{- if and $worker.gpus (ne (int $worker.gpus) (int $worker.numWorkers)) -}}
+{{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
+{{- end -}}
+{{- if and (eq (get $worker.config "transport" | toString) "nvlink") (not $worker.gpus) (not $worker.resourceClaims) -}}
+{{- fail "worker.config.transport nvlink: expected worker.gpus or worker.resourceClaims beside it, got neither" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.elects" .) -}}
+{{- fail "serviceAccount.name: expected an account that may get, create and update leases (control planes stand for election and serviceAccount.create is false), got none" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.readsNodes" .) -}}
+{{- fail "serviceAccount.name: expected an account that may list nodes (control.config.kubernetes is set and serviceAccount.create is false), got none" -}}
+{{- end -}}
 {{- end -}}

@@ -1,0 +1,152 @@
+"""A real Kubernetes API server for one test run: etcd, kube-apiserver, and helm to talk to it.
+
+    with Cluster.up() as cluster:
+        cluster.api.ask("GET", "/version")
+
+On loopback, without root; gone with the test run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from tests.deploy.bed import tools
+from tests.deploy.bed.api import Api
+from tests.deploy.bed.pki import Authority
+from tests.deploy.bed.processes import Processes
+
+SERVICES, CLUSTER_IP = "10.96.0.0/16", "10.96.0.1"
+ADDRESS = "127.0.0.1"
+PORTS = {"etcd": 23790, "peer": 23800, "apiserver": 16443}
+COMMAND_TIMEOUT_S = 120.0
+
+
+class Cluster:
+    """See the module's head.
+
+    Args:
+        folder: of its state; removed when it ends.
+        programs: what it runs.
+
+    Attributes:
+        api: as its administrator.
+        processes: every process of it.
+    """
+
+    def __init__(self, folder: Path, programs: dict[str, Path]) -> None:
+        self.folder, self.programs = folder, programs
+        self.server = f"https://{ADDRESS}:{PORTS['apiserver']}"
+        self.processes = Processes(folder / "logs")
+        self.authority = Authority.new(folder / "pki")
+        self._sign()
+        path = self.authority.path
+        self.api = Api(self.server, path("ca.crt"), path("admin.crt"), path("admin.key"))
+
+    @staticmethod
+    def up() -> Cluster:
+        """Start it. Raises Missing where a program cannot be built."""
+        programs = tools.need("etcd", "kube-apiserver", "helm3")
+        cluster = Cluster(Path(tempfile.mkdtemp(prefix="crossdock-bed-")), programs)
+        try:
+            cluster._start()
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process, remove the files."""
+        self.processes.end_all()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of the administrator."""
+        return self.folder / "pki" / "admin.kubeconfig"
+
+    def helm(self, *words: str, values: object = None, check: bool = True) -> str:
+        """stdout of `helm WORDS` on this cluster, with values on stdin where given; both outputs where it may fail."""
+        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HELM_CACHE_HOME": str(self.folder / "helm")}
+        environment["NO_PROXY"] = ADDRESS
+        given = ["--values", "-"] if values is not None else []
+        done = subprocess.run(
+            [str(self.programs["helm3"]), *words, *given], input=json.dumps(values or {}), env=environment,
+            capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise RuntimeError(f"helm {' '.join(words)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout if check else done.stdout + done.stderr
+
+    def namespace(self, name: str, labels: dict[str, str] | None = None) -> str:
+        """Make a namespace; its name."""
+        self.api.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels or {}}}
+        ).done()
+        return name
+
+    def ready(self) -> bool:
+        """Whether the API server says that it is ready."""
+        return self.api.ask("GET", "/readyz").fine
+
+    def kill_apiserver(self) -> None:
+        """SIGKILL: on SIGTERM it waits a minute for open watches."""
+        self.processes.end("apiserver", signal.SIGKILL)
+
+    def start_apiserver(self) -> None:
+        """Start it again and wait until it is ready."""
+        self.processes.restart("apiserver")
+        self.processes.wait("apiserver", self.ready)
+
+    def _sign(self) -> None:
+        names = ["DNS:localhost", "DNS:kubernetes", "DNS:kubernetes.default", "DNS:kubernetes.default.svc"]
+        self.authority.sign("apiserver", "kube-apiserver", "bed", [*names, f"IP:{ADDRESS}", f"IP:{CLUSTER_IP}"])
+        self.authority.sign("admin", "admin", "system:masters")
+        self.authority.kubeconfig("admin", self.server)
+
+    def _start(self) -> None:
+        etcd, peer = (f"http://127.0.0.1:{PORTS[name]}" for name in ("etcd", "peer"))
+        self.processes.start(
+            "etcd",
+            [
+                str(self.programs["etcd"]), f"--data-dir={self.folder / 'etcd'}", f"--listen-client-urls={etcd}",
+                f"--advertise-client-urls={etcd}", f"--listen-peer-urls={peer}", "--unsafe-no-fsync",
+                f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
+            ],
+        )  # fmt: skip
+        self.processes.start("apiserver", self._apiserver(etcd))
+        self.processes.wait("apiserver", self.ready)
+
+    def _apiserver(self, etcd: str) -> list[str]:
+        path = self.authority.path
+        headers = (
+            "username-headers=X-Remote-User",
+            "group-headers=X-Remote-Group",
+            "extra-headers-prefix=X-Remote-Extra-",
+        )
+        return [
+            str(self.programs["kube-apiserver"]), f"--etcd-servers={etcd}", f"--bind-address={ADDRESS}",
+            f"--advertise-address={ADDRESS}", f"--secure-port={PORTS['apiserver']}",
+            "--endpoint-reconciler-type=none",
+            f"--tls-cert-file={path('apiserver.crt')}", f"--tls-private-key-file={path('apiserver.key')}",
+            f"--client-ca-file={path('ca.crt')}", f"--requestheader-client-ca-file={path('ca.crt')}",
+            "--requestheader-allowed-names=front-proxy", *(f"--requestheader-{header}" for header in headers),
+            "--service-account-issuer=https://kubernetes.default.svc", f"--service-account-key-file={path('sa.pub')}",
+            f"--service-account-signing-key-file={path('sa.key')}", f"--service-cluster-ip-range={SERVICES}",
+            "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
+            "--profiling=false",
+        ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""The programs of the test bed, built once from pinned Go modules and kept outside the repository.
+
+`tools/NAME/go.mod` and `go.sum` pin every line of source. What is built from them lies in
+`${XDG_CACHE_HOME:-~/.cache}/crossdock/testbed/tools/NAME-HASH`, HASH being that of the module's files and of how it is
+built, so a machine builds each program once. `python -m tests.deploy.bed.tools [NAME...]` builds and prints a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.deploy.bed.say import Missing, say
+
+SOURCES = Path(__file__).parent / "tools"
+BUILD_TIMEOUT_S = 3600
+KUBERNETES = "1.36.3"
+
+
+def cache() -> Path:
+    """Where built programs and images are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "crossdock" / "testbed"
+
+
+def _stamps(*packages: str, version: str) -> str:
+    major, minor, _ = version.split(".")
+    words = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
+    return " ".join(f"-X {package}.{key}={value}" for package in packages for key, value in words.items())
+
+
+def _helm_stamps() -> str:
+    """Without these helm takes every cluster it does not ask for Kubernetes 1.20, and refuses newer charts."""
+    major, minor, _ = KUBERNETES.split(".")
+    pairs = [f"-X helm.sh/helm/v3/pkg/{package}.k8sVersion" for package in ("lint/rules", "chartutil")]
+    return " ".join(f"{pair}Major={major} {pair}Minor={minor}" for pair in pairs)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Go module: the binaries to make of it (name to package) and how."""
+
+    name: str
+    programs: Mapping[str, str]
+    stamps: str = ""
+
+    def folder(self) -> Path:
+        """Where its binaries are, or will be."""
+        digest = hashlib.sha256(repr((dict(self.programs), self.stamps)).encode())
+        for path in sorted((SOURCES / self.name).iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+        return cache() / "tools" / f"{self.name}-{digest.hexdigest()[:12]}"
+
+
+MODULES = {
+    module.name: module
+    for module in (
+        Module(
+            "k8s",
+            {"kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver"},
+            _stamps("k8s.io/component-base/version", "k8s.io/client-go/pkg/version", version=KUBERNETES),
+        ),
+        Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
+        Module("helm3", {"helm3": "helm.sh/helm/v3/cmd/helm"}, _helm_stamps()),
+        Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
+    )
+}
+
+
+def need(*names: str) -> dict[str, Path]:
+    """Paths of programs, those built that are not in the cache yet. Raises Missing where Go is not there or fails."""
+    owners = {name: next(module for module in MODULES.values() if name in module.programs) for name in names}
+    absent = [name for name in names if not (owners[name].folder() / name).exists()]
+    if absent:
+        go = shutil.which("go")
+        if go is None:
+            raise Missing(f"go >= 1.26, which builds {', '.join(absent)}, is not on PATH")
+        say(f"  building {', '.join(absent)}: once per machine, some minutes")
+        try:
+            for name in absent:
+                began = time.monotonic()
+                _build(go, owners[name], name)
+                say(f"  {name} built in {time.monotonic() - began:.0f} s")
+        finally:
+            shutil.rmtree(cache() / "work", ignore_errors=True)
+    return {name: owners[name].folder() / name for name in names}
+
+
+def _build(go: str, module: Module, program: str) -> None:
+    """Written beside its name and then renamed: a program that is there is whole."""
+    folder, work = module.folder(), cache() / "work"
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -modcacherw"}
+    environment = {**os.environ, **own, "GOMODCACHE": str(work / "mod"), "GOCACHE": str(work / "cache")}
+    made, package = folder / f"{program}.part", module.programs[program]
+    command = [go, "build", "-trimpath", "-ldflags", f"-s -w {module.stamps}"]
+    done = subprocess.run(
+        [*command, "-o", str(made), package],
+        cwd=SOURCES / module.name,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise Missing(f"go build {package} failed:\n{done.stderr[-2000:]}")
+    made.rename(folder / program)
+
+
+def _stale() -> Iterator[Path]:
+    current = {module.folder() for module in MODULES.values()}
+    root = cache() / "tools"
+    yield from (path for path in (root.iterdir() if root.is_dir() else ()) if path not in current)
+
+
+def main() -> None:
+    """Build the programs named on the command line, or all; forget what older versions of this file built."""
+    for path in _stale():
+        shutil.rmtree(path)
+    names = sys.argv[1:] or [name for module in MODULES.values() for name in module.programs]
+    try:
+        for name, path in need(*names).items():
+            print(f"{name:26} {path.stat().st_size >> 20:>4} MiB  {path}")
+    except Missing as error:
+        sys.exit(f"test bed: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The Grafana dashboard, made from our table of metrics: an expression that names a metric we do not export is refused.
+
+`make schema` writes it for the chart and for the compose file. `$job` chooses the scrape jobs, one for each group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from tests.house.tree import ROOT
+
+PLACES = (
+    ROOT / "helm" / "crossdock" / "dashboard.json",
+    ROOT / "deploy" / "grafana" / "dashboards" / "crossdock.json",
+)
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+COLUMNS, HEIGHT = 24, 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: its queries are (expression, legend); METRIC{...} in them gets the job's filter."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "timeseries"
+    width: int = 8
+    meaning: str = ""
+
+
+def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
+    group = ", ".join(filter(None, ["le", by]))
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", ") if label)
+    return tuple(
+        (
+            f"histogram_quantile({q / 100:g}, sum by ({group}) (rate({metric}_bucket{{}}[$__rate_interval])))",
+            f"p{q} {legend}".strip(),
+        )
+        for q in (50, 99)
+    )
+
+
+def _rate(metric: str, by: str, function: str = "rate") -> tuple[tuple[str, str], ...]:
+    return ((f"sum by ({by}) ({function}({metric}{{}}[$__rate_interval]))", f"{{{{{by}}}}}"),)
+
+
+_ROWS_OF_RANKS = "sum by (instance) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
+_DISPATCHES = 'crossdock_op_seconds_bucket{op="dispatch", phase="total"}'
+
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Health": (
+        Panel("State", "none", (("max by (state) (crossdock_state{}) == 1", "{{state}}"),), "stat", 6),
+        Panel(
+            "Members",
+            "none",
+            (("max(crossdock_members{})", "members"), ("max(crossdock_world_size{})", "of")),
+            "stat",
+            6,
+        ),
+        Panel(
+            "Epoch", "none", (("max(crossdock_epoch{})", "epoch"),), "stat", 6, "Each change of membership raises it."
+        ),
+        Panel("Processes up", "none", (("sum(crossdock_up{})", "up"),), "stat", 6),
+    ),
+    "Requests": (
+        Panel("Tokens answered", "cps", _rate("crossdock_tokens_total", "instance")),
+        Panel("Request latency", "s", _quantiles("crossdock_request_seconds"), meaning="Queueing included."),
+        Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
+        Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
+        Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),
+        Panel("Steps", "ops", _rate("crossdock_steps_total", "instance")),
+    ),
+    "Steps": (
+        Panel("Step by phase", "s", _quantiles("crossdock_step_phase_seconds", "phase"), width=12),
+        Panel("Dispatch and combine", "s", _quantiles("crossdock_op_seconds", "op, mode, phase"), width=12),
+        Panel(
+            "Dispatch, every call",
+            "s",
+            ((f"sum by (le) (rate({_DISPATCHES}[$__rate_interval]))", "{{le}}"),),
+            "heatmap",
+            12,
+        ),
+        Panel("Bytes between ranks", "Bps", _rate("crossdock_bytes_total", "op"), width=12),
+    ),
+    "Balance": (
+        Panel(
+            "Waiting for",
+            "percentunit",
+            _rate("crossdock_peer_wait_seconds_total", "peer"),
+            meaning="The highest line is the slow rank.",
+        ),
+        Panel(
+            "Hottest experts",
+            "cps",
+            (("topk(10, sum by (expert) (rate(crossdock_expert_rows_total{}[$__rate_interval])))", "{{expert}}"),),
+        ),
+        Panel(
+            "Rows per rank, largest to mean",
+            "none",
+            ((f"max({_ROWS_OF_RANKS}) / avg({_ROWS_OF_RANKS})", "imbalance"),),
+        ),
+    ),
+    "Faults": (
+        Panel("Timeouts", "none", _rate("crossdock_peer_timeouts_total", "peer", "increase")),
+        Panel("Members lost", "none", _rate("crossdock_lost_total", "cause", "increase")),
+        Panel("Changes of state", "none", _rate("crossdock_transitions_total", "to", "increase")),
+        Panel("Restarts", "none", (("crossdock_restarts{}", "{{process}}"),)),
+    ),
+    "Control plane": (
+        Panel("Calls", "s", _quantiles("crossdock_rpc_seconds", "method")),
+        Panel("Calls by code", "reqps", _rate("crossdock_rpc_seconds_count", "code")),
+        Panel("Watchers", "none", (("crossdock_watchers{}", "{{instance}}"),)),
+        Panel("Leading", "none", (("crossdock_leading{}", "{{instance}}"),), meaning="Exactly one of a group."),
+        Panel("Term", "none", (("max(crossdock_term{})", "term"),)),
+        Panel("Reigns begun", "none", _rate("crossdock_reigns_total", "instance", "increase")),
+        Panel("Lease not reached", "none", _rate("crossdock_lease_failures_total", "instance", "increase")),
+    ),
+    "Security": (
+        Panel("Calls refused", "reqps", _rate("crossdock_calls_refused_total", "reason")),
+        Panel(
+            "Certificates end in",
+            "s",
+            (("(crossdock_certificate_not_after_seconds{} > 0) - time()", "{{instance}}"),),
+            meaning="Processes without a certificate are left out.",
+        ),
+        Panel("Certificates read again", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
+    ),
+    "Placement": (
+        Panel("Placement", "none", (("max(crossdock_placement_version{})", "version"),)),
+        Panel("Imbalance of ranks", "none", (("crossdock_expert_imbalance{}", "{{instance}}"),)),
+        Panel("Moves", "none", (("sum(increase(crossdock_expert_moves_total{}[$__rate_interval]))", "moves"),)),
+        Panel("Copies loaded", "none", _rate("crossdock_expert_copies_loaded_total", "instance", "increase")),
+        Panel("Switch of a layer", "s", _quantiles("crossdock_expert_switch_seconds")),
+    ),
+}
+
+
+def exported() -> set[str]:
+    """Names of series: those of histograms with their endings."""
+    names = set()
+    for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics()):
+        for metric in metrics.declarations():
+            endings = ("_bucket", "_count", "_sum") if metric.kind == "histogram" else ("",)
+            names |= {metric.name + ending for ending in endings}
+    return names
+
+
+def _filtered(expression: str, known: set[str]) -> str:
+    """With the job's filter at every metric; raises ValueError for a metric that nobody exports."""
+
+    def one(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            raise ValueError(f"dashboard: expected an exported metric, got {match[1]}")
+        inside = ", ".join(filter(None, ['job=~"$job"', match[2]]))
+        return f"{match[1]}{{{inside}}}"
+
+    named = set(re.findall(r"\bcrossdock_\w+", expression))
+    made = re.sub(r"\b(crossdock_\w+)\{([^}]*)\}", one, re.sub(r"\b(crossdock_\w+)(?=[\[)])", r"\1{}", expression))
+    if unknown := named - known:
+        raise ValueError(f"dashboard: expected exported metrics, got {sorted(unknown)}")
+    return made
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    known = exported()
+    number = x = y = 0
+    for title, panels in ROWS.items():
+        number += 1
+        y += HEIGHT if x else 0
+        yield {
+            "id": number,
+            "type": "row",
+            "title": title,
+            "collapsed": False,
+            "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": 1},
+            "panels": [],
+        }
+        x, y = 0, y + 1
+        for panel in panels:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + HEIGHT
+            number += 1
+            yield _panel(panel, number, {"x": x, "y": y, "w": panel.width, "h": HEIGHT}, known)
+            x += panel.width
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int], known: set[str]) -> dict[str, Any]:
+    targets = [
+        {
+            "refId": chr(ord("A") + i),
+            "datasource": SOURCE,
+            "expr": _filtered(expression, known),
+            "legendFormat": legend,
+            "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+        }
+        for i, (expression, legend) in enumerate(panel.queries)
+    ]
+    made: dict[str, Any] = {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.meaning,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "targets": targets,
+        "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
+    }
+    if panel.kind == "stat":
+        made["options"] = {"textMode": "value_and_name", "reduceOptions": {"calcs": ["lastNotNull"]}}
+    if panel.kind == "heatmap":
+        made["options"] = {"calculate": False, "yAxis": {"unit": panel.unit}}
+    return made
+
+
+def dashboard_json() -> str:
+    """The dashboard as Grafana imports it."""
+    datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    job = {
+        "name": "job",
+        "label": "Job",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": "label_values(crossdock_build_info, job)", "refId": "jobs"},
+        "definition": "label_values(crossdock_build_info, job)",
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": ["All"], "value": ["$__all"]},
+        "refresh": 2,
+        "sort": 1,
+    }
+    board = {
+        "uid": "crossdock",
+        "title": "Crossdock",
+        "tags": ["crossdock"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-15m", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [datasource, job]},
+        "panels": list(_panels()),
+    }
+    return json.dumps(board, indent=1) + "\n"
