@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deploy check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
+.PHONY: help demo test test-deploy check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -95,6 +95,9 @@ chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random und
 
 bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside greedy and EPLB; csv and run.json
 	$(PY) -m benchmarks.placement --out docs/results/$$(date +%F)-placement $(ARGS)
+
+bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
+	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'

@@ -117,6 +117,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Calls", "s", _quantiles("crossdock_rpc_seconds", "method")),
         Panel("Calls by code", "reqps", _rate("crossdock_rpc_seconds_count", "code")),
         Panel("Watchers", "none", (("crossdock_watchers{}", "{{instance}}"),)),
+        Panel("Ranks that take part", "none", (("crossdock_active_ranks{}", "{{instance}}"),)),
         Panel("Leading", "none", (("crossdock_leading{}", "{{instance}}"),), meaning="Exactly one of a group."),
         Panel("Term", "none", (("max(crossdock_term{})", "term"),)),
         Panel("Reigns begun", "none", _rate("crossdock_reigns_total", "instance", "increase")),

@@ -190,6 +190,7 @@ def cluster(
     recover_s: float = 20.0,
     guard: SecurityConfig = PLAIN,
     placement: PlacementConfig | None = None,
+    elastic: bool = False,
     **worker: object,
 ) -> Iterator[Cluster]:
     """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does."""
@@ -204,6 +205,7 @@ def cluster(
         security=guard,
         log=log,
         placement=placement or PlacementConfig(),
+        elastic=elastic,
     )
     common = {"security": guard, "log": log, **worker}
     workers = [

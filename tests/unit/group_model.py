@@ -41,13 +41,21 @@ class View:
     epoch: int
     phase: Phase
     table: Table
+    active: frozenset[int] | None = None
+
+    @property
+    def seats(self) -> Table:
+        """Those that take part."""
+        return tuple(row for row in self.table if self.active is None or row[0] in self.active)
 
 
 @dataclass(frozen=True)
 class Peer:
     """One worker process, as far as the protocol goes.
 
-    stage: "out" (between epochs), "published", "mapped", "ready", "serving", "gone" (it left, or was told to stop).
+    stage: "out" (between epochs), "published", "meeting" (it goes on without somebody, and waits for the others that
+        do), "mapped", "ready", "serving", "gone" (it left, or was told to stop).
+    mapped: the regions that its communicator has mapped, as long as that can be used.
     """
 
     uid: str
@@ -59,6 +67,7 @@ class Peer:
     joined: int = 0
     stage: str = "out"
     table: Table = ()
+    mapped: Table = ()
     fault: tuple[int, tuple[int, ...]] | None = None
     made: int = 0
 
@@ -98,9 +107,9 @@ class World:
         return [peer for peer in self.peers if peer.alive and peer.stage == "serving"]
 
 
-def start(size: int, budget: Budget, max_failed: int = 2) -> World:
+def start(size: int, budget: Budget, max_failed: int = 2, *, elastic: bool = False) -> World:
     """Nothing has happened yet; as many workers as slots."""
-    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, max_failed)
+    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, max_failed, elastic)
     peers = tuple(Peer(f"h/{local}") for local in range(size))
     return World(calm(new_group(settings, 0.0)), peers, budget)
 
@@ -134,7 +143,7 @@ def _disturbances(world: World) -> Iterator[tuple[str, World]]:
             yield f"{peer.uid} crashes", _put(replace(world, budget=replace(left, crashes=left.crashes - 1)), dead)
         if left.cuts and any(m.uid == peer.uid for m in world.group.members):
             yield f"lease of {peer.uid} ends", _expire(replace(world, budget=replace(left, cuts=left.cuts - 1)), peer)
-        if left.silences and peer.alive and peer.stage in {"mapped", "ready", "serving"}:
+        if left.silences and peer.alive and peer.stage in {"meeting", "mapped", "ready", "serving"}:
             for rank, uid, _, _ in peer.table:
                 if uid != peer.uid:
                     after = _broken(peer, (rank,))
@@ -172,15 +181,35 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         and peer.view.epoch > peer.joined
         and peer.rank is not None
     ):
-        yield "publishes", _publish(world, peer)
+        if peer.view.active is None:
+            yield "publishes", _publish(world, peer)
+        elif peer.rank in peer.view.active:
+            yield "goes on", _put(world, _go_on(peer))
     if peer.stage == "published" and current and all(region for *_, region in peer.view.table):
-        yield "maps", _put(world, replace(peer, stage="mapped", table=peer.view.table))
+        table = peer.view.table
+        yield "maps", _put(world, replace(peer, stage="mapped", table=table, mapped=table))
+    if peer.stage == "meeting" and _all_meet(world, peer):
+        yield "meets the others", _put(world, replace(peer, stage="mapped"))
     if peer.stage == "mapped":
         after, refused = _tell(world, Ready(peer.uid, peer.incarnation, peer.joined))
         yield "gets ready", _put(after, replace(peer, stage="ready") if not refused else _broken(peer, ()))
     if peer.stage == "ready" and current and peer.view.phase is Phase.SERVING:
         prior = replace(peer.prior, ready=True) if peer.prior and peer.prior.epoch == peer.joined else peer.prior
         yield "serves", _put(world, replace(peer, stage="serving", prior=prior))
+
+
+def _go_on(peer: Peer) -> Peer:
+    """`set_active` on the communicator that it has: a collective of those that go on."""
+    assert peer.view is not None
+    seats = peer.view.seats
+    if not set(seats) <= set(peer.mapped):
+        return _broken(replace(peer, joined=peer.view.epoch), ())
+    return replace(peer, stage="meeting", joined=peer.view.epoch, table=seats)
+
+
+def _all_meet(world: World, peer: Peer) -> bool:
+    there = {(other.uid, other.incarnation) for other in world.peers if other.alive and other.joined == peer.joined}
+    return all((uid, incarnation) in there for _, uid, incarnation, _ in peer.table)
 
 
 def _register(world: World, peer: Peer) -> World:
@@ -196,7 +225,7 @@ def _seen(group: Group, peer: Peer) -> View:
     member = group.member(peer.uid)
     inside = member is not None and member.worker.incarnation == peer.incarnation and group.sealed
     table = tuple((m.rank, m.uid, m.worker.incarnation, m.region if inside else b"") for m in group.members)
-    return View(group.epoch, group.phase, table)
+    return View(group.epoch, group.phase, table, group.active)
 
 
 def _look(peer: Peer, view: View) -> Peer:
@@ -207,7 +236,8 @@ def _look(peer: Peer, view: View) -> Peer:
     final = peer.prior is not None or view.phase is Phase.EXCHANGING
     if view.epoch > past and final:
         seatless = replace(peer.prior, ready=False) if peer.prior is not None else None
-        prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, b"", False)
+        own = next((region for rank, *_, region in view.table if rank == peer.rank), b"")
+        prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, own, False)
         peer = replace(peer, prior=prior)
     if peer.stage != "out" and view.epoch > peer.joined:
         peer = replace(peer, stage="out", table=())
@@ -217,7 +247,7 @@ def _look(peer: Peer, view: View) -> Peer:
 def _publish(world: World, peer: Peer) -> World:
     assert peer.view is not None
     assert peer.rank is not None
-    peer = replace(peer, joined=peer.view.epoch, made=peer.made + 1, table=())
+    peer = replace(peer, joined=peer.view.epoch, made=peer.made + 1, table=(), mapped=())
     peer = replace(peer, prior=Prior(peer.joined, peer.rank or 0, peer.region, False))
     after, refused = _tell(world, PublishRegion(peer.uid, peer.incarnation, peer.joined, peer.region))
     return _put(after, replace(peer, stage="published") if not refused else _broken(peer, ()))
@@ -230,7 +260,9 @@ def _beats(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
     if peer.fault is not None:
         epoch, silent = peer.fault
         words = "broken"
-    after, refused = _tell(world, Heartbeat(peer.uid, peer.incarnation, epoch, silent, words))
+    outside = peer.view is not None and peer.view.active is not None and peer.rank not in peer.view.active
+    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, loaded=outside and peer.rank is not None)
+    after, refused = _tell(world, beat)
     if refused is Refusal.UNKNOWN_WORKER:
         peer = replace(peer, registered=False)
     elif refused is Refusal.REPLACED:

@@ -3,11 +3,11 @@
 A transcript has lines `> command` and comments `# ...`; indented lines are the expected output. Write commands only and
 run `python -m tests.unit.group_script FILE...` to fill the output in, or to rewrite it after a change that was meant.
 
-    > group world=4 lease=3 form=600 recover=5     a fresh control plane at time 0
+    > group world=4 lease=3 form=600 recover=5 [elastic=1]     a fresh control plane at time 0
     > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [prior=EPOCH:RANK[:idle]]
     > region UID epoch= [bytes=]                   PublishRegion
     > ready UID epoch=
-    > beat UID epoch= [silent=1,2] [fault=a_word]
+    > beat UID epoch= [silent=1,2] [fault=a_word] [loaded=1]
     > leave UID [reason=a_word]
     > wait SECONDS [UID...]                        ticks, eight per lease; the named workers keep beating
     > form UID...                                  all of these register, publish and get ready; prints the last view
@@ -53,6 +53,7 @@ def show(group: Group) -> str:
     members = " ".join(f"{m.rank}:{m.uid}{marks[bool(m.region) + (bool(m.region) and m.ready)]}" for m in group.members)
     extra = f" lost={list(group.lost_ranks)}" if group.lost_ranks else ""
     extra += f" broken={list(group.broken_ranks)}" if group.broken_ranks else ""
+    extra += f" active={sorted(group.active)}" if group.active is not None else ""
     recovering = " (recovering)" if group.recovering else ""
     return f"{group.phase.value} epoch {group.epoch}{recovering} [{members}]{extra} -- {group.reason}"
 
@@ -93,7 +94,8 @@ class Replay:
 
     def _do_group(self, words: list[str], named: dict[str, str]) -> list[str]:
         numbers = {key: float(value) for key, value in named.items()}
-        settings = Settings(int(numbers["world"]), numbers["lease"], numbers["form"], numbers["recover"])
+        times, elastic = (numbers["lease"], numbers["form"], numbers["recover"]), bool(numbers.get("elastic"))
+        settings = Settings(int(numbers["world"]), *times, elastic=elastic)
         self.group = new_group(settings, self.now)
         return [show(self.group)]
 
@@ -123,7 +125,8 @@ class Replay:
     def _do_beat(self, words: list[str], named: dict[str, str]) -> list[str]:
         silent = tuple(int(rank) for rank in named.get("silent", "").split(",") if rank)
         incarnation = self._incarnation(words[0], named)
-        return self._take(Heartbeat(words[0], incarnation, int(named["epoch"]), silent, named.get("fault", "")))
+        told = silent, named.get("fault", ""), "loaded" in named
+        return self._take(Heartbeat(words[0], incarnation, int(named["epoch"]), *told))
 
     def _do_leave(self, words: list[str], named: dict[str, str]) -> list[str]:
         return self._take(Leave(words[0], self._incarnation(words[0], named), named.get("reason", "")))

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from crossdock.control.records import Phase
-from tests.unit.group_model import Budget, World, moves, start
+from tests.unit import group_model
+from tests.unit.group_model import Budget, Peer, World, moves, start
 
 ROUNDS = 90
 PAIRS = [
@@ -32,7 +33,9 @@ def faults_of(world: World) -> str:
     for one in serving:
         assert one.table
         ranks = [rank for rank, *_ in one.table]
-        if ranks != list(range(len(world.peers))):
+        whole = ranks == list(range(len(world.peers)))
+        itself = any((uid, incarnation) == (one.uid, one.incarnation) for _, uid, incarnation, _ in one.table)
+        if not itself or not (whole or world.group.settings.elastic):
             return f"{one.uid} serves with ranks {ranks}"
         for other in serving:
             names_it = any(region == other.region for *_, region in one.table)
@@ -44,7 +47,11 @@ def faults_of(world: World) -> str:
     group = world.group
     if group.phase is Phase.SERVING:
         for one in serving:
-            members = tuple((m.rank, m.uid, m.worker.incarnation, m.region) for m in group.members)
+            members = tuple(
+                (m.rank, m.uid, m.worker.incarnation, m.region)
+                for m in group.members
+                if group.active is None or m.rank in group.active
+            )
             if one.joined == group.epoch and one.registered and one.table != members:
                 return f"{one.uid} serves another table than the control plane's under epoch {group.epoch}"
     if group.phase is Phase.FAILED and not group.reason:
@@ -82,9 +89,19 @@ def ends_well(world: World, good: set[World]) -> bool:
     return True
 
 
-def search(size: int, budget: Budget, *, most: int) -> tuple[int, bool]:
+def serving(size: int, budget: Budget) -> World:
+    """An elastic group that serves, and what may still happen to it."""
+    world = start(size, Budget(), elastic=True)
+    while len(world.serving) < size:
+        world = next(after for _, after in moves(world) if after != world)
+    return replace(world, budget=budget)
+
+
+def search(
+    size: int, budget: Budget, *, most: int, elastic: bool = False, first: World | None = None
+) -> tuple[int, bool]:
     """Look at every world that can be reached: (how many, whether that was all). Asserts that all is well."""
-    first = start(size, budget)
+    first = first or start(size, budget, elastic=elastic)
     parents: dict[World, tuple[World | None, str]] = {first: (None, "")}
     queue, good = deque([first]), set[World]()
     while queue and len(parents) < most:
@@ -130,16 +147,42 @@ def test_two_workers_in_every_order(budget: Budget) -> None:
     assert count > 20
 
 
+@pytest.mark.parametrize("budget", [Budget(crashes=1), Budget(cuts=1), Budget(silences=1), Budget(leaves=1)], ids=str)
+def test_two_elastic_workers_in_every_order(budget: Budget) -> None:
+    count, whole = search(2, budget, most=60_000, elastic=True)
+    assert whole, f"{count} worlds were not all"
+
+
+@pytest.mark.parametrize("budget", [Budget(crashes=1), Budget(silences=1), Budget(leaves=1)], ids=str)
+def test_three_elastic_workers_lose_one_in_every_order(budget: Budget) -> None:
+    """Two go on. No worker is started anew: the others must serve without it, and then `most` worlds with it."""
+    search(3, budget, most=500, first=serving(3, budget))
+
+
+def test_the_search_sees_ranks_that_go_on_with_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: a worker that goes on as if nobody were lost."""
+
+    def go_on(peer: Peer) -> Peer:
+        assert peer.view is not None
+        return replace(peer, stage="mapped", joined=peer.view.epoch, table=peer.mapped)
+
+    monkeypatch.setattr(group_model, "_go_on", go_on)
+    budget = Budget(leaves=1)
+    with pytest.raises(AssertionError, match="serves another table"):
+        search(3, budget, most=20_000, first=serving(3, budget))
+
+
 def test_three_workers_in_every_order() -> None:
     assert search(3, Budget(), most=10_000)[1]
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["whole", "elastic"])
 @pytest.mark.parametrize("seed", range(2))
-def test_long_lives_of_larger_groups(seed: int) -> None:
+def test_long_lives_of_larger_groups(seed: int, elastic: bool) -> None:
     """Walks through worlds of three and four workers, with many disturbances, too many worlds to see all of them."""
     generator = random.Random(seed)
     for walk in range(12):
-        world = start(3 + walk % 2, Budget(3, 3, 3, 3, 1, 3), max_failed=3)
+        world = start(3 + walk % 2, Budget(3, 3, 3, 3, 1, 3), max_failed=3, elastic=elastic)
         steps: list[str] = []
         for _ in range(120):
             found = list(moves(world))
@@ -169,11 +212,10 @@ def test_the_search_sees_two_tables_under_one_epoch() -> None:
 
 
 if __name__ == "__main__":
-    for pair in PAIRS:
+    for pair, elastic in ((pair, elastic) for pair in PAIRS for elastic in (False, True)):
         begun = time.monotonic()
-        count, whole = search(2, pair, most=int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)
+        count, whole = search(2, pair, most=int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000, elastic=elastic)
         what = ", ".join(f"{name} {value}" for name, value in vars(pair).items() if value)
-        print(
-            f"2 workers, {what}: {count} worlds{'' if whole else ' (not all)'}, {time.monotonic() - begun:.0f} s",
-            flush=True,
-        )
+        kind = "2 elastic workers" if elastic else "2 workers"
+        seconds = time.monotonic() - begun
+        print(f"{kind}, {what}: {count} worlds{'' if whole else ' (not all)'}, {seconds:.0f} s", flush=True)

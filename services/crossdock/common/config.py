@@ -145,6 +145,9 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
     election: ElectionConfig | None = None
     """One of several control planes, of which the holder of a Kubernetes Lease decides. Null: the only one."""
+    elastic: bool = False
+    """Go on without a rank that is lost, and take its successor in when it has loaded its experts. Requests for experts
+    of which the lost ranks held every copy fail meanwhile (see `placement.min_copies`). False: all wait for it."""
     placement: PlacementConfig = PlacementConfig()
     """Copies of experts, and when they move."""
     kubernetes: KubernetesConfig | None = None

@@ -177,6 +177,9 @@ class ControlMetrics(GuardedMetrics):
         )
         self.epoch = self._gauge("epoch", "1", "Membership counter of the group")
         self.members = self._gauge("members", "workers", "Live members of the group")
+        self.active_ranks = self._gauge(
+            "active_ranks", "ranks", "Ranks that take part: fewer than members while some are still to be taken in"
+        )
         self.world_size = self._gauge("world_size", "ranks", "Ranks that the group is configured for")
         self.state = self._gauge("state", "1", "1 for the state the group is in, 0 for the others", "state")
         self.transitions_total = self._counter("transitions_total", "changes", "Changes of state, by new state", "to")

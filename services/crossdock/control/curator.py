@@ -117,12 +117,13 @@ class Curator:
         """A complete group is forming: fix where its experts lie.
 
         Args:
-            domains: name of the NVLink domain or host of each rank, in rank order.
+            domains: name of the NVLink domain or host of each rank, in rank order; of fewer where some are missing.
             now: seconds.
         """
         if self.kind is None:
             return
-        self._domains = _numbered(domains)
+        if len(domains) == self.world_size or not self._domains:
+            self._domains = _numbered(domains)
         reached = self._reached()
         known = max([self.version, *(report.version for report in self._reports.values())])
         shape = self.shape

@@ -139,8 +139,11 @@ class Experts:
 
     async def rebalance(self, group: Group) -> pb.RebalanceResponse:
         """Start what a plan of now says. Raises FailedPrecondition."""
-        if group.phase is not Phase.SERVING or not self.version:
-            raise rpc.FailedPrecondition(f"rebalance: expected a group that serves, got {group.phase.value}")
+        if group.phase is not Phase.SERVING or group.active is not None or not self.version:
+            missing = " without some ranks" if group.active is not None else ""
+            raise rpc.FailedPrecondition(
+                f"rebalance: expected a whole group that serves, got {group.phase.value}{missing}"
+            )
         if self._curator.is_moving:
             raise rpc.FailedPrecondition("rebalance: experts are moving already")
         plan = (await self._plan()).plan

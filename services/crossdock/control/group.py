@@ -13,6 +13,11 @@ exactly one epoch, in whatever order its lease, its neighbours' reports and its 
 A new process has no memory. For `recover_s` it listens to workers that remember a group (`Prior`). When all of them
 agree, the group serves on at the same epoch and nobody noticed; else the group forms anew above every reported epoch.
 
+An elastic group does not wait for a lost rank: the epoch rises, and the ranks that are left go on with the regions that
+they have mapped (`active`), through EXCHANGING to SERVING again. Whoever comes meanwhile takes a slot, loads its
+experts beside them and says so; when all slots are taken and loaded, the epoch rises once more and all exchange regions
+anew.
+
 docs/group-protocol.md has the tables. Ranks are chosen in ranks.py, the memory of workers is judged in recovery.py.
 """
 
@@ -133,6 +138,8 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
     member = _require(group, event, event.epoch)
     if not group.sealed or group.phase is Phase.FAILED:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
+    if group.active is not None and member.rank not in group.active:
+        raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not among those that go on in epoch {group.epoch}")
     return _update(group, replace(member, ready=True)), ()
 
 
@@ -148,6 +155,8 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
         return replace(_raise_epoch(group, event.epoch + 1, now), reason=reason), ()
+    if group.active is not None and member.rank not in group.active:
+        return _update(group, replace(member, lease_until=now + group.settings.lease_s, loaded=event.loaded)), ()
     if not broken or event.epoch != group.epoch or group.phase not in {Phase.EXCHANGING, Phase.SERVING}:
         return group, ()
     blamed = {rank for rank in event.silent_ranks if rank != member.rank}
@@ -175,7 +184,7 @@ def _tick(group: Group, event: Tick, now: float) -> Result:
         effects = tuple(Lost(member.rank, member.uid, "lease") for member in silent)
         return _remove(group, silent, reason, now), effects
     if group.phase is Phase.EXCHANGING and now - group.since >= group.settings.form_timeout_s:
-        late = [m for m in group.members if not (m.ready if group.sealed else m.region)]
+        late = [m for m in _those_that_count(group) if not (m.ready if group.sealed else m.region)]
         what = "ready" if group.sealed else "published"
         names = ", ".join(str(member) for member in late)
         reason = f"epoch {group.epoch} timed out after {group.settings.form_timeout_s:g} s: not {what}: {names}"
@@ -205,9 +214,25 @@ def _settle(group: Group, now: float) -> Group:
         owners = tuple(member.worker.place for member in group.members)
         group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
     size = group.settings.world_size
-    if group.phase is Phase.EXCHANGING and group.members.num_ready == size:
-        group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=f"all {size} ranks ready")
-    return group
+    expected = size if group.active is None else len(group.active)
+    if group.phase is Phase.EXCHANGING and group.members.num_ready == expected:
+        without = f": going on without {_missing(group)}" if group.active is not None else ""
+        reason = f"all {expected} ranks ready{without}"
+        group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=reason)
+    return _take_in(group, now)
+
+
+def _take_in(group: Group, now: float) -> Group:
+    """A group that went on without some ranks takes them in when all slots have members that hold their experts."""
+    if group.active is None or group.phase is not Phase.SERVING or not group.full:
+        return group
+    outside = [member for member in group.members if member.rank not in group.active]
+    if not all(member.loaded for member in outside):
+        return group
+    names = ", ".join(map(str, outside))
+    group = replace(_raise_epoch(group, group.epoch + 1, now), reason=f"{names} taken in", broken_ranks=())
+    owners = tuple(member.worker.place for member in group.members)
+    return replace(group, phase=Phase.EXCHANGING, owners=owners)
 
 
 def _add(group: Group, event: Register, now: float) -> Group:
@@ -237,6 +262,8 @@ def _add(group: Group, event: Register, now: float) -> Group:
 
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
     ranks = tuple(member.rank for member in gone)
+    if (left := _left_to_go_on(group, ranks)) is not None:
+        return _go_on(group, left, gone, reason, ranks, now)
     broke = group.sealed or group.phase is Phase.FAILED
     lost = frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
@@ -254,6 +281,9 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
 
 def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) -> Group:
     """End the epoch while every member is alive: a member's report, or a deadline."""
+    left = _left_to_go_on(group, ranks) if ranks else None
+    if left is not None and left != group.active:
+        return _go_on(group, left, (), reason, ranks, now)
     failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
     group = _raise_epoch(group, group.epoch + 1, now)
     group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
@@ -262,10 +292,51 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) 
     return replace(group, phase=Phase.FAILED, reason=f"{failed} epochs broke in a row; the last: {reason}")
 
 
+def _left_to_go_on(group: Group, ranks: Sequence[int]) -> frozenset[int] | None:
+    """The ranks that can go on without these, or None: the group must form anew. All of them have mapped each other."""
+    serves = group.phase is Phase.SERVING or (group.phase is Phase.EXCHANGING and group.active is not None)
+    if not group.settings.elastic or not serves:
+        return None
+    members = range(group.settings.world_size) if group.active is None else group.active
+    return frozenset(members).difference(ranks) or None
+
+
+def _go_on(
+    group: Group, left: frozenset[int], gone: Sequence[Member], reason: str, ranks: Sequence[int], now: float
+) -> Group:
+    """The ranks `left` go on in a new epoch, with their regions; a loss among the others costs them nothing."""
+    lost = {member.rank for member in gone}
+    members = Members(member for member in group.members if member.rank not in lost)
+    if left == group.active:
+        return replace(group, members=members)
+    members = members.each(
+        lambda member: replace(member, ready=False, region=member.region if member.rank in left else b"")
+    )
+    return replace(
+        group,
+        epoch=group.epoch + 1,
+        phase=Phase.EXCHANGING,
+        since=now,
+        members=members,
+        active=left,
+        reason=reason,
+        broken_ranks=tuple(sorted(ranks)),
+    )
+
+
+def _those_that_count(group: Group) -> Sequence[Member]:
+    return [member for member in group.members if group.active is None or member.rank in group.active]
+
+
+def _missing(group: Group) -> str:
+    assert group.active is not None
+    return ", ".join(f"rank {rank}" for rank in range(group.settings.world_size) if rank not in group.active)
+
+
 def _raise_epoch(group: Group, epoch: int, now: float) -> Group:
     """A new epoch: every region and every ready is void."""
-    members = group.members.each(lambda member: replace(member, region=b"", ready=False))
-    return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members)
+    members = group.members.each(lambda member: replace(member, region=b"", ready=False, loaded=False))
+    return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members, active=None)
 
 
 def _forgive_pause(group: Group, pause: float) -> Group:

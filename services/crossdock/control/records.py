@@ -40,6 +40,8 @@ class Settings:
     recover_s: float
     max_failed_epochs: int = 8
     """Epochs that may break one after the other, with unchanged members and without serving, before FAILED."""
+    elastic: bool = False
+    """Ranks that are left go on without one that is lost; see group.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Member:
     region: bytes = b""
     """Published in this epoch; empty before."""
     ready: bool = False
+    loaded: bool = False
+    """Outside of a group that goes on without it, and it holds its experts: it can be taken in at once."""
     num_blamed: int = 0
     """How often others called this rank silent in the life of this member."""
 
@@ -139,7 +143,8 @@ class Members(tuple[Member, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot."""
+    """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot,
+    or (`active`) in each of those that go on."""
 
     settings: Settings
     phase: Phase
@@ -161,6 +166,8 @@ class Group:
     reason: str
     broken_ranks: tuple[int, ...]
     """Ranks that were lost, replaced or called silent when the epoch before ended, or since."""
+    active: frozenset[int] | None = None
+    """Ranks that go on with the regions of an earlier epoch while others are missing; None: all of this epoch's own."""
 
     @property
     def recovering(self) -> bool:
@@ -173,7 +180,7 @@ class Group:
     @property
     def sealed(self) -> bool:
         """Every region of this epoch is published, so the table was handed out and members may have mapped it."""
-        return self.full and self.members.num_published == len(self.members)
+        return self.active is not None or (self.full and self.members.num_published == len(self.members))
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -218,6 +225,8 @@ class Heartbeat:
     """Of the sender's communicator; 0 before its first."""
     silent_ranks: tuple[int, ...] = ()
     fault: str = ""
+    loaded: bool = False
+    """The sender is outside of a group that goes on without it, and holds the experts of its rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         clock: Callable[[], float] = time.monotonic,
         labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
     ) -> None:
-        settings = Settings(config.world_size, config.lease_s, config.form_timeout_s, config.recover_s)
+        settings = Settings(
+            config.world_size, config.lease_s, config.form_timeout_s, config.recover_s, elastic=config.elastic
+        )
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._limits = views.Limits.of(config.world_size)
@@ -181,7 +183,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def tick(self) -> None:
         """Let time pass for the group."""
         self._take(Tick())
-        self._experts.tick(self._group.phase is Phase.SERVING)
+        self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
         """End every Watch stream with UNAVAILABLE, so that watchers look for a successor."""
@@ -265,6 +267,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _measure(self) -> None:
         self._metrics.epoch.set(self._group.epoch)
         self._metrics.members.set(len(self._group.members))
+        active = self._group.active
+        self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
         for phase in Phase:
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
 

@@ -80,7 +80,7 @@ def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits) -> Heartbeat:
     if request.epoch > MAX_EPOCH:
         raise InvalidArgument(f"epoch: expected <= {MAX_EPOCH}, got {request.epoch}")
     silent = tuple(sorted(set(request.silent_ranks)))
-    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, _text(request.fault))
+    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, _text(request.fault), request.loaded)
 
 
 def leave_event(request: pb.LeaveRequest) -> Leave:
@@ -162,6 +162,7 @@ def _headline(group: Group, version: int, placement: int) -> pb.GroupView:
         broken_ranks=group.broken_ranks,
         num_members=len(group.members),
         placement=placement,
+        active_ranks=sorted(group.active or ()),
     )
 
 

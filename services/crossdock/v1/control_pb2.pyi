@@ -108,7 +108,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "placement", "term")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "placement", "active_ranks", "term")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class GroupView(_message.Message):
     BROKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
     NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
@@ -132,8 +133,9 @@ class GroupView(_message.Message):
     broken_ranks: _containers.RepeatedScalarFieldContainer[int]
     num_members: int
     placement: int
+    active_ranks: _containers.RepeatedScalarFieldContainer[int]
     term: int
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., placement: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")
@@ -184,20 +186,22 @@ class WorkerStats(_message.Message):
     def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
     silent_ranks: _containers.RepeatedScalarFieldContainer[int]
     fault: str
     stats: WorkerStats
     experts: ExpertReport
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ...) -> None: ...
+    loaded: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch",)

@@ -60,7 +60,8 @@ class Engine:
         self._batcher = Batcher()
         self._running: list[Work] = []
         self._refusal: Failure | None = Failure(grpc.StatusCode.UNAVAILABLE, "joining: the group has not formed yet")
-        self._draining = self._leaving = self._sleeping = False
+        self._draining = self._leaving = self._sleeping = self._paused = False
+        self._epoch = 0
         self._comm: MoECommunicator | None = None
         self._holdings: Holdings | None = None
         self._num_steps = 0
@@ -90,7 +91,7 @@ class Engine:
     def open(self) -> None:
         """Take requests from now on."""
         with self._lock:
-            self._refusal = None
+            self._refusal, self._paused = None, False
 
     def close(self, failure: Failure) -> None:
         """Answer everything that is here, and everything that comes, with `failure`."""
@@ -115,6 +116,12 @@ class Engine:
         """End `run` on all ranks between two steps, as soon as no draining rank has work."""
         with self._lock:
             self._leaving = True
+            self._wake()
+
+    def pause(self) -> None:
+        """End `run` between two steps, on this rank alone: its communicator will be told who is left."""
+        with self._lock:
+            self._paused = True
             self._wake()
 
     def nudge(self) -> None:
@@ -152,7 +159,7 @@ class Engine:
             holdings: which slot of the communicator holds which expert; None: they have the same number.
         """
         with self._lock:
-            self._comm, self._num_steps, self._holdings = comm, 0, holdings
+            self._comm, self._num_steps, self._holdings, self._epoch = comm, 0, holdings, epoch
         ended: Fault | Left
         try:
             self._lane.enter()
@@ -171,11 +178,13 @@ class Engine:
         self._rest()
         return ended
 
-    def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left:
+    def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left | Fault:
         batch: Batch | None = None
         while True:
             if batch is None:
                 self._sleep(comm)
+            if self._paused:
+                return Fault("the group goes on without a rank")
             words = comm.exchange(self._propose(batch).words())
             proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
             if batch is not None:
@@ -195,7 +204,7 @@ class Engine:
         while True:
             with self._lock:
                 news = self._holdings is not None and self._holdings.has_news()
-                self._sleeping = not self._batcher and not self._leaving and not news
+                self._sleeping = not (self._batcher or self._leaving or self._paused or news)
                 if not self._sleeping:
                     return
             if comm.wait_for_peer(_IDLE_S):
@@ -230,9 +239,23 @@ class Engine:
         for piece in slices:
             if piece.start == 0:
                 piece.work.timing = Timing(queue_ns=now_ns - piece.work.arrived_ns)
+        if self._holdings is not None:
+            slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
         batch = stepper.step(plan.layer, plan.max_tokens, slices)
         self._telemetry.step(batch.record)
         return batch
+
+    def _is_lost(self, work: Work, layer: int) -> bool:
+        """Whether a request asks for an expert that the lost ranks have taken with them; if so, it is answered."""
+        route = self._holdings.route(layer) if self._holdings is not None else None
+        experts = route.lost_in(work.topk_ids) if route is not None else []
+        if not experts or self._comm is None:
+            return bool(experts)
+        lost = tuple(rank for rank, active in enumerate(self._comm.active) if not active)
+        named = f"experts {_names(tuple(experts))} of layer {layer} are lost with rank {_names(lost)}"
+        message = f"epoch {self._epoch}: {named}; no other rank has a copy"
+        self.withdraw(work, Failure(grpc.StatusCode.UNAVAILABLE, message, lost, self._epoch))
+        return True
 
     def _settle(self, batch: Batch, failed_ranks: list[int]) -> None:
         """All ranks have told how the step went: hand out the rows, or say whose part failed."""

@@ -55,6 +55,7 @@ class Holdings:
         num_experts: E.
         rank: this one.
         experts: loaded as `placement` says; None: this rank has no slots.
+        mask: by rank, whether it takes part in this epoch; None: all do.
         on_switch: told the copies that this rank has loaded for a layer, and the nanoseconds that its switch took.
     """
 
@@ -65,10 +66,12 @@ class Holdings:
         rank: int,
         experts: Experts | None,
         on_switch: Callable[[int, int], None] = lambda num_loaded, took_ns: None,
+        mask: Sequence[bool] | None = None,
     ) -> None:
         self._num_experts, self._rank, self._experts, self._on_switch = num_experts, rank, experts, on_switch
         self._rows = dict(placement.layers)
-        self._routes = {layer: Route(row, num_experts) for layer, row in self._rows.items()}
+        self._live = placement.live_slots(mask) if mask is not None else None
+        self._routes = {layer: Route(row, num_experts, self._live) for layer, row in self._rows.items()}
         self._target, self._next = placement, placement
         self._way: tuple[int, ...] = ()
         self._switched = 0
@@ -128,7 +131,7 @@ class Holdings:
 
     def offer(self, task: Task, weights: Weights | None) -> None:
         """The layer is loaded; None: this rank has no slots, or they stay as they are."""
-        route = Route(self._target.layers[task.layer], self._num_experts)
+        route = Route(self._target.layers[task.layer], self._num_experts, self._live)
         with self._changed:
             if self._target.version == task.version:
                 self._staged = weights, route

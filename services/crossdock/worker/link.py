@@ -80,6 +80,7 @@ class Link:
         self._refused: JoinRefused | None = None
         self._prior: control_pb2.PriorMembership | None = None
         self._fault: tuple[int, Fault] | None = None
+        self._loaded = False
         self._lease_s = 3.0
         self.trouble = ""
         self._beat_now = asyncio.Event()
@@ -144,6 +145,12 @@ class Link:
         if self._prior is not None:
             self._prior.ready = False
         self._beat_now.set()
+
+    def loaded(self, is_loaded: bool) -> None:
+        """Whether this worker, outside of a group that goes on without it, holds the experts of its rank."""
+        if is_loaded != self._loaded:
+            self._loaded = is_loaded
+            self._beat_now.set()
 
     async def leave(self, reason: str) -> None:
         """Go on purpose; nothing is sent after this. Best effort: a lease ends by itself."""
@@ -252,7 +259,7 @@ class Link:
         if view.epoch <= seen or not final:
             return
         if me is not None:
-            self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank)
+            self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank, region=me.region)
         elif self._prior is not None:  # lost, and not registered again yet: the newer epoch has no seat to remember
             self._prior.ready = False
 
@@ -289,6 +296,7 @@ class Link:
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
+        request.loaded = self._loaded
         experts = self._experts()
         if experts is not None:
             request.experts.CopyFrom(experts)

@@ -65,6 +65,13 @@ class Placement:
         first = self.first_slot(rank)
         return self.layers[layer][first : self.first_slot(rank + 1)]
 
+    def live_slots(self, mask: Sequence[bool]) -> tuple[bool, ...] | None:
+        """Of each slot, whether its rank is True in `mask`; None: all are."""
+        if all(mask):
+            return None
+        ranks = range(self.num_ranks)
+        return tuple(mask[rank] for rank in ranks for _ in range(self.first_slot(rank), self.first_slot(rank + 1)))
+
     def first_slot(self, rank: int) -> int:
         """Number of the first slot of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
@@ -77,16 +84,26 @@ class Route:
     Args:
         row: expert of each slot; [P].
         num_experts: E.
+        live: of each slot, whether its rank takes part; None: all do.
+
+    Attributes:
+        lost: experts without a copy on a rank that takes part. Tokens that chose one are not to be dispatched.
     """
 
-    def __init__(self, row: Sequence[int], num_experts: int) -> None:
-        self._plain = tuple(row) == tuple(range(num_experts))
+    def __init__(self, row: Sequence[int], num_experts: int, live: Sequence[bool] | None = None) -> None:
+        self._plain = live is None and tuple(row) == tuple(range(num_experts))
         copies: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(row):
-            copies[expert].append(slot)
+            if live is None or live[slot]:
+                copies[expert].append(slot)
+        self.lost = frozenset(expert for expert, slots in enumerate(copies) if not slots)
         self._num = torch.tensor([len(slots) for slots in copies])
         self._first = self._num.cumsum(0) - self._num
         self._slots = torch.tensor([slot for slots in copies for slot in slots], dtype=torch.int32)
+
+    def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
+        """The lost experts among those that tokens have chosen."""
+        return sorted(self.lost.intersection(topk_ids.flatten().tolist())) if self.lost else []
 
     def slots(self, topk_ids: torch.Tensor, rank: int) -> torch.Tensor:
         """The slots, int32 [T, K], to which the tokens int32 [T, K] of `rank` go; -1 stays -1."""

@@ -14,11 +14,18 @@ from ep_kernels import TransportError
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Who this worker is in one epoch."""
+    """Who this worker is in one epoch. `active`: the ranks that go on without the others, with the communicator that
+    they have; None: all ranks, with a new one."""
 
     epoch: int
     rank: int
     size: int
+    active: frozenset[int] | None = None
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """By rank: whether it takes part."""
+        return tuple(self.active is None or rank in self.active for rank in range(self.size))
 
 
 class ControlGroup:
@@ -68,8 +75,15 @@ def _has_all_regions(view: View, seat: Seat) -> bool:
 
 
 def seat_in(view: View, link: Link) -> Seat | None:
-    """This worker's seat if a complete group is forming in `view`, else None."""
+    """This worker's seat if a group that it is to take part in is forming in `view`, else None."""
     me = link.me(view)
-    if me is None or view.state != control_pb2.EXCHANGING:
+    if me is None or view.state != control_pb2.EXCHANGING or is_outside(view, link):
         return None
-    return Seat(view.epoch, me.rank, view.world_size)
+    active = frozenset(view.active_ranks) or None
+    return Seat(view.epoch, me.rank, view.world_size, active)
+
+
+def is_outside(view: View, link: Link) -> bool:
+    """Whether this worker has a rank in a group that goes on without it for now."""
+    me = link.me(view)
+    return me is not None and bool(view.active_ranks) and me.rank not in view.active_ranks

@@ -5,6 +5,9 @@
     serve: the engine takes steps until the epoch ends, experts move meanwhile (mover.py) ─▶ join the next one, in the
           same process, experts kept
 
+An elastic group goes on without a rank that is lost: those that are left keep communicator and experts, tell the
+communicator who is left (`set_active`), and serve. Whoever is outside loads its experts and waits to be taken in.
+
 An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or replaced); the
 engine found a peer silent, which is reported so that there will be a newer one; or ranks left between two steps. In
 each case requests here fail fast with UNAVAILABLE, naming ranks and epoch. A control plane that is only gone, or comes
@@ -22,6 +25,7 @@ import grpc
 
 from crossdock.common import log, rpc
 from crossdock.v1 import control_pb2
+from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.experts import Experts
@@ -30,12 +34,12 @@ from crossdock.worker.link import Link, View
 from crossdock.worker.model import Model
 from crossdock.worker.mover import Mover
 from crossdock.worker.placement import Placement, PlacementError
-from crossdock.worker.seat import ControlGroup, Seat, seat_in
+from crossdock.worker.seat import ControlGroup, Seat, is_outside, seat_in
 from crossdock.worker.status import Status
 from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.threads import in_thread
 from crossdock.worker.work import Failure, Fault, Left
-from ep_kernels import EpError, MoECommunicator, PeerTimeout
+from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError
 
 _log = log.get(__name__)
 
@@ -43,6 +47,7 @@ _LEAVE_GRACE_S = 0.25
 """Between the wish to leave and leaving: ranks that are told to stop together shall all have heard it."""
 _FAREWELL_S = 2.0
 """Longest wait for the peers to agree that this rank leaves."""
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class Session:
         self._telemetry = telemetry
         self._epoch = 0
         self._comm: MoECommunicator | None = None
+        self._aborted = False
+        self._outside: int | None = None
         self._left = asyncio.Event()
 
     async def run(self) -> None:
@@ -105,9 +112,8 @@ class Session:
             self._engine.open()  # before Ready: a client may hear of SERVING sooner than this rank does
             if await self._say_ready(seat) and await self._is_serving(seat):
                 self._link.serving(seat.epoch)
-                holdings = Holdings(
-                    placement, self._model.spec.num_experts, seat.rank, experts, self._telemetry.switched
-                )
+                num_experts, switched = self._model.spec.num_experts, self._telemetry.switched
+                holdings = Holdings(placement, num_experts, seat.rank, experts, switched, seat.mask)
                 return Membership(seat, comm, experts, holdings)
             self._engine.close(failure_of(self._link.view))
 
@@ -116,13 +122,42 @@ class Session:
         self._telemetry.loaded(done_bytes)
 
     async def _next_seat(self) -> Seat:
-        """Wait for a complete group that is newer than what this worker has tried."""
-        view = await self._link.wait(lambda view: view.epoch > self._epoch and seat_in(view, self._link) is not None)
-        seat = seat_in(view, self._link)
-        assert seat is not None
+        """Wait for a group to take part in that is newer than what this worker has tried."""
+        while True:
+            view = await self._link.wait(lambda view: view.epoch > self._epoch and self._concerns(view))
+            seat = seat_in(view, self._link)
+            if seat is None:
+                await self._load_outside(view)
+                continue
+            self._link.loaded(False)
+            self._outside, self._epoch = None, seat.epoch
+            if seat.active is None:
+                self._close_comm()
+            return seat
+
+    def _concerns(self, view: View) -> bool:
+        if seat_in(view, self._link) is not None:
+            return True
+        me = self._link.me(view)
+        return me is not None and is_outside(view, self._link) and self._outside != me.rank
+
+    async def _load_outside(self, view: View) -> None:
+        """A group goes on without this worker: load the experts of its rank, and say that it can be taken in."""
+        me = self._link.me(view)
+        assert me is not None
         self._close_comm()
-        self._epoch = seat.epoch
-        return seat
+        self._status.joining("loading beside a group that serves")
+        try:
+            placement = await self._mover.fetch(Seat(view.epoch, me.rank, view.world_size))
+        except (rpc.CallError, PlacementError) as error:
+            _log.info("no placement", error=error, retry_s=_RETRY_S)
+            await asyncio.sleep(_RETRY_S)
+            return
+        experts = await in_thread("load", self._model.load, placement, me.rank, self._loading)
+        self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
+        self._status.joining("waiting to be taken in by a group that serves")
+        self._outside = me.rank
+        self._link.loaded(True)
 
     async def _placement(self, seat: Seat) -> Placement | None:
         """Where the experts of this epoch lie; None if it came to nothing."""
@@ -136,7 +171,12 @@ class Session:
         """The communicator of this epoch, after the first barrier; None if the epoch came to nothing."""
         group = ControlGroup(seat, self._link, asyncio.get_running_loop())
         try:
-            self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
+            if seat.active is None:
+                self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
+                self._aborted = False
+            else:
+                await in_thread("go on", self._go_on, seat)
+            return self._comm
         except PeerTimeout as error:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
         except EpError as error:
@@ -146,7 +186,14 @@ class Session:
         except Exception as error:  # out of memory, out of file descriptors, ...: this epoch cannot be, the next may
             _log.exception("cannot connect")
             self._report(seat.epoch, Fault(f"{type(error).__name__}: {error}"))
-        return self._comm
+        return None
+
+    def _go_on(self, seat: Seat) -> None:
+        """Tell the communicator who is left; a collective of these."""
+        if self._comm is None or self._aborted:
+            raise TransportError("no communicator to go on with")
+        devices.enter(self._model.device)
+        self._comm.set_active(seat.mask, seat.epoch)
 
     async def _say_ready(self, seat: Seat) -> bool:
         try:
@@ -175,7 +222,7 @@ class Session:
             either: set[asyncio.Future[Any]] = {steps, newer}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not steps.done():
-                self._end_epoch(newer, comm)
+                self._end_epoch(newer, comm, seat)
             ended = await steps
             self._status.joining("re-forming: " + (ended.reason if isinstance(ended, Fault) else "ranks left"))
             await self._follow_up(ended, seat, newer)
@@ -184,10 +231,16 @@ class Session:
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)
 
-    def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator) -> None:
-        """The control plane says that the epoch is over: tell the clients, free the engine."""
+    def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
+        """The control plane says that the epoch is over: tell the clients, free the engine. Where this rank goes on
+        with its communicator, the engine is asked to stop between two steps; a peer that it waits for may be the lost
+        one, and is given up at the deadline of the step."""
         failure = failure_of(newer.result()) if newer.exception() is None else _replaced(newer.exception())
         self._engine.close(failure)
+        if newer.exception() is None and seat.rank in newer.result().active_ranks:
+            self._engine.pause()
+            return
+        self._aborted = True
         comm.abort(failure.message)
 
     async def _follow_up(self, ended: Fault | Left, seat: Seat, newer: asyncio.Future[View]) -> None:

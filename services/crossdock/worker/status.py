@@ -53,7 +53,7 @@ class Status:
         _log.info("seated", size=seat.size)
         self._metrics.rank.set(seat.rank)
         self._metrics.epoch.set(seat.epoch)
-        self._metrics.members.set(seat.size)
+        self._metrics.members.set(sum(seat.mask))
 
     def loading(self, done_bytes: int, total_bytes: int) -> None:
         """Progress of the weights, from the thread that loads them."""
@@ -66,7 +66,8 @@ class Status:
     def serving(self, seat: Seat) -> None:
         """The group serves."""
         _log.info("serving")
-        self._say(True, f"serving: rank {seat.rank} of {seat.size}, epoch {seat.epoch}")
+        without = "".join(f", without rank {rank}" for rank, active in enumerate(seat.mask) if not active)
+        self._say(True, f"serving: rank {seat.rank} of {seat.size}, epoch {seat.epoch}{without}")
 
     def faulty(self, fault: Fault) -> None:
         """The epoch broke here."""

@@ -1,0 +1,201 @@
+"""Time to resume: how long clients wait when a worker is killed, and when its successor comes; and when experts move.
+
+    python -m benchmarks.resume [--out DIR] [--kills N]        (make bench-resume)
+
+Four workers of this host on the `cpu` transport serve a small random model; one client asks without a pause, and again
+where it is told that the group re-forms. A worker is killed (kill -9), and the supervisor starts it again. Elastic
+groups hold two copies of every expert and go on without it; others wait for it. Then experts are moved, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from benchmarks import facts
+from crossdock.client import Client
+from crossdock.common import rpc
+from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
+from crossdock.demo.models import write_checkpoint
+from crossdock.supervisor import Supervisor, current_view
+from crossdock.v1 import control_pb2_grpc
+from crossdock.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, RebalanceRequest
+
+WORKERS, EXPERTS, TOPK, HIDDEN, TOKENS = 4, 16, 4, 256, 16
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One disturbance.
+
+    Attributes:
+        elastic: whether the group goes on without a lost rank.
+        what: "kill" or "move".
+        typical_ms: median time of a request while nothing happened.
+        resume_s: longest request from the disturbance until the group served again (kill: without the killed worker
+            where it is elastic).
+        whole_s: until all ranks served (kill), or all layers were switched (move).
+        taken_in_s: longest request while the successor was taken in; elastic groups only.
+        answered: requests answered from the disturbance until the group was whole.
+    """
+
+    elastic: bool
+    what: str
+    typical_ms: float
+    resume_s: float
+    whole_s: float
+    taken_in_s: float
+    answered: int
+
+
+class Asking:
+    """A client that asks without a pause, and remembers when each request began and what it took."""
+
+    def __init__(self, target: str) -> None:
+        self._client, self.took = Client(target), list[tuple[float, float]]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        self._client.close()
+
+    def longest(self, start: float, end: float) -> float:
+        """Of the requests that were under way between the two times."""
+        return max(took for begun, took in list(self.took) if begun + took >= start and begun <= end)
+
+    def typical(self) -> float:
+        """Median of the last hundred."""
+        took = sorted(seconds for _, seconds in self.took[-100:])
+        return took[len(took) // 2]
+
+    def _run(self) -> None:
+        x, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, TOPK)
+        while not self._stop.is_set():
+            ids = torch.rand(TOKENS, EXPERTS).pow(3).topk(TOPK).indices
+            begun = time.monotonic()
+            self._client.forward(0, x, ids, weights, timeout_s=DEADLINE_S)
+            self.took.append((begun, time.monotonic() - begun))
+
+
+class Scene:
+    """A group, and what is asked of its control plane."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+
+    def view(self) -> GroupView:
+        """As it is now."""
+        with rpc.channel(self.supervisor.control_address) as channel:
+            return current_view(channel, DEADLINE_S)
+
+    def until(self, wanted: Callable[[], bool]) -> float:
+        """When `wanted` is true, at last."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not wanted():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected another state within {DEADLINE_S:g} s, got {self.view()}")
+            time.sleep(0.01)
+        return time.monotonic()
+
+    def serves(self, epoch: int, *, whole: bool) -> bool:
+        """Whether it serves at a later epoch than this, with all ranks where it is to be `whole`."""
+        view = self.view()
+        return view.state == SERVING and view.epoch > epoch and not (whole and view.active_ranks)
+
+    def kill(self, number: int, asking: Asking, elastic: bool) -> Row:
+        """Kill a worker, and wait until all is as before."""
+        self.until(lambda: self.serves(0, whole=True))
+        epoch, typical = self.view().epoch, asking.typical()
+        begun, asked = time.monotonic(), len(asking.took)
+        os.kill(self.supervisor.worker_pids()[number], signal.SIGKILL)
+        resumed = self.until(lambda: self.serves(epoch, whole=False))
+        whole = self.until(lambda: self.serves(epoch, whole=True))
+        time.sleep(1)
+        answered = sum(begun <= at <= whole for at, _ in asking.took[asked:])
+        taken_in = asking.longest(resumed + 0.5, whole + 0.5) if elastic and whole > resumed + 0.5 else 0.0
+        waited = asking.longest(begun, resumed)
+        return row(elastic, "kill", (1e3 * typical, waited, whole - begun, taken_in), answered)
+
+    def move(self, asking: Asking, elastic: bool) -> Row:
+        """Move experts, and wait until they are there."""
+        with rpc.channel(self.supervisor.control_address) as channel:
+            stub = control_pb2_grpc.ControlPlaneStub(channel)
+
+            def moved() -> bool:
+                return str(rpc.call_sync(stub.Experts, ExpertsRequest(), timeout_s=60).last_change).startswith("moved")
+
+            typical, asked, begun = asking.typical(), len(asking.took), time.monotonic()
+            started = rpc.call_sync(stub.Rebalance, RebalanceRequest(), timeout_s=60)
+            end = self.until(lambda: not started.moves or moved())
+        answered = len(asking.took) - asked
+        return row(elastic, "move", (1e3 * typical, asking.longest(begun, end), end - begun, 0.0), answered)
+
+
+def row(elastic: bool, what: str, figures: tuple[float, float, float, float], answered: int) -> Row:
+    """With figures that are fit to print."""
+    typical_ms, resume_s, whole_s, taken_in_s = (round(one, 3) for one in figures)
+    return Row(elastic, what, typical_ms, resume_s, whole_s, taken_in_s, answered)
+
+
+def measure(folder: Path, kills: int, *, elastic: bool) -> list[Row]:
+    """All rows of one kind of group."""
+    placement = PlacementConfig(redundant_experts=EXPERTS, min_copies=2) if elastic else PlacementConfig()
+    anywhere = "127.0.0.1:0"
+    control = ControlConfig(
+        listen=anywhere, http_listen=anywhere, world_size=WORKERS, elastic=elastic, placement=placement
+    )
+    workers = [WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}") for rank in range(WORKERS)]
+    with Supervisor(control, workers, folder / f"logs-{elastic}") as supervisor:
+        supervisor.wait_serving(DEADLINE_S)
+        scene = Scene(supervisor)
+        with Asking(supervisor.control_address) as asking:
+            scene.until(lambda: len(asking.took) > 200)
+            rows = [scene.move(asking, elastic)]
+            for number in range(kills):
+                rows.append(scene.kill(number % WORKERS, asking, elastic))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure both kinds; print each row as it is done."""
+    parser = argparse.ArgumentParser(description="Measure the time to resume.")
+    parser.add_argument("--out", type=Path, help="folder for resume.csv and run.json; none: print only")
+    parser.add_argument("--kills", type=int, default=3, help="kills per kind of group")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_checkpoint("mixtral", folder / "model", num_layers=2, hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)
+        rows = [row for elastic in (True, False) for row in measure(folder, arguments.kills, elastic=elastic)]
+    for row in rows:
+        print(row)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with (arguments.out / "resume.csv").open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, [field.name for field in fields(Row)])
+            table.writeheader()
+            table.writerows(asdict(row) for row in rows)
+        facts.write(arguments.out, facts.of_control(sys.argv[1:], {"kills": arguments.kills}, "benchmarks.resume"))
+
+
+if __name__ == "__main__":
+    main()
