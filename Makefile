@@ -80,9 +80,10 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
 
-test-deploy: $(DEV) ## The chart against a real API server and helm (builds them once, about 10 CPU-minutes)
-	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3
-	$(PY) -m pytest -q -rs -p no:cacheprovider tests/deploy/live/api_server.py $(ARGS)
+test-deploy: $(DEV) ## The chart against a real API server, our images as containers (builds both; root, buildah, podman)
+	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3 actionlint
+	-$(PY) -m tests.deploy.bed.images
+	$(PY) -m pytest -q -rs -p no:cacheprovider -o timeout=1200 $(filter-out %__init__.py %conftest.py,$(wildcard tests/deploy/live/*.py)) $(ARGS)
 
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
