@@ -160,6 +160,31 @@ def test_claims_are_made_for_the_pod_and_its_container() -> None:
 
 
 @needs_helm
+def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_path: Path) -> None:
+    alone, made = render(), render("--set", "control.replicas=3", "--set", "control.config.election.lease_s=9")
+    assert alone["Deployment/moe-control"]["spec"]["strategy"]["type"] == "Recreate"
+    spec = made["Deployment/moe-control"]["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
+    pod = spec["template"]["spec"]
+    assert pod["automountServiceAccountToken"]
+    given = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in pod["containers"][0]["env"]}
+    assert given == {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    advertise = pod["containers"][0]["args"][-1].replace("$(POD_IP)", "10.0.0.1")
+    control = load(ControlConfig, tmp_path / "c.yaml", [advertise])
+    assert control.advertise == "10.0.0.1:7400"
+    assert control.election is not None
+    assert (control.election.lease_name, control.election.lease_s) == ("moe", 9)
+    rules = made["Role/moe-lease"]["rules"]
+    assert [(rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
+        (["moe"], ["get", "update"]),
+        (None, ["create"]),
+    ]
+    assert made["RoleBinding/moe-lease"]["subjects"][0]["name"] == "moe-control"
+    assert "election" not in alone["ConfigMap/moe-control"]["data"]["control.yaml"]
+
+
+@needs_helm
 def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
     plain, reading = render(), render("--set-json", "control.config.kubernetes={}")
     assert not [name for name in plain if name.startswith(("ClusterRole", "Role"))]

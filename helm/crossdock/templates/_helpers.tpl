@@ -64,8 +64,21 @@ prometheus.io/path: /metrics
 {{- end -}}
 {{- end -}}
 
+{{/* "yes" where control planes stand for election: more than one, or asked for. */}}
+{{- define "crossdock.elects" -}}
+{{- if or (gt (int .Values.control.replicas) 1) (kindIs "map" (get .Values.control.config "election")) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "crossdock.lease" -}}
+{{- get (get .Values.control.config "election" | default dict) "lease_name" | default (include "crossdock.name" .) -}}
+{{- end -}}
+
 {{- define "crossdock.controlConfig" -}}
 {{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" .Values.worker.numWorkers -}}
+{{- if include "crossdock.elects" . -}}
+{{- $election := get .Values.control.config "election" | default dict -}}
+{{- $own = merge $own (dict "election" (merge (dict "lease_name" (include "crossdock.lease" .) "namespace" .Release.Namespace) $election)) -}}
+{{- end -}}
 {{- merge $own .Values.control.config | toYaml -}}
 {{- end -}}
 
@@ -111,6 +124,9 @@ prometheus.io/path: /metrics
 {{- end -}}
 {{- if and (eq (get $worker.config "transport" | toString) "nvlink") (not $worker.gpus) (not $worker.resourceClaims) -}}
 {{- fail "worker.config.transport nvlink: expected worker.gpus or worker.resourceClaims beside it, got neither" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.elects" .) -}}
+{{- fail "serviceAccount.name: expected an account that may get, create and update leases (control planes stand for election and serviceAccount.create is false), got none" -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.readsNodes" .) -}}
 {{- fail "serviceAccount.name: expected an account that may list nodes (control.config.kubernetes is set and serviceAccount.create is false), got none" -}}
