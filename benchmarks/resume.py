@@ -48,7 +48,7 @@ class Row:
         resume_s: longest request from the disturbance until the group served again (kill: without the killed worker
             where it is elastic).
         whole_s: until all ranks served (kill), or all layers were switched (move).
-        taken_in_s: longest request while the successor was taken in; elastic groups only.
+        taken_in_s: longest request of those begun after that, until the successor was taken in; elastic groups only.
         answered: requests answered from the disturbance until the group was whole.
     """
 
@@ -78,9 +78,12 @@ class Asking:
         self._thread.join(DEADLINE_S)
         self._client.close()
 
-    def longest(self, start: float, end: float) -> float:
-        """Of the requests that were under way between the two times."""
-        return max(took for begun, took in list(self.took) if begun + took >= start and begun <= end)
+    def longest(self, start: float, end: float, begun_after: float = 0.0) -> float:
+        """Of the requests that were under way between the two times; 0 for none."""
+        took = [
+            (begun, took) for begun, took in list(self.took) if begun + took >= start and begun_after <= begun <= end
+        ]
+        return max((seconds for _, seconds in took), default=0.0)
 
     def typical(self) -> float:
         """Median of the last hundred."""
@@ -131,7 +134,7 @@ class Scene:
         whole = self.until(lambda: self.serves(epoch, whole=True))
         time.sleep(1)
         answered = sum(begun <= at <= whole for at, _ in asking.took[asked:])
-        taken_in = asking.longest(resumed + 0.5, whole + 0.5) if elastic and whole > resumed + 0.5 else 0.0
+        taken_in = asking.longest(resumed, whole + 0.5, begun_after=resumed) if elastic else 0.0
         waited = asking.longest(begun, resumed)
         return row(elastic, "kill", (1e3 * typical, waited, whole - begun, taken_in), answered)
 
