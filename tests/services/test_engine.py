@@ -87,6 +87,7 @@ def ranks() -> Iterator[list[Rank]]:
     for rank in made:
         rank.thread = threading.Thread(target=run, args=(rank,), daemon=True)
         rank.thread.start()
+    until(lambda: all(rank.comm is not None for rank in made))  # or there is nothing to abort in the end
     yield made
     for rank in made:
         rank.experts.gate.set()
