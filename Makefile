@@ -80,8 +80,8 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
 
-test-deploy: $(DEV) ## The chart against a real API server, our images as containers (builds both; root, buildah, podman)
-	-$(PY) -m tests.deploy.bed.tools etcd kube-apiserver helm3 actionlint
+test-deploy: $(DEV) ## The chart against a real API server and kubelet, our images as containers and pods (builds both; root)
+	-$(PY) -m tests.deploy.bed.tools
 	-$(PY) -m tests.deploy.bed.images
 	$(PY) -m pytest -q -rs -p no:cacheprovider -o timeout=1200 $(filter-out %__init__.py %conftest.py,$(wildcard tests/deploy/live/*.py)) $(ARGS)
 

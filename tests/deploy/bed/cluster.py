@@ -3,7 +3,7 @@
     with Cluster.up() as cluster:
         cluster.api.ask("GET", "/version")
 
-On loopback, without root; gone with the test run.
+On loopback, without root; gone with the test run. With an address that nodes reach it has controllers and a scheduler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +27,8 @@ from tests.deploy.bed.processes import Processes
 SERVICES, CLUSTER_IP = "10.96.0.0/16", "10.96.0.1"
 ADDRESS = "127.0.0.1"
 PORTS = {"etcd": 23790, "peer": 23800, "apiserver": 16443}
-COMMAND_TIMEOUT_S = 120.0
+CONTROLLERS = {"kcm": "kube-controller-manager", "scheduler": "kube-scheduler"}
+COMMAND_TIMEOUT_S = 240.0
 
 
 class Cluster:
@@ -34,15 +37,16 @@ class Cluster:
     Args:
         folder: of its state; removed when it ends.
         programs: what it runs.
+        address: where the API server listens.
 
     Attributes:
         api: as its administrator.
         processes: every process of it.
     """
 
-    def __init__(self, folder: Path, programs: dict[str, Path]) -> None:
-        self.folder, self.programs = folder, programs
-        self.server = f"https://{ADDRESS}:{PORTS['apiserver']}"
+    def __init__(self, folder: Path, programs: dict[str, Path], address: str) -> None:
+        self.folder, self.programs, self.address = folder, programs, address
+        self.server = f"https://{address}:{PORTS['apiserver']}"
         self.processes = Processes(folder / "logs")
         self.authority = Authority.new(folder / "pki")
         self._sign()
@@ -50,10 +54,11 @@ class Cluster:
         self.api = Api(self.server, path("ca.crt"), path("admin.crt"), path("admin.key"))
 
     @staticmethod
-    def up() -> Cluster:
+    def up(address: str = ADDRESS) -> Cluster:
         """Start it. Raises Missing where a program cannot be built."""
-        programs = tools.need("etcd", "kube-apiserver", "helm3")
-        cluster = Cluster(Path(tempfile.mkdtemp(prefix="crossdock-bed-")), programs)
+        more = CONTROLLERS.values() if address != ADDRESS else ()
+        programs = tools.need("etcd", "kube-apiserver", "helm3", *more)
+        cluster = Cluster(Path(tempfile.mkdtemp(prefix="crossdock-bed-")), programs, address)
         try:
             cluster._start()
         except BaseException:
@@ -82,7 +87,7 @@ class Cluster:
     def helm(self, *words: str, values: object = None, check: bool = True) -> str:
         """stdout of `helm WORDS` on this cluster, with values on stdin where given; both outputs where it may fail."""
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HELM_CACHE_HOME": str(self.folder / "helm")}
-        environment["NO_PROXY"] = ADDRESS
+        environment["NO_PROXY"] = self.address
         given = ["--values", "-"] if values is not None else []
         done = subprocess.run(
             [str(self.programs["helm3"]), *words, *given], input=json.dumps(values or {}), env=environment,
@@ -99,6 +104,14 @@ class Cluster:
         ).done()
         return name
 
+    def eventually(self, what: str, holds: Callable[[], object], timeout_s: float = 60) -> None:
+        """Wait until `holds()` is true; raises AssertionError naming `what`."""
+        ends = time.monotonic() + timeout_s
+        while not holds():
+            if time.monotonic() > ends:
+                raise AssertionError(f"{what}: not so after {timeout_s:.0f} s")
+            time.sleep(0.2)
+
     def ready(self) -> bool:
         """Whether the API server says that it is ready."""
         return self.api.ask("GET", "/readyz").fine
@@ -114,7 +127,7 @@ class Cluster:
 
     def _sign(self) -> None:
         names = ["DNS:localhost", "DNS:kubernetes", "DNS:kubernetes.default", "DNS:kubernetes.default.svc"]
-        self.authority.sign("apiserver", "kube-apiserver", "bed", [*names, f"IP:{ADDRESS}", f"IP:{CLUSTER_IP}"])
+        self.authority.sign("apiserver", "kube-apiserver", "bed", [*names, f"IP:{self.address}", f"IP:{CLUSTER_IP}"])
         self.authority.sign("admin", "admin", "system:masters")
         self.authority.kubeconfig("admin", self.server)
 
@@ -130,6 +143,9 @@ class Cluster:
         )  # fmt: skip
         self.processes.start("apiserver", self._apiserver(etcd))
         self.processes.wait("apiserver", self.ready)
+        if self.address != ADDRESS:
+            for name in CONTROLLERS:
+                self.processes.start(name, self._controller(name))
 
     def _apiserver(self, etcd: str) -> list[str]:
         path = self.authority.path
@@ -139,9 +155,11 @@ class Cluster:
             "extra-headers-prefix=X-Remote-Extra-",
         )
         return [
-            str(self.programs["kube-apiserver"]), f"--etcd-servers={etcd}", f"--bind-address={ADDRESS}",
-            f"--advertise-address={ADDRESS}", f"--secure-port={PORTS['apiserver']}",
-            "--endpoint-reconciler-type=none",
+            str(self.programs["kube-apiserver"]), f"--etcd-servers={etcd}", f"--bind-address={self.address}",
+            f"--advertise-address={self.address}", f"--secure-port={PORTS['apiserver']}",
+            f"--endpoint-reconciler-type={'none' if self.address == ADDRESS else 'lease'}",
+            "--kubelet-preferred-address-types=InternalIP", f"--kubelet-client-certificate={path('admin.crt')}",
+            f"--kubelet-client-key={path('admin.key')}",
             f"--tls-cert-file={path('apiserver.crt')}", f"--tls-private-key-file={path('apiserver.key')}",
             f"--client-ca-file={path('ca.crt')}", f"--requestheader-client-ca-file={path('ca.crt')}",
             "--requestheader-allowed-names=front-proxy", *(f"--requestheader-{header}" for header in headers),
@@ -150,3 +168,15 @@ class Cluster:
             "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
             "--profiling=false",
         ]  # fmt: skip
+
+    def _controller(self, name: str) -> list[str]:
+        self.authority.sign(name, f"system:{CONTROLLERS[name]}", "bed")
+        mine, path = self.authority.kubeconfig(name, self.server), self.authority.path
+        common = [f"--{kind}kubeconfig={mine}" for kind in ("", "authentication-", "authorization-")]
+        common += ["--bind-address=127.0.0.1", "--leader-elect=false", "--profiling=false"]
+        keys = [
+            "--use-service-account-credentials=true", f"--service-account-private-key-file={path('sa.key')}",
+            f"--root-ca-file={path('ca.crt')}", f"--cluster-signing-cert-file={path('ca.crt')}",
+            f"--cluster-signing-key-file={path('ca.key')}",
+        ]  # fmt: skip
+        return [str(self.programs[CONTROLLERS[name]]), *common, *(keys if name == "kcm" else ())]

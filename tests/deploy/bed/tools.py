@@ -59,14 +59,15 @@ class Module:
         return cache() / "tools" / f"{self.name}-{digest.hexdigest()[:12]}"
 
 
+_VERSIONS = _stamps("k8s.io/component-base/version", "k8s.io/client-go/pkg/version", version=KUBERNETES)
+_CONTAINERD = "github.com/containerd/containerd/v2/cmd"
+_NODE = ("kubelet", "kube-controller-manager", "kube-scheduler", "kube-proxy")
 MODULES = {
     module.name: module
     for module in (
-        Module(
-            "k8s",
-            {"kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver"},
-            _stamps("k8s.io/component-base/version", "k8s.io/client-go/pkg/version", version=KUBERNETES),
-        ),
+        Module("k8s", {"kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver"}, _VERSIONS),
+        Module("node", {name: f"k8s.io/kubernetes/cmd/{name}" for name in _NODE}, _VERSIONS),
+        Module("containerd", {n: f"{_CONTAINERD}/{n}" for n in ("containerd", "containerd-shim-runc-v2", "ctr")}),
         Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
         Module("helm3", {"helm3": "helm.sh/helm/v3/cmd/helm"}, _helm_stamps()),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),

@@ -1,4 +1,4 @@
-"""Fixtures of `make test-deploy`: an API server.
+"""Fixtures of `make test-deploy`: an API server, our images, a checkpoint.
 
 The files here are not named test_*, so that only `make test-deploy` runs them. A machine that lacks something skips
 what needs it, and the reason is printed.
@@ -7,14 +7,20 @@ what needs it, and the reason is printed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.deploy.bed import lent
 from tests.deploy.bed.cluster import Cluster
+from tests.deploy.bed.images import Images
 from tests.deploy.bed.say import Missing
 from tests.house.tree import ROOT
 
 CHART = ROOT / "helm" / "crossdock"
+ASK = Path(lent.__file__).with_name("ask.py")
+TOLERANCE = 1e-4
+"""Largest error that a client of bed/ask.py may see."""
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +32,30 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(str(error))
     with made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def images() -> Images:
+    """Our two images, which `make test-deploy` has built before."""
+    try:
+        store = Images.here()
+    except Missing as error:
+        pytest.skip(str(error))
+    if not all(store.has(f"localhost/crossdock-{target}:bed") for target in ("control", "worker")):
+        pytest.skip("the images are not built: python -m tests.deploy.bed.images says why")
+    return store
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3 MoE checkpoint that user 10001 can read."""
+    from crossdock.demo.models import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint("qwen3_moe", folder, num_layers=2, hidden_size=64, intermediate_size=32, num_experts=8, topk=2)
+    for path in (folder, *folder.parents):
+        if path.owner() == folder.owner() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    return folder

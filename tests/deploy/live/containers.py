@@ -20,8 +20,8 @@ from crossdock.common.metrics import ControlMetrics, HostMetrics
 from tests.deploy.bed import lent
 from tests.deploy.bed.images import Images
 from tests.deploy.bed.say import Missing
+from tests.deploy.live.conftest import ASK, TOLERANCE
 
-ASK = Path(lent.__file__).with_name("ask.py")
 LOCKED = (
     "--read-only",
     "--tmpfs=/tmp",
@@ -31,36 +31,8 @@ LOCKED = (
     "--detach",
 )
 START_S, STOP_S = 120.0, 45
-TOLERANCE = 1e-4
 CONTROL_LAYERS_MB = 150
 """What the control plane's image may add to its base."""
-
-
-@pytest.fixture(scope="module")
-def images() -> Images:
-    """Our two images, which `make test-deploy` has built before."""
-    try:
-        store = Images.here()
-    except Missing as error:
-        pytest.skip(str(error))
-    if not all(store.has(f"localhost/crossdock-{target}:bed") for target in ("control", "worker")):
-        pytest.skip("the images are not built: python -m tests.deploy.bed.images says why")
-    return store
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 MoE checkpoint that user 10001 can read."""
-    from crossdock.demo.models import write_checkpoint
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint("qwen3_moe", folder, num_layers=2, hidden_size=64, intermediate_size=32, num_experts=8, topk=2)
-    for path in (folder, *folder.parents):
-        if path.owner() == folder.owner() and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o055)
-    for path in folder.iterdir():
-        path.chmod(0o644)
-    return folder
 
 
 def free_ports(count: int) -> list[int]:
