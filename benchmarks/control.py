@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import csv
 import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks import facts
@@ -260,16 +259,6 @@ def lease_of(ranks: int) -> float:
     return max(3.0, round(ranks / 100, 1))
 
 
-def write(folder: Path, rows: Sequence[Row], arguments: Sequence[str]) -> None:
-    """control.csv and run.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "control.csv").open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
-    facts.write(folder, facts.of_control(arguments, {"region_bytes": REGION_BYTES, "steady_s": STEADY_S}))
-
-
 def show(row: Row) -> str:
     """One line."""
     return "  ".join(f"{field.name} {getattr(row, field.name)}" for field in fields(Row))
@@ -294,7 +283,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     rows = asyncio.run(measure_all(arguments.ranks))
     if arguments.out:
-        write(arguments.out, rows, sys.argv[1:])
+        found = facts.of_control(sys.argv[1:], {"region_bytes": REGION_BYTES, "steady_s": STEADY_S})
+        facts.keep(arguments.out, "control", Row, rows, found)
 
 
 if __name__ == "__main__":

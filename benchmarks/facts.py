@@ -1,7 +1,8 @@
-"""run.json: what a reader needs to judge a table, and to make it again."""
+"""What is kept of a run: its tables, and run.json, what a reader needs to judge them and to make them again."""
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import os
@@ -9,7 +10,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,21 @@ def write(folder: Path, facts: dict[str, object]) -> None:
     """run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def write_table(folder: Path, name: str, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
+    """`<name>.csv`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def keep(folder: Path, name: str, kind: type, rows: Iterable[Any], facts: dict[str, object]) -> None:
+    """`<name>.csv`, a line for each row of that dataclass, and run.json."""
+    write_table(folder, name, [field.name for field in fields(kind)], map(asdict, rows))
+    write(folder, facts)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ copies of an expert share its rows evenly.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
@@ -163,12 +162,8 @@ def main() -> None:
         rows.append(measure(case, arguments.seeds))
         print("  ".join(f"{field.name} {getattr(rows[-1], field.name)}" for field in fields(Row)), flush=True)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with (arguments.out / "placement.csv").open("w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, [field.name for field in fields(Row)])
-            table.writeheader()
-            table.writerows(asdict(row) for row in rows)
-        facts.write(arguments.out, facts.of_control(sys.argv[1:], {"seeds": arguments.seeds}, "benchmarks.placement"))
+        found = facts.of_control(sys.argv[1:], {"seeds": arguments.seeds}, "benchmarks.placement")
+        facts.keep(arguments.out, "placement", Row, rows, found)
 
 
 if __name__ == "__main__":

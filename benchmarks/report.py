@@ -1,4 +1,4 @@
-"""Where results lie: one csv per table, run.json beside them (`facts.py`), and lines for the screen."""
+"""Where results lie: one csv per table, run.json beside them (`facts.py` writes both), and lines for the screen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks import bounds
+from benchmarks import bounds, facts
 from benchmarks.cases import Case
 from benchmarks.measure import COPY, PAYLOAD, Result
 from ep_kernels.telemetry import quantile
@@ -346,13 +346,9 @@ def title(case: Case) -> str:
 
 def write(folder: Path, name: str, lines: Sequence[Line]) -> None:
     """`<name>.csv` with the columns that the lines have."""
-    folder.mkdir(parents=True, exist_ok=True)
     usual = GPU_COLUMNS if lines and "l2" in lines[0] else COLUMNS
     columns = list(dict.fromkeys([*usual, *(name for line in lines for name in line)]))
-    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    facts.write_table(folder, name, columns, lines)
 
 
 def read(folder: Path, name: str) -> list[dict[str, str]]:

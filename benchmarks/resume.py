@@ -10,7 +10,6 @@ groups hold two copies of every expert and go on without it; others wait for it.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -192,12 +191,8 @@ def main() -> None:
     for row in rows:
         print(row)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with (arguments.out / "resume.csv").open("w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, [field.name for field in fields(Row)])
-            table.writeheader()
-            table.writerows(asdict(row) for row in rows)
-        facts.write(arguments.out, facts.of_control(sys.argv[1:], {"kills": arguments.kills}, "benchmarks.resume"))
+        found = facts.of_control(sys.argv[1:], {"kills": arguments.kills}, "benchmarks.resume")
+        facts.keep(arguments.out, "resume", Row, rows, found)
 
 
 if __name__ == "__main__":

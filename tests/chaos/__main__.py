@@ -10,7 +10,6 @@ within SETTLE_S. Exit status 1 if anything was wrong. The seed decides the order
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import facts
@@ -163,16 +162,6 @@ def summarise(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def write(folder: Path, events: list[Event], summary: dict[str, object]) -> None:
-    """events.csv and run.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "events.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Event)], lineterminator="\n")
-        table.writeheader()
-        table.writerows(asdict(event) for event in events)
-    facts.write(folder, facts.of_control(sys.argv[1:], summary, "tests.chaos"))
-
-
 def main() -> int:
     """Run, print, write; the exit status."""
     parser = argparse.ArgumentParser(description="Harm a group at random while clients ask it.")
@@ -187,7 +176,8 @@ def main() -> int:
     outcome = run(arguments.seconds, arguments.seed, folder)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds} | summarise(outcome)
     if arguments.out:
-        write(arguments.out, outcome.events, summary)
+        found = facts.of_control(sys.argv[1:], summary, "tests.chaos")
+        facts.keep(arguments.out, "events", Event, outcome.events, found)
     print("; ".join(f"{key} {value}" for key, value in summary.items()))
     return 1 if outcome.tally.wrong else 0
 

@@ -22,6 +22,7 @@ FLAGS = (
 )  # fmt: skip
 """-fpermissive: the kernels are CUDA C++, which knows things by themselves that C++ wants to be told."""
 
+_SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
 _ARGUMENTS = {"dispatch": "DispatchArgs", "combine": "CombineArgs", "barrier": "BarrierArgs"}
 _TAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
     if (is_tag_lane() == (turn == {when})) {{ {body} }}
@@ -74,17 +75,12 @@ def source(variant: jit.Variant) -> str:
 
 
 @functools.cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="emulated-")
-
-
-@functools.cache
 def build(variant: jit.Variant) -> ctypes.CDLL:
     """The library of a loop-back variant; `emulated_launch` of `launch.h` runs it. Raises RuntimeError with what the
     compiler says."""
     text = source(variant)
     name = f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    path = Path(_scratch().name) / f"{name}.cpp"
+    path = Path(_SCRATCH.name) / f"{name}.cpp"
     path.write_text(text, encoding="utf-8")
     library = path.with_suffix(".so")
     command = [compiler() or "g++", *FLAGS, str(path), "-o", str(library)]
