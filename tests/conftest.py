@@ -1,21 +1,8 @@
-"""Markers that ask the machine: a test that cannot run here is skipped with the reason. Hypothesis asks no clock."""
+"""Markers that ask the machine: a test that cannot run here is skipped with the reason."""
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-
-with contextlib.suppress(ImportError):
-    import hypothesis
-
-    hypothesis.settings.register_profile(
-        "any machine",
-        parent=hypothesis.settings(),
-        deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
-    hypothesis.settings.load_profile("any machine")
 
 
 def _num_gpus() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdock import client as public
@@ -57,6 +57,7 @@ def _batch(num_tokens: int, hidden: int = 8) -> tuple[torch.Tensor, torch.Tensor
     return torch.randn(num_tokens, hidden), torch.randint(0, 4, (num_tokens, 2)), torch.rand(num_tokens, 2)
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 5000), st.integers(1, 9), st.integers(0, 1000), st.integers(1, 999), st.integers(1, 300))
 def test_split_covers_every_row_once(tokens: int, workers: int, first: int, most: int, least: int) -> None:
     shares = client.split(tokens, workers, first, most, least)
