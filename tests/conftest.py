@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any machine", deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("any machine")
-
-with contextlib.suppress(ImportError):
-    import hypothesis
-
-    hypothesis.settings.register_profile(
-        "any machine",
-        parent=hypothesis.settings(),
-        deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
-    hypothesis.settings.load_profile("any machine")
 
 
 def _num_gpus() -> int:
