@@ -16,12 +16,17 @@ HELPERS = ("netavark", "aardvark-dns")
 _FOLDERS = (Path("/usr/lib/podman"), Path("/usr/libexec/podman"))
 
 
-@contextlib.contextmanager
-def engine(images: Images) -> Iterator[str]:
-    """URL of a running service; Missing where podman cannot make networks."""
+def require_networks() -> None:
+    """Raises Missing where podman cannot make networks."""
     lacking = [name for name in HELPERS if not any((folder / name).exists() for folder in _FOLDERS)]
     if lacking:
         raise Missing(f"podman makes networks by programs that are not installed: {', '.join(lacking)}")
+
+
+@contextlib.contextmanager
+def engine(images: Images) -> Iterator[str]:
+    """URL of a running service; Missing where podman cannot make networks."""
+    require_networks()
     with tempfile.TemporaryDirectory(prefix="crossdock-engine-") as folder:
         path, processes = Path(folder) / "engine.sock", Processes(Path(folder))
         url = f"unix://{path}"
