@@ -146,7 +146,7 @@ def status(
 @app.command()
 def experts(
     target: Target = DEFAULT_TARGET,
-    layer: Annotated[int | None, typer.Option("--layer", help="The experts of one MoE layer, by load.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="With --layer: so many experts.")] = 32,
     as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
@@ -169,7 +169,7 @@ def experts(
     if layer is not None and found.version and layer not in known:
         raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
     if as_json:
-        print(json.dumps(as_dict(found), indent=1))
+        print(json.dumps(as_dict(found, layer), indent=1))
     else:
         _console().print(as_tables(found, target, layer, most))
 
