@@ -17,7 +17,7 @@ import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
-from crossdock.deep_ep.telemetry import Telemetry, counting_timeouts, telemetry
+from crossdock.deep_ep.telemetry import Telemetry, _Watched, counting_timeouts, telemetry
 from ep_kernels import PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
@@ -168,6 +168,19 @@ def test_samples_become_metrics() -> None:
     other = Telemetry()
     other._serve(made.address)
     assert other.address == "", "taken: said in the log, and the engine goes on"
+
+
+def test_what_arrived_becomes_metrics() -> None:
+    made, about = Telemetry(), _Watched("1", [0, 0, 0])
+    for received in ([4, 2, 0], None, [9, 2, 1]):
+        made._count_received(about, received, row_bytes=100)
+    value = made.metrics.registry.get_sample_value
+
+    def told(name: str) -> list[float | None]:
+        return [value(f"crossdock_ep_received_{name}_total", {"rank": "1", "peer": peer}) for peer in "012"]
+
+    assert told("tokens") == [9, 2, 1]
+    assert told("bytes") == [900, None, 100], "what stays on its rank does not travel"
 
 
 @pytest.mark.parametrize("counted", [True, False])
