@@ -31,6 +31,7 @@ ONE_CALL: list[Story] = [
     calls.bad_arguments,
     calls.wide_ids,
     calls.sampled,
+    calls.received,
 ]
 
 
