@@ -276,6 +276,9 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     replayed: what comes of such steps is NaN. False: `MoECommunicator.check` is the caller's to ask."""
     metrics: bool = True
     """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
+    traffic: bool = False
+    """Count also what arrives from whom: tokens and bytes, and so how uneven the ranks' work is. Costs a kernel after
+    each dispatch, which adds [R] numbers."""
     http_listen: str = ""
     """host:port of an endpoint of our own for them; rank i listens on port + i. Empty: none."""
 
