@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, ops
+from ep_kernels import bringup, checks, ops, quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError
 from ep_kernels.membership import Member
@@ -26,6 +26,8 @@ from ep_kernels.transports import base, create
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
 
 T = TypeVar("T")
+_counters: list[torch.Tensor] = []
+"""Those on GPUs, for good: the graph of a communicator that is closed may be replayed, and adds to them."""
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
@@ -51,6 +53,7 @@ class MoECommunicator(Member):
         self._num_begun = {"dispatch": 0, "combine": 0}
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
         self._pending: dict[str, set[int]] = {"dispatch": set(), "combine": set()}
+        self._received: torch.Tensor | None = None
         try:
             bringup.check_capabilities(config, self._transport)
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
@@ -73,6 +76,15 @@ class MoECommunicator(Member):
     def ll_max_tokens(self) -> int:
         """AUTO: steps of at most so many tokens per rank run LL. Equal on all ranks."""
         return self._ll_max_tokens
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row as dispatch moves it, scales included."""
+        c = self._config
+        scales = c.scale_columns * c.scale_dtype.itemsize
+        if c.quantize:
+            scales = 4 * quant.scale_columns(c.hidden_size, c.scale_format)  # float32, or four exponents to an int32
+        return int(c.hidden_size * c.payload_dtype.itemsize + scales)
 
     def dispatch(
         self,
@@ -270,6 +282,28 @@ class MoECommunicator(Member):
             raise ArgumentError("layout", "a per-expert layout", self._config.resolved_layout.value)
         return self._run(self._transport.row_weights, handle)
 
+    def count_received(self) -> None:
+        """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
+        the device, in CUDA graphs that are captured from now on too. Nothing is read back. Idempotent. Call it outside
+        captures. Raises as an operation does where the communicator is broken or closed."""
+        self._ready()
+        if self._received is None:
+            with torch.inference_mode(False):
+                device = self._transport.failed().device
+                self._received = torch.zeros(self.size, dtype=torch.int64, device=device)
+            if device.type != "cpu":
+                _counters.append(self._received)
+
+    def received(self) -> list[int] | None:
+        """[R], tokens of each rank that dispatch has brought to this rank's experts since `count_received`, each once
+        per dispatch, its own among them; as far as the device has got. None before that, once closed, and where the
+        device is too busy to say. Waits for no operation. Any thread."""
+        with self._sampling:
+            if self._received is None or self._closed:
+                return None
+            words = self._transport.peek(self._received)
+        return None if words is None else words.tolist()
+
     # Inside.
 
     def _buffers(self, pending: base.PendingDispatch) -> Buffers:
@@ -324,6 +358,8 @@ class MoECommunicator(Member):
     ) -> tuple[DispatchOutput, DispatchHandle]:
         """Stamp the handle, note that its buffers are current, and raise what overflowed."""
         self._recent.append((number, made.seq))
+        if self._received is not None:
+            self._received += self._transport.source_rows(made)
         rows_shape = tuple(out.tokens.shape[:-1])
         handle = DispatchHandle(
             self._id, made.seq, made.num_tokens, made.mode, made.epoch, made.state,

@@ -30,8 +30,8 @@ _ids = itertools.count(1)
 
 
 class Member:
-    """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`, `wake`,
-    `abort` and `close` may come from any thread."""
+    """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`,
+    `received`, `wake`, `abort` and `close` may come from any thread."""
 
     def __init__(self, config: MoEConfig, transport: base.Transport) -> None:
         self._config, self._id = config, next(_ids)

@@ -1,8 +1,13 @@
-"""Markers that ask the machine: a test that cannot run here is skipped with the reason."""
+"""Markers that ask the machine: a test that cannot run here is skipped with the reason. Hypothesis asks no clock."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair.
+settings.register_profile("any machine", deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("any machine")
 
 
 def _num_gpus() -> int:

@@ -75,7 +75,7 @@ class World:
         return [process.pid for process, _ in self._ranks]
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, may_die: tuple[int, ...] = ()
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, may_die: tuple[int, ...] = ()
     ) -> list[Any]:
         """Call fn on every rank. Ranks in `may_die` may be killed meanwhile; their result is RankDied()."""
         if not self._ranks:

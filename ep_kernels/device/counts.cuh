@@ -90,7 +90,7 @@ __device__ __forceinline__ bool sum_blocks_before(const World& world, Team team,
 // one that is silent must not silence this rank towards the others. A warp per peer; the origin is carried by a later share.
 __device__ __forceinline__ void tell_ranks(const DispatchArgs& args, const i32* totals, u64 origin, u64 seq) {
   const World& world = args.world;
-  const u64 credit = credit_needed(world, args.slot, seq);
+  const u64 credit = free_from(world, ptx::load_volatile(&world.state->dispatch_slot_seq[args.slot]), seq);
   for (i32 i = warp_idx(); i < world.size; i += num_warps()) {
     const i32 peer = (world.rank + i) % world.size;
     if (!is_active(peer)) continue;

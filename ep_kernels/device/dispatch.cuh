@@ -62,13 +62,6 @@ __device__ __forceinline__ u8* row_at(const DispatchArgs& args, i32 at, i32 row)
   return array_at(args, at, map.rows, map.rows_stride) + static_cast<i64>(row) * args.world.row_bytes;
 }
 
-// First op of a peer that proves the slot's last use is over there: its start is in stream order after its last read of
-// the slot. With as many slots as open dispatches, that is this very operation; with one more, the one before.
-__device__ __forceinline__ u64 credit_needed(const World& world, i32 slot, u64 seq) {
-  const u64 last = ptx::load_volatile(&world.state->dispatch_slot_seq[slot]);
-  return last == 0 ? 0 : min(seq, last + world.num_in_flight);
-}
-
 __device__ __forceinline__ u64 origins_at(const DispatchArgs& args) {
   return args.world.map.origins + args.slot * args.world.map.origins_stride;
 }

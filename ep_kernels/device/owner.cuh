@@ -276,7 +276,7 @@ __device__ __forceinline__ void tell_chunks(u64 seq) {
 // last use (one that has gone on without this rank never is). Partials land in this rank's own part of it.
 __device__ __forceinline__ u64 credit_needed(const CombineArgs& args, u64 last, u64 seq) {
   if (KIND == EXACT) return seq;
-  return last == 0 ? 0 : min(seq, last + args.world.num_in_flight);
+  return free_from(args.world, last, seq);
 }
 
 // One warp of one block: which routing this rank brings, to all peers.

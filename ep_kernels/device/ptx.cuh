@@ -62,33 +62,36 @@ __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Between threads of a block, for words that no barrier fits: counters.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
 // Words in shared memory, from warp to warp of a block, beside its barriers. Atomics, for racecheck takes any other access for a
 // race unless a barrier stands between.
 __device__ __forceinline__ u32 load_acquire_block(u32* address) {
   u32 value;
   asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
-               : "=r"(value) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))) : "memory");
+               : "=r"(value) : "r"(shared_address(address)) : "memory");
   return value;
 }
 
 __device__ __forceinline__ void store_release_block(u32* address, u32 value) {
   u32 old;
   asm volatile("atom.release.cta.shared::cta.exch.b32 %0, [%1], %2;"
-               : "=r"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "r"(value) : "memory");
+               : "=r"(old) : "r"(shared_address(address)), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ u64 load_relaxed_block(u64* address) {
   u64 value;
   asm volatile("atom.relaxed.cta.shared::cta.add.u64 %0, [%1], 0;"
-               : "=l"(value) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))) : "memory");
+               : "=l"(value) : "r"(shared_address(address)) : "memory");
   return value;
 }
 
 __device__ __forceinline__ void store_relaxed_block(u64* address, u64 value) {
   u64 old;
   asm volatile("atom.relaxed.cta.shared::cta.exch.b64 %0, [%1], %2;"
-               : "=l"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "l"(value) : "memory");
+               : "=l"(old) : "r"(shared_address(address)), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
@@ -127,7 +130,7 @@ __device__ __forceinline__ void add_relaxed_gpu(u64* address, u64 value) {
 __device__ __forceinline__ u32 add_acq_rel_block(u32* address, u32 value) {
   u32 old;
   asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
-               : "=r"(old) : "r"(static_cast<u32>(__cvta_generic_to_shared(address))), "r"(value) : "memory");
+               : "=r"(old) : "r"(shared_address(address)), "r"(value) : "memory");
   return old;
 }
 
@@ -158,10 +161,6 @@ __device__ __forceinline__ void wait_for_previous_launch() { asm volatile("gridd
 __device__ __forceinline__ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- bulk copies (TMA, 1-D): addresses and sizes are multiples of 16 bytes ----
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");

@@ -1,6 +1,7 @@
 // Who works together: the blocks of one rank. On a GPU of its own a rank is the whole grid; in the loop-back harness one
 // cooperative launch holds the teams of all ranks, so that they are resident together.
-// Also the signals of every operation: arrive (last block), tell (one block speaks), add_share (every block speaks), await; and how ranks find out that they do not mean the same routing.
+// Also the signals of every operation: arrive (last block), tell (one block speaks), add_share (every block speaks), await;
+// and how ranks find out that they do not mean the same routing.
 #pragma once
 
 constexpr u32 kBarrierBytes = 512;  // shared memory of a block starts with the mbarriers, then a wait per peer
@@ -111,6 +112,13 @@ __device__ __forceinline__ void tell_peers(const World& world, u32 kind, u64 val
     const i32 peer = (world.rank + i) % world.size;
     if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
   }
+}
+
+// First operation of a peer that proves a slot free over there, `last` being the slot's last use: its start is in stream order
+// after its last read of the slot. With as many slots as open operations that is this very one, `seq`; with one more, the one
+// before.
+__device__ __forceinline__ u64 free_from(const World& world, u64 last, u64 seq) {
+  return last == 0 ? 0 : min(seq, last + world.num_in_flight);
 }
 
 // One warp tells every active peer that this rank has started operation `seq`. What it vouches for, reads of earlier kernels,

@@ -121,7 +121,7 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, const Owe
 // (one that has gone on without this rank never is). Partials land in this rank's own part of it.
 __device__ __forceinline__ u64 credit_needed(const World& world, Credit credit, u64 seq) {
   if (KIND == EXACT) return seq;
-  return credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+  return free_from(world, credit.last, seq);
 }
 
 // The routing that this rank combines, to each home: before its rows fill the links. One warp.

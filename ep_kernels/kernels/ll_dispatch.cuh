@@ -371,7 +371,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   bool granted = false;
   if (here || notes) {
     if (!args.cached) hurry_ids(args);
-    const u64 needed = credit.last == 0 ? 0 : min(seq, credit.last + world.num_in_flight);
+    const u64 needed = free_from(world, credit.last, seq);
     granted = stop == STOP_RUNNING && warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
   }
   if (tells) {

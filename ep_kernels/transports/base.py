@@ -14,7 +14,8 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
 assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
-except `samples`, `wake`, `abort` and `close`, which any thread may call at any time (but never two of these at once).
+except `samples`, `peek`, `wake`, `abort` and `close`, which any thread may call at any time (but never two of these at
+once).
 
 Order of a life: `allocate` -> tickets travel by the group -> `import_regions` -> `barrier` -> operations -> `close`.
 Every wait obeys `config.timeout_s` and ends in PeerTimeout (naming the peer), AbortedError or ClosedError; none hangs.
@@ -161,6 +162,10 @@ class Transport(Protocol):
         """Weight of every row of the handle's tokens, for backward passes: float32 [L, slots] | [N] (per-expert layouts
         only). A copy that does not expire; rows past the counts and padding hold 0."""
 
+    def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
+        """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
+        device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
+
     def blank_state(self, num_tokens: int) -> State:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""
@@ -184,6 +189,10 @@ class Transport(Protocol):
 
     def samples(self) -> list[LatencySample]:
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
+        could not be had at once."""
 
     def ll_max_tokens(self) -> int:
         """Measured crossover for AUTO: most tokens per rank at which LL wins."""

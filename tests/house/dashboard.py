@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from tests.house.tree import ROOT
 
 PLACES = (
@@ -51,6 +51,7 @@ def _rate(metric: str, by: str, function: str = "rate") -> tuple[tuple[str, str]
 
 
 _ROWS_OF_RANKS = "sum by (instance) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
+_TOKENS_OF_RANKS = "sum by (rank) (rate(crossdock_ep_received_tokens_total{}[$__rate_interval]))"
 _DISPATCHES = 'crossdock_op_seconds_bucket{op="dispatch", phase="total"}'
 
 
@@ -149,13 +150,31 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Certificates read again", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
     ),
+    "Inside vLLM and other engines": (
+        Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_seconds", "op, mode, phase")),
+        Panel("Tokens brought", "cps", _rate("crossdock_ep_tokens_total", "rank")),
+        Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
+        Panel(
+            "Tokens received, largest rank to mean",
+            "none",
+            ((f"max({_TOKENS_OF_RANKS}) / avg({_TOKENS_OF_RANKS})", "imbalance"),),
+            meaning="1 is perfect.",
+        ),
+        Panel(
+            "Waiting for",
+            "percentunit",
+            _rate("crossdock_ep_peer_wait_seconds_total", "peer"),
+            meaning="The highest line is the slow rank.",
+        ),
+        Panel("Timeouts", "none", _rate("crossdock_ep_peer_timeouts_total", "peer", "increase")),
+    ),
 }
 
 
 def exported() -> set[str]:
     """Names of series: those of histograms with their endings."""
     names = set()
-    for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics()):
+    for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics(), FrameworkMetrics()):
         for metric in metrics.declarations():
             endings = ("_bucket", "_count", "_sum") if metric.kind == "histogram" else ("",)
             names |= {metric.name + ending for ending in endings}

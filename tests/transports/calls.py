@@ -380,6 +380,28 @@ def meetings(comm: MoECommunicator, case: RoutingCase) -> None:
     check_step(comm, case)
 
 
+def received(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Tokens of each rank that came here, once each, by a routing used again too; counted once that is asked for."""
+    owner = torch.tensor([copies[0][0] for copies in case.expert_map.replicas])
+    wanted = torch.zeros(comm.size, dtype=torch.int64)
+    assert comm.received() is None
+    check_step(comm, case)
+    comm.count_received()
+    for number in range(4):
+        inputs = Inputs.of(next_case(case, number), comm.config)
+        arguments = inputs.arguments(comm.rank, comm.capabilities.device_type)
+        _, handle = comm.dispatch(*arguments)
+        _, _ = comm.dispatch(arguments[0], None, None, previous_handle=handle)
+        here = [((ids >= 0) & (owner[ids.long()] == comm.rank)).any(1).sum() for ids in inputs.ids]
+        wanted += 2 * torch.stack(here)
+    caught_up(comm)
+    comm.count_received()
+    assert comm.received() == wanted.tolist()
+    assert wanted.sum() > 0
+    comm.close()
+    assert comm.received() is None
+
+
 def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
     """One record per operation, with nothing waited for at oneself."""
     comm.samples()

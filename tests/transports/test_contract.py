@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_kernels.types import Capabilities, Layout, Mode, Overflow, ScaleFormat
@@ -231,7 +231,7 @@ CONFIGS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_anything(world: Worlds, transport: str, capabilities: Capabilities, size: int) -> None:
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40)
     @given(st.lists(routing_cases(num_ranks=size), min_size=1, max_size=3), CONFIGS)
     def check(drawn: Sequence[RoutingCase], overrides: dict[str, Any]) -> None:
         skip_unless(capabilities, overrides)

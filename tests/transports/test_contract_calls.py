@@ -31,6 +31,7 @@ ONE_CALL: list[Story] = [
     calls.bad_arguments,
     calls.wide_ids,
     calls.sampled,
+    calls.received,
 ]
 
 
@@ -186,14 +187,14 @@ def test_epoch_mismatch_is_refused(world: Worlds, transport: str) -> None:
 
 
 def test_nothing_leaks(world: Worlds, transport: str) -> None:
-    assert world(3).run(lives.born_and_closed, transport, case_of(3), 50, timeout_s=120) == [[], [], []]
+    assert world(3).run(lives.born_and_closed, transport, case_of(3), 50, timeout_s=280) == [[], [], []]
 
 
 @pytest.mark.slow
 def test_ten_thousand_iterations(world: Worlds, transport: str) -> None:
     case = RoutingCase(6, 3, 16, (0, 0, 0, 0), "uniform", draw_seed(), max_tokens=6)
     overrides = {"mode": Mode.AUTO, "layout": Layout.GROUPED, "dtype": torch.float32, "ll_max_tokens": 3}
-    world(4).run(run_story, transport, lives.counted_iterations, case, overrides, timeout_s=280)
+    world(4).run(run_story, transport, lives.counted_iterations, case, overrides, timeout_s=560)
 
 
 @pytest.mark.parametrize("mode", LL_HT)

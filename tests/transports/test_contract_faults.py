@@ -98,7 +98,7 @@ def test_rank_missing_at_bring_up(transport: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_slow_rank_is_waited_for(world: Worlds, transport: str, size: int) -> None:
-    assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.2))
+    assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.5))
 
 
 @pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact"])

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
-from crossdock.deep_ep.telemetry import Telemetry, counting_timeouts, telemetry
-from ep_kernels import PeerTimeout
+from crossdock.deep_ep.telemetry import Telemetry, _Watched, counting_timeouts, telemetry
+from ep_kernels import ArgumentError, PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.transports import deep_ep_steps as steps
@@ -69,7 +70,7 @@ def test_a_buffer_that_nobody_holds_frees_its_regions(world: Worlds, device: str
 def test_every_name_that_frameworks_call_is_here() -> None:
     """By keyword, as vLLM 0.20-0.33, SGLang and Megatron call them."""
     wanted = {
-        "__init__": {"group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank",
+        "__init__": {"group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank", "comm",
                      "allow_nvlink_for_low_latency_mode", "allow_mnnvl", "explicitly_destroy", "enable_shrink"},
         "get_low_latency_rdma_size_hint": {"num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts"},
         "get_dispatch_layout": {"topk_idx", "num_experts", "previous_event", "async_finish", "allocate_on_comm_stream"},
@@ -78,8 +79,10 @@ def test_every_name_that_frameworks_call_is_here() -> None:
                      "previous_event", "async_finish", "allocate_on_comm_stream"},
         "combine": {"x", "handle", "topk_weights", "config", "previous_event", "async_finish",
                     "allocate_on_comm_stream"},
-        "low_latency_dispatch": {"use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"},
-        "low_latency_combine": {"async_finish", "zero_copy", "return_recv_hook", "out"},
+        "low_latency_dispatch": {"cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats", "use_fp8",
+                                 "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"},
+        "low_latency_combine": {"use_logfmt", "async_finish", "zero_copy", "return_recv_hook", "out",
+                                "combine_wait_recv_cost_stats"},
         "clean_low_latency_buffer": {"num_max_dispatch_tokens_per_rank", "hidden", "num_experts"},
         "get_dispatch_config": set(), "get_combine_config": set(), "set_num_sms": set(), "capture": set(),
         "destroy": set(), "get_comm_stream": set(), "get_next_low_latency_combine_buffer": set(),
@@ -89,6 +92,50 @@ def test_every_name_that_frameworks_call_is_here() -> None:
     config = deep_ep.Buffer.get_dispatch_config(7)
     assert (config.get_nvl_buffer_size_hint(4096, 8), config.get_rdma_buffer_size_hint(4096, 8)) == (0, 0)
     assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 32 * 128 * 7168 * 2
+
+
+def test_what_is_not_offered_says_what_to_do_instead() -> None:
+    buffer: Any = deep_ep.Buffer.__new__(deep_ep.Buffer)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(
+        ArgumentError, match=r"low_latency_query_mask_buffer: expected no call of it \(a lost rank ends in"
+    ):
+        buffer.low_latency_query_mask_buffer(torch.zeros(2, dtype=torch.int32))
+    for call in (buffer.internode_dispatch, buffer.internode_combine, buffer.low_latency_clean_mask_buffer):
+        with pytest.raises(ArgumentError, match=call.__name__):
+            call()
+    with pytest.raises(ArgumentError, match="low_latency_update_mask_buffer"):
+        buffer.low_latency_update_mask_buffer(1, True)
+    with pytest.raises(ArgumentError, match="get_local_buffer_tensor"):
+        buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
+    with pytest.raises(ArgumentError, match=r"use_nvfp4: expected False .*, got bool"):
+        buffer.low_latency_dispatch(ids.float(), ids, 1, 2, use_nvfp4=True)
+    with pytest.raises(ArgumentError, match=r"dispatch_wait_recv_cost_stats: expected None .*, got Tensor"):
+        buffer.low_latency_dispatch(ids.float(), ids, 1, 2, dispatch_wait_recv_cost_stats=ids)
+    with pytest.raises(ArgumentError, match=r"combine_wait_recv_cost_stats: expected None .*, got Tensor"):
+        buffer.low_latency_combine(ids.float(), ids, ids.float(), None, combine_wait_recv_cost_stats=ids)
+    with pytest.raises(ArgumentError, match="comm: expected None"):
+        deep_ep.Buffer(None, comm=object())
+    for module in ("crossdock.deep_ep", "deep_ep"):
+        code = (
+            f"import {module} as d\ntry: d.ElasticBuffer\nexcept AttributeError as e: print(e, hasattr(d, 'nothing'))"
+        )
+        assert "has no attribute 'ElasticBuffer': it is DeepEP V2's" in _python(code, FOLDER)
+
+
+def test_an_event_runs_what_is_to_follow_it_once() -> None:
+    ran: list[str] = []
+    event = deep_ep.EventOverlap(deep_ep.EventHandle())
+    event.register_hook_after_wait(lambda: ran.append("hook"))
+    with pytest.raises(ArgumentError, match="hook_after_wait"):
+        event.register_hook_after_wait(lambda: None)
+    with event(release_handle=True) as entered:
+        assert entered is event
+        assert not ran
+    assert ran == ["hook"]
+    assert event.event is None
+    event.current_stream_wait()
+    assert ran == ["hook"]
 
 
 def _python(code: str, *paths: Path) -> str:
@@ -168,6 +215,19 @@ def test_samples_become_metrics() -> None:
     other = Telemetry()
     other._serve(made.address)
     assert other.address == "", "taken: said in the log, and the engine goes on"
+
+
+def test_what_arrived_becomes_metrics() -> None:
+    made, about = Telemetry(), _Watched("1", [0, 0, 0])
+    for received in ([4, 2, 0], None, [9, 2, 1]):
+        made._count_received(about, received, row_bytes=100)
+    value = made.metrics.registry.get_sample_value
+
+    def told(name: str) -> list[float | None]:
+        return [value(f"crossdock_ep_received_{name}_total", {"rank": "1", "peer": peer}) for peer in "012"]
+
+    assert told("tokens") == [9, 2, 1]
+    assert told("bytes") == [900, None, 100], "what stays on its rank does not travel"
 
 
 @pytest.mark.parametrize("counted", [True, False])

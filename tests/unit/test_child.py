@@ -17,7 +17,7 @@ from crossdock.child import Child
 from crossdock.common.announce import Addresses, parse
 
 LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2')\n"
-SLEEP = LISTEN + "print('noise'); print('trouble', file=sys.stderr, flush=True); time.sleep(600)"
+SLEEP = "import sys; print('noise'); print('trouble', file=sys.stderr, flush=True)\n" + LISTEN + "time.sleep(600)"
 
 
 class Watched:
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[str], Watched]]:
     yield start
     for watched in made:
         watched.child.kill()
-        assert watched.child.join(10)
+        assert watched.child.join(30)
 
 
 def listening(child: Child) -> bool:
@@ -79,7 +79,7 @@ def test_a_terminated_child_stays_away(run: Callable[[str], Watched]) -> None:
     watched.wait(listening)
     pid = watched.child.pid
     watched.child.terminate()
-    assert watched.child.join(10)
+    assert watched.child.join(30)
     assert watched.child.restarts == 0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -99,7 +99,7 @@ def test_the_last_words_of_a_dead_child_are_told(
 def test_a_hopeless_child_is_not_started_again(run: Callable[[str], Watched]) -> None:
     watched = run("import sys; print('no such model', file=sys.stderr); sys.exit(2)")
     watched.wait(lambda child: bool(child.hopeless))
-    assert watched.child.join(10)
+    assert watched.child.join(30)
     assert watched.child.restarts == 0
     assert "no such model" in watched.child.tail()
 
@@ -125,7 +125,7 @@ def test_a_command_that_cannot_start_does_not_hang(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="started"):
         _ = child.pid
     child.terminate()
-    assert child.join(10)
+    assert child.join(30)
 
 
 def test_a_log_that_cannot_be_written_does_not_keep_a_child_from_starting(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_log_that_cannot_be_written_does_not_keep_a_child_from_starting(tmp_pa
     watched.child.start()
     watched.wait(listening)
     watched.child.kill()
-    assert watched.child.join(10)
+    assert watched.child.join(30)
 
 
 def test_without_a_log_file_a_child_shares_our_stderr(capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_without_a_log_file_a_child_shares_our_stderr(capfd: pytest.CaptureFixtu
     while "trouble" not in printed and time.monotonic() < deadline:
         printed += capfd.readouterr().err
     child.kill()
-    assert child.join(10)
+    assert child.join(30)
     assert "trouble" in printed
     assert child.tail() == ""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.common.config import ControlConfig
@@ -92,7 +92,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120)
 @given(CALLS)
 async def test_random_fields(calls: list[tuple[str, Message]]) -> None:
     control = plane()
@@ -101,7 +101,7 @@ async def test_random_fields(calls: list[tuple[str, Message]]) -> None:
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100)
 @given(data=st.binary(max_size=200))
 async def test_random_bytes(method: str, data: bytes) -> None:
     request = REQUESTS[method]()
@@ -112,7 +112,7 @@ async def test_random_bytes(method: str, data: bytes) -> None:
     await call(plane(), method, request)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100)
 @given(messages(pb.RegisterRequest), st.data())
 async def test_bytes_with_a_flaw(request: Message, data: st.DataObject) -> None:
     """A real message of which some bytes are changed, cut or repeated."""

@@ -20,11 +20,12 @@ from crossdock.control.discovery import Labels
 from crossdock.control.nodes import Nodes, labels_of
 
 CLIQUE, RACK = "nvidia.com/gpu.clique", "network.topology.nvidia.com/leaf"
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Api(ThreadingHTTPServer):
-    """Nodes at resource versions; watches get what is put into `changes`; None ends a watch."""
+    """Nodes at resource versions; watches get what is put into `changes`; None ends a watch. What happened before the
+    version `oldest` is forgotten."""
 
     daemon_threads = True
 
@@ -32,6 +33,7 @@ class Api(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.nodes: dict[str, dict[str, str]] = {}
         self.version = 10
+        self.oldest = 0
         self.changes: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.asked: list[tuple[str, str]] = []
         self.broken = False
@@ -64,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
         elif watching:
-            self._watch()
+            self._watch(int(query["resourceVersion"][0]))
         else:
             nodes = [self.server.node(name) for name in self.server.nodes]
             body = {"kind": "NodeList", "metadata": {"resourceVersion": str(self.server.version)}, "items": nodes}
@@ -75,15 +77,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
 
-    def _watch(self) -> None:
+    def _watch(self, since: int) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        while (change := self.server.changes.get()) is not None:
-            line = json.dumps(change).encode() + b"\n"
-            self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+        if since < self.server.oldest:
+            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+            self._tell({"type": "ERROR", "object": gone})
+        else:
+            while (change := self.server.changes.get()) is not None:
+                self._tell(change)
         self.wfile.write(b"0\r\n\r\n")
+
+    def _tell(self, change: dict[str, Any]) -> None:
+        line = json.dumps(change).encode() + b"\n"
+        self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
 
     def log_message(self, *args: object) -> None:
         """Quiet."""
@@ -146,9 +155,8 @@ def test_a_forgotten_place_in_history_means_a_new_list(api: Api, config: Kuberne
     assert nodes.start(WAIT_S)
     try:
         api.nodes["late"] = {CLIQUE: "u.9"}
-        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-        for _ in range(2):  # the client itself tries once more
-            api.changes.put({"type": "ERROR", "object": gone})
+        api.version = api.oldest = api.version + 10
+        api.changes.put(None)
         until(lambda: "late" in nodes.labels)
         assert api.asks("list") == 2
     finally:

@@ -57,7 +57,7 @@ def test_silent_and_dead_ranks_are_named(boxes: list[Mailbox]) -> None:
     with pytest.raises(PeerTimeout) as dead:
         boxes[0].exchange(WORDS, 30)
     assert (dead.value.peer, dead.value.gone) == (1, True)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 25, "long before the deadline of 30 s"
 
 
 def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
@@ -85,7 +85,7 @@ def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
         if op == "exchange" or not ahead:  # a doorbell that rang before it looked is only a doorbell
             with pytest.raises(TransportError, match=f"{op}.*: rank 1 has gone on in epoch 3 without this rank"):
                 call()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 25, "long before the deadline of 30 s"
     everybody = [lambda r=r: boxes[r].agree([True] * SIZE, 4, (r, 0, 0), 10) for r in range(SIZE)]  # type: ignore[misc]
     assert [words[0] for words in together(everybody)[0]] == [0, 1, 2]
     rows = together([lambda r=r: boxes[r].exchange([r] * 8, 10) for r in range(SIZE)])  # type: ignore[misc]

@@ -191,3 +191,15 @@ def test_a_busy_device_loses_nothing_and_a_lost_one_says_nothing() -> None:
     device.write()
     device.lost = True
     assert device.take() == []
+
+
+def test_other_words_come_by_the_same_copy() -> None:
+    device, words = Device(), torch.arange(SIZE)
+    copied = device.ring.peek(words)
+    assert copied is not None
+    assert copied.data_ptr() != words.data_ptr()
+    assert copied.tolist() == [0, 1, 2]
+    device.busy = True
+    assert device.ring.peek(words) is None
+    device.lost = True
+    assert device.ring.peek(words) is None

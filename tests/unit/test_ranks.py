@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.control.ranks import Place, Slot, assign_rank, assign_ranks
@@ -78,7 +78,6 @@ def clusters(draw: st.DrawFn) -> list[Place]:
     return [Place(f"{host}/{local}", host, local, domain) for host, domain, count in hosts for local in range(count)]
 
 
-@settings(deadline=None)
 @given(clusters(), st.randoms())
 def test_neighbours_in_rank_are_neighbours_in_hardware(places: list[Place], random: object) -> None:
     shuffled = list(places)
@@ -92,7 +91,6 @@ def test_neighbours_in_rank_are_neighbours_in_hardware(places: list[Place], rand
         assert len(runs) == len(set(runs)), f"not consecutive: {runs}"
 
 
-@settings(deadline=None)
 @given(clusters(), st.data())
 def test_a_newcomer_never_takes_a_live_slot(places: list[Place], data: st.DataObject) -> None:
     slots = [Slot(one, live=data.draw(st.booleans())) for one in places]

@@ -78,7 +78,7 @@ def inputs(case: RoutingCase, dtype: torch.dtype) -> list[torch.Tensor]:
     return [case.x(r, dtype).float().nan_to_num(1.0, 2.0, 3.0).clamp(-64, 64).to(dtype) for r in range(case.num_ranks)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     routing_cases(),
     st.sampled_from(list(Layout)),

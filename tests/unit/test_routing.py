@@ -101,7 +101,7 @@ def test_worked_example_of_the_docstring() -> None:
     assert rank_rows(routes, 0).token.tolist() == [0, 1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(routing_cases())
 def test_rows_are_canonical_and_complete(case: RoutingCase) -> None:
     experts = case.expert_map
@@ -139,7 +139,7 @@ def test_group_offsets() -> None:
     assert group_offsets(torch.tensor([], dtype=torch.long), 4).tolist() == [0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(routing_cases())
 def test_default_capacity_holds_whatever_arrives(case: RoutingCase) -> None:
     group = LonelyGroup(size=case.num_ranks)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from crossdock.common.config import FrameworkConfig
 from ep_kernels import Layout, Mode, MoECommunicator, PeerTimeout
 
-PATIENCE_S = 1.0
+PATIENCE_S = 30.0
 NUM_EXPERTS, HIDDEN, TOKENS = 8, 64, 4
 
 

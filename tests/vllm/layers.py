@@ -222,8 +222,8 @@ def _quant_config(case: Case) -> Any:
 
 
 @contextmanager
-def engine(case: Case, rank: int) -> Iterator[None]:
-    """What vLLM's engine would have set up: plugins, config, group's manager, forward context, workspace."""
+def engine(case: Case, rank: int, num_halves: int = 1) -> Iterator[None]:
+    """What vLLM's engine would have set up: plugins, config, group's manager, forward context, workspaces."""
     os.environ["CROSSDOCK_VLLM"], os.environ["VLLM_LOGGING_LEVEL"] = case.plugin, "ERROR"
     from vllm.plugins import load_general_plugins
 
@@ -239,7 +239,7 @@ def engine(case: Case, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         reset_workspace_manager()
-        init_workspace_manager(torch.device("cpu"))
+        init_workspace_manager(torch.device("cpu"), num_halves)
         enter(set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))))
         enter(mock.patch.object(modular_kernel, "PIN_MEMORY", False, create=True))
         enter(mock.patch.object(type(current_platform), "fp8_dtype", return_value=FP8))
@@ -289,26 +289,31 @@ def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float]:
         dist.destroy_process_group()
 
 
-def _steps(case: Case, rank: int) -> tuple[str, float]:
+def apply(case: Case, finalizer: Any, inputs: Inputs, rank: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer's output for these inputs; `ids`: those that the backend gets, where they are not the inputs' own."""
     from vllm.model_executor.layers.fused_moe import modular_kernel as mk
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     num_local = NUM_EXPERTS // 4
-    first, worst = rank * num_local, 0.0
-    finalizer = finalizer_of(case, rank, first)
+    first = rank * num_local
     expert_map = torch.full((NUM_EXPERTS,), -1, dtype=torch.int32)
     expert_map[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
+    sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": 4} if case.batched else {}
+    experts = experts_of(case, inputs, first, num_local)(_layer_config(case), _quant_config(case), **sizes)
+    z: torch.Tensor = mk.FusedMoEKernel(finalizer, experts).apply(
+        hidden_states=inputs.x, w1=inputs.w1[first : first + num_local], w2=inputs.w2[first : first + num_local],
+        topk_weights=inputs.weights, topk_ids=(inputs.ids if ids is None else ids).to(finalizer.topk_indices_dtype()),
+        activation=MoEActivation.SILU, global_num_experts=NUM_EXPERTS, expert_map=expert_map,
+        apply_router_weight_on_input=case.topk == 1,
+    )  # fmt: skip
+    return z
+
+
+def _steps(case: Case, rank: int) -> tuple[str, float]:
+    finalizer, worst = finalizer_of(case, rank, rank * NUM_EXPERTS // 4), 0.0
     for step in range(3):
         inputs = Inputs(case, rank, step)
-        sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": 4} if case.batched else {}
-        made = experts_of(case, inputs, first, num_local)(_layer_config(case), _quant_config(case), **sizes)
-        kernel = mk.FusedMoEKernel(finalizer, made)
-        z = kernel.apply(
-            hidden_states=inputs.x, w1=inputs.w1[first : first + num_local], w2=inputs.w2[first : first + num_local],
-            topk_weights=inputs.weights, topk_ids=inputs.ids.to(finalizer.topk_indices_dtype()),
-            activation=MoEActivation.SILU, global_num_experts=NUM_EXPERTS, expert_map=expert_map,
-            apply_router_weight_on_input=case.topk == 1,
-        )  # fmt: skip
+        z = apply(case, finalizer, inputs, rank)
         want = inputs.expected(case)
         torch.testing.assert_close(z.float(), want, atol=6e-2, rtol=6e-2)
         worst = max(worst, float((z.float() - want).abs().max()) if len(want) else 0.0)

@@ -37,7 +37,7 @@ def vllm(chosen: str, before: str = "", path: Path | None = None) -> subprocess.
         env["PYTHONPATH"] = f"{path}{os.pathsep}{env.get('PYTHONPATH', '')}"
     return subprocess.run(
         [sys.executable, "-c", SHOW.format(before=before)],
-        env=env, capture_output=True, text=True, timeout=120, check=False,
+        env=env, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ print(generate_latest(get_prometheus_registry()).decode())
 def test_a_workers_counts_are_on_the_page_that_vllm_serves(tmp_path: Path) -> None:
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
     pages = [
-        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True)
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600, check=True)
         for code in (COUNT, SCRAPE)
     ]
     page = pages[-1].stdout

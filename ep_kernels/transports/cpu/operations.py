@@ -87,6 +87,11 @@ class RoutingState:
             out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
         return out
 
+    def rows_of_sources(self) -> torch.Tensor:
+        """int32 [R], tokens of each source that have a row here."""
+        sent = torch.arange(self.rows.shape[1])[None, :] < self.source_tokens[:, None]
+        return (sent & (self.rows >= 0).any(-1)).sum(1, dtype=torch.int32)
+
 
 class SlotBuffers:
     """Buffers of one of the max_in_flight slots: `input` and `expert_outputs` are parts of the region, what dispatch

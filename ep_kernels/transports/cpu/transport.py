@@ -231,6 +231,11 @@ class CpuTransport:
         state: RoutingState = handle.state
         return state.weight_of_rows()
 
+    def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `Transport.source_rows`; without tokens all of whose rows were dropped."""
+        state: RoutingState = handle.state
+        return state.rows_of_sources()
+
     def blank_state(self, num_tokens: int) -> RoutingState:
         """See `Transport.blank_state`."""
         return fresh_state(self.geometry, num_tokens)
@@ -318,6 +323,10 @@ class CpuTransport:
             if count < _DRAIN:
                 break
         return samples
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `Transport.peek`."""
+        return words.clone()
 
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`."""

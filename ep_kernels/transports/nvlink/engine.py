@@ -308,6 +308,11 @@ class Engine:
         rows.scatter_(0, places, weights.flatten())
         return rows[:-1].view(shape)
 
+    def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
+        """int32 [R], a view of the routing."""
+        state: DispatchState = handle.state
+        return _part(state.routing, self._state_map.source_rows, (self._config.group.size,), torch.int32)
+
 
 def _part(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor inside a buffer of bytes."""

@@ -70,6 +70,16 @@ class SampleRing:
                 return found
         return found
 
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """A copy of int64 words (at most CHUNK records full) that lie on the device, by the same way as records: beside
+        whatever it does. None where it does not get to that in time, or is lost. Any thread."""
+        with self._lock:
+            try:
+                copied = self._copy(words)
+            except TransportError:
+                return None
+            return None if copied is None else copied.clone()
+
     def skip(self) -> None:
         """What was under way has been broken off: it has no record, and the next operation a fresh one."""
         with self._lock:

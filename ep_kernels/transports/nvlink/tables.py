@@ -169,6 +169,10 @@ class Tables:
         """Latency records since the last call, oldest first. Any thread; waits for no kernel."""
         return self._ring.take(self.host.clock_offset_ns)
 
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `base.Transport`."""
+        return self._ring.peek(words)
+
     @property
     def aborted(self) -> torch.Tensor:
         """int64 [1]: index into abi.STOPS, 0 while all is well."""

@@ -28,6 +28,7 @@ from ep_kernels.routing import may_overflow
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, sharing
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
+from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
 
@@ -258,7 +259,7 @@ class NvlinkTransport:
         self._settle()
         self._engine.tables.host.relate_clocks()
 
-    def dispatch(self, args: DispatchArgs) -> _PendingDispatch:
+    def dispatch(self, args: DispatchArgs) -> PendingDispatch:
         """See `base.Transport`."""
         self.check()
         self._check_device("x", args.x)
@@ -269,7 +270,7 @@ class NvlinkTransport:
         step = self._engine.dispatch(args)
         if not args.at_once:
             self._launch(step.call, SEND)
-        return _PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
+        return PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
     def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
         """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
@@ -287,14 +288,14 @@ class NvlinkTransport:
         """See `base.PendingDispatch`."""
         return self._engine.buffers(step)
 
-    def combine(self, args: CombineArgs) -> _PendingCombine:
+    def combine(self, args: CombineArgs) -> PendingCombine:
         """See `base.Transport`."""
         self.check()
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
             self._launch(call, SEND)
-        return _PendingCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
+        return PendingCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
 
     def receive(self, call: Call, halves: int) -> None:
         """What is left of a combine."""
@@ -312,6 +313,10 @@ class NvlinkTransport:
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """See `base.Transport`."""
         return self._engine.row_weights(handle)
+
+    def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
+        """See `base.Transport`."""
+        return self._engine.source_rows(handle)
 
     def blank_state(self, num_tokens: int) -> DispatchState:
         """See `base.Transport`."""
@@ -356,6 +361,10 @@ class NvlinkTransport:
         """See `base.Transport`."""
         return self._engine.tables.samples()
 
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `base.Transport`."""
+        return self._engine.tables.peek(words)
+
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""
         return plan.LL_MAX_TOKENS[self._config.resolved_layout]
@@ -364,36 +373,3 @@ class NvlinkTransport:
         """See `base.Transport`."""
         self._engine.tables.host.abort(reason)
         self._mailbox.abort(reason)
-
-
-class _PendingDispatch:
-    """See `base.PendingDispatch`."""
-
-    def __init__(self, transport: NvlinkTransport, step: Dispatch, halves: int) -> None:
-        self._transport, self._step, self._halves = transport, step, halves
-        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
-
-    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        if self._result is None:
-            self._result = self._transport.finish(self._step, self._halves)
-        return self._result
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        return self._transport.buffers(self._step)
-
-
-class _PendingCombine:
-    """See `base.PendingCombine`."""
-
-    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, halves: int) -> None:
-        self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
-        self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._result is None:
-            z, weights = self._receive(out)
-            self._transport.receive(self._call, self._halves)
-            if out is not None and z is not out:
-                z = out.copy_(z)
-            self._result = z, weights
-        return self._result

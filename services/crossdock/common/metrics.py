@@ -224,6 +224,15 @@ class FrameworkMetrics(_Metrics):
         self.ep_tokens_total = self._counter(
             "ep_tokens_total", "tokens", "Tokens that this rank brought to an operation", "rank", "op", "mode"
         )
+        self.ep_received_tokens_total = self._counter(
+            "ep_received_tokens_total", "tokens",
+            "Tokens of that peer that dispatch brought to this rank's experts, once each; its own included",
+            "rank", "peer",
+        )  # fmt: skip
+        self.ep_received_bytes_total = self._counter(
+            "ep_received_bytes_total", "bytes", "Rows and scales that dispatch brought here from that other rank",
+            "rank", "peer",
+        )  # fmt: skip
         self.ep_peer_wait_seconds_total = self._counter(
             "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data had arrived, summed",
             "rank", "op", "peer",

@@ -5,15 +5,30 @@
 
 Tensors on a GPU travel by the `nvlink` transport, tensors on the CPU by `cpu`: the same code, so the second is the
 executable specification of the first. What differs from DeepEP is listed in docs/vllm.md. Names and arguments follow
-DeepEP (github.com/deepseek-ai/DeepEP, MIT); nothing else does. Not here: internode calls, `ElasticBuffer`, shrink.
+DeepEP (github.com/deepseek-ai/DeepEP, MIT); nothing else does. Not here: internode calls, `ElasticBuffer`, shrink
+(`refused.py`: each says so, and what to do instead).
 """
+
+from typing import NoReturn
+
+import torch
 
 import crossdock
 from crossdock.deep_ep.buffer import Buffer
 from crossdock.deep_ep.events import EventHandle, EventOverlap
 from crossdock.deep_ep.hints import Config
+from crossdock.deep_ep.refused import CLASSES
 
 __version__ = f"1.2.1+crossdock.{crossdock.__version__}"
 """DeepEP's release whose interface this is, and ours."""
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__"]
+topk_idx_t = torch.int64
+"""dtype of `topk_idx`."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, as of any module, which for names that DeepEP has says what to do without."""
+    instead = f": {CLASSES[name]}" if name in CLASSES else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}", name=name)

@@ -17,6 +17,7 @@ from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
 from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, Shape
 from crossdock.deep_ep.pool import Pool
+from crossdock.deep_ep.refused import WAITS, Refused, without
 from crossdock.deep_ep.telemetry import counting_timeouts
 from ep_kernels import ArgumentError, ScaleFormat
 
@@ -25,7 +26,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]
 
 
-class Buffer:
+class Buffer(Refused):
     """Communication of one group of ranks.
 
     Args:
@@ -35,6 +36,7 @@ class Buffer:
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, without effect.
         explicitly_destroy: as given; `destroy()` may be called either way, and is when the object is collected.
         enable_shrink: must be False: a lost rank ends in PeerTimeout.
+        comm: must be None: ranks meet by `group`, not by MPI.
 
     Raises: ArgumentError.
     """
@@ -46,8 +48,9 @@ class Buffer:
     def __init__(
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
         num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
-        use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False,
+        use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False, comm: Any = None,
     ) -> None:  # fmt: skip
+        without(comm=(comm, "ranks meet by `group`"))
         if enable_shrink:
             raise ArgumentError("enable_shrink", "False: a lost rank ends in PeerTimeout, it is not masked", True)
         self._settings = FrameworkConfig.from_env()
@@ -190,8 +193,10 @@ class Buffer:
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
-        cumulative_local_expert_recv_stats: torch.Tensor | None = None, use_fp8: bool = True,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True,
         round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+        use_nvfp4: bool = False, x_global_scale: torch.Tensor | None = None,
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]:  # fmt: skip
         """Each token to its experts. Collective; never reads the device.
 
@@ -201,10 +206,14 @@ class Buffer:
             cumulative_local_expert_recv_stats: int32 [L] that grows by what each expert received, or None.
             use_fp8: quantise on the way, blocks of 128. round_scale: scales are powers of two. use_ue8m0: and packed.
             return_recv_hook: return when this rank's sends are done; nothing is there before the hook was called.
+            dispatch_wait_recv_cost_stats, x_global_scale: must be None. use_nvfp4: must be False.
 
         Returns (rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; event; hook). Scales are float32
         [L, R*M, ceil(H/128)] or packed int32, the row index fast. Rows stay until the second dispatch after this.
         """
+        fp4 = use_nvfp4, "rows travel as they come or as fp8; quantise to fp4 after receiving"
+        without(use_nvfp4=fp4, x_global_scale=(x_global_scale, fp4[1]))
+        without(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, WAITS))
         ids = _ids(topk_idx)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise ArgumentError("use_ue8m0", "False unless use_fp8 and round_scale are on", True)
@@ -220,7 +229,7 @@ class Buffer:
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
         """Expert rows [L, R*M, H] home, weighed with topk_weights [T, K] and summed over k in fp32. Collective.
 
@@ -228,9 +237,11 @@ class Buffer:
             topk_idx: as dispatched; the handle knows them. use_logfmt: taken, rows travel unchanged.
             zero_copy: the rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not read.
             out: [T, H] to write into, or None.
+            combine_wait_recv_cost_stats: must be None.
 
         Returns ([T, H], event, hook); with `return_recv_hook` nothing is there before the hook was called.
         """
+        without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
         if not isinstance(handle, LowLatencyHandle):
             raise ArgumentError("handle", "what low_latency_dispatch gave", type(handle).__name__)
         weights = _weights(topk_weights)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from ep_kernels import ArgumentError
 
 
 class EventHandle:
@@ -34,11 +37,29 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._after: Callable[[], None] | None = None
+        self._release = False
 
-    def current_stream_wait(self) -> None:
-        """As `EventHandle.current_stream_wait`; nothing without an event."""
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """To be called after the next `current_stream_wait`, once. ArgumentError where one is registered."""
+        if self._after is not None:
+            raise ArgumentError("hook_after_wait", "one per event", "a second one")
+        self._after = hook_after_wait
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """As `EventHandle.current_stream_wait`; nothing without an event. `release_handle`: and forget the event."""
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self._after = self._after, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Itself, for `with`: whether the event is forgotten at the end."""
+        self._release = release_handle
+        return self
 
     def __enter__(self) -> Any:
         return self
@@ -46,7 +67,7 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.current_stream_wait()
+        self.current_stream_wait(self._release)
 
 
 class CommStream:

@@ -1,7 +1,8 @@
 """What communicators inside another engine count, on its way to Prometheus: one daemon thread per process.
 
-Latency records come from the transports' own rings, which any thread may read and no GPU is asked for: nothing is added
-to an operation, and a CUDA graph that is being captured is not disturbed.
+Latency records come from the transports' own rings; what arrived, where that is wanted, from a counter to which each
+dispatch adds, on the device. Any thread may read both beside whatever the device does: no operation waits for that, and
+a CUDA graph that is being captured is not disturbed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
@@ -23,22 +25,38 @@ COLLECT_S = 0.25
 """A ring holds 4096 records: 16,000 operations a second."""
 
 
+@dataclass(slots=True)
+class _Watched:
+    """One communicator.
+
+    Attributes:
+        rank: as a label; known now, for the group may be gone before the communicator.
+        received: tokens of each rank, as far as they are counted.
+    """
+
+    rank: str
+    received: list[int]
+
+
 class Telemetry:
     """Counts of this process's communicators."""
 
     def __init__(self) -> None:
         self.metrics = FrameworkMetrics()
-        self._watched: weakref.WeakKeyDictionary[MoECommunicator, str] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[MoECommunicator, _Watched] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.address = ""
         """host:port of the endpoint, once it is served."""
         self._served = False
 
-    def watch(self, comm: MoECommunicator, listen: str) -> None:
-        """Count what it does from now on, and serve that on host:port `listen`, if any."""
+    def watch(self, comm: MoECommunicator, listen: str, traffic: bool) -> None:
+        """Count what it does from now on, with `traffic` also what arrives from whom, and serve that on host:port
+        `listen`, if any."""
+        if traffic:
+            comm.count_received()
         with self._lock:
-            self._watched[comm] = str(comm.rank)  # known now: the group may be gone before the communicator
+            self._watched[comm] = _Watched(str(comm.rank), [0] * comm.size)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
@@ -65,9 +83,10 @@ class Telemetry:
         """Count the records that there are."""
         with self._lock:
             watched = list(self._watched.items())
-        for comm, rank in watched:
+        for comm, about in watched:
             with contextlib.suppress(EpError):
-                self._count(rank, comm.samples())
+                self._count(about.rank, comm.samples())
+                self._count_received(about, comm.received(), comm.row_bytes)
 
     def _count(self, rank: str, samples: Iterable[LatencySample]) -> None:
         metrics = self.metrics
@@ -84,6 +103,18 @@ class Telemetry:
                 if wait_ns:
                     metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
 
+    def _count_received(self, about: _Watched, received: list[int] | None, row_bytes: int) -> None:
+        """What has come since the last call; `received` is all so far, or None where that is not known just now."""
+        if received is None:
+            return
+        metrics, rank = self.metrics, about.rank
+        news = [now - before for now, before in zip(received, about.received, strict=True)]
+        about.received = received
+        for peer, tokens in enumerate(news):
+            metrics.ep_received_tokens_total.labels(rank, str(peer)).inc(tokens)
+            if str(peer) != rank:
+                metrics.ep_received_bytes_total.labels(rank, str(peer)).inc(tokens * row_bytes)
+
     def _run(self) -> None:
         pause = threading.Event()
         while not pause.wait(COLLECT_S):
@@ -99,7 +130,7 @@ def telemetry() -> Telemetry:
 def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
     """Count what a communicator does, unless the settings say no."""
     if settings.metrics:
-        telemetry().watch(comm, settings.listen_of(comm.rank))
+        telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
 
 
 @contextlib.contextmanager

@@ -66,8 +66,10 @@ class HighThroughputFinalizer(Finalizer):
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
+        _crossing(*payload, topk_ids, weights)
         rows, scales, ids, home_weights, metadata = self._dispatch(payload, topk_ids, weights.float(), num_experts, a1)
         _to_compute_sync()
+        _crossing(rows, scales, ids, home_weights, None if metadata is None else metadata.expert_num_tokens)
 
         def receive() -> Prepared:
             if done or not len(rows):
@@ -137,6 +139,7 @@ class HighThroughputFinalizer(Finalizer):
         """Send home; what receives into `output`."""
         y = _reduced(fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl)
         _to_comm()
+        _crossing(y, output)
         receive = self._combine(y, output)
         _to_compute()
 
@@ -238,6 +241,16 @@ class _Fixed:
 
     def __init__(self, comm: MoECommunicator, inner: Any) -> None:
         self.comm, self.inner = comm, inner
+
+
+def _crossing(*tensors: torch.Tensor | None) -> None:
+    """With dual-batch overlap: these were made on the other of vLLM's two streams and are used on the current one.
+    Torch's allocator must not give their memory to the other half before this stream is past them."""
+    if _overlapping():
+        stream = torch.cuda.current_stream()
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
 def _step_tokens(mine: int, most: int) -> int:

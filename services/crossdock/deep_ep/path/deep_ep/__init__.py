@@ -1,5 +1,14 @@
 """`import deep_ep`, for programs that have this folder's parent on their path: Crossdock behind DeepEP's names."""
 
-from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap, __version__
+from typing import NoReturn
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__"]
+from crossdock import deep_ep
+from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap, __version__, topk_idx_t
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, in the words of `crossdock.deep_ep`."""
+    getattr(deep_ep, name)
+    raise AttributeError(name)

@@ -1,0 +1,55 @@
+"""Operations whose send half is done, or left for `wait` to do with the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_kernels.transports.nvlink.engine import Call, Dispatch
+from ep_kernels.types import DispatchHandle, DispatchOutput
+
+if TYPE_CHECKING:
+    from ep_kernels.transports.nvlink.transport import NvlinkTransport
+
+
+class PendingDispatch:
+    """See `base.PendingDispatch`.
+
+    Args:
+        transport: whose it is.
+        step: what has been prepared, and sent unless both halves are left.
+        halves: RECEIVE or BOTH.
+    """
+
+    def __init__(self, transport: NvlinkTransport, step: Dispatch, halves: int) -> None:
+        self._transport, self._step, self._halves = transport, step, halves
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        """See `base.PendingDispatch`."""
+        if self._result is None:
+            self._result = self._transport.finish(self._step, self._halves)
+        return self._result
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        return self._transport.buffers(self._step)
+
+
+class PendingCombine:
+    """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
+
+    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, halves: int) -> None:
+        self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
+        self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `base.PendingCombine`."""
+        if self._result is None:
+            z, weights = self._receive(out)
+            self._transport.receive(self._call, self._halves)
+            if out is not None and z is not out:
+                z = out.copy_(z)
+            self._result = z, weights
+        return self._result

@@ -1,0 +1,63 @@
+"""What DeepEP has and Crossdock does not offer. Each is refused by name and says what to do instead: a program learns
+at the call what it would otherwise learn from an AttributeError, or never."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ep_kernels import ArgumentError
+
+CLASSES = {
+    "ElasticBuffer": "it is DeepEP V2's; in vLLM CROSSDOCK_VLLM=native serves the backend deepep_v2",
+    "HybridEPBuffer": "it is another interface; use Buffer",
+}
+"""Classes of other DeepEP interfaces, and what to do without."""
+MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
+HOSTS = "the transports of this release join the ranks of one host; `dispatch` and `combine` do that"
+WAITS = "crossdock_ep_peer_wait_seconds_total says who is waited for, without it"
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise ArgumentError: this call is not offered, and why."""
+    raise ArgumentError(name, f"no call of it ({why})", "one")
+
+
+def without(**arguments: tuple[Any, str]) -> None:
+    """Arguments that are taken only with the value by which they ask for nothing. ArgumentError otherwise.
+
+    Args:
+        arguments: name -> (value, why it is not offered).
+    """
+    for name, (value, why) in arguments.items():
+        if value is not None and value is not False:
+            raise ArgumentError(name, f"{False if value is True else None} ({why})", type(value).__name__)
+
+
+class Refused:
+    """The methods; `Buffer` inherits them."""
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """ArgumentError."""
+        refuse("low_latency_update_mask_buffer", MASKS)
+
+    def low_latency_query_mask_buffer(self, mask_status: Any) -> None:
+        """ArgumentError."""
+        refuse("low_latency_query_mask_buffer", MASKS)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """ArgumentError."""
+        refuse("low_latency_clean_mask_buffer", MASKS)
+
+    def get_local_buffer_tensor(
+        self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> NoReturn:
+        """ArgumentError."""
+        refuse("get_local_buffer_tensor", "regions are made for the shapes that come; nothing in them is the caller's")
+
+    def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        """ArgumentError."""
+        refuse("internode_dispatch", HOSTS)
+
+    def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
+        """ArgumentError."""
+        refuse("internode_combine", HOSTS)
