@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,8 +129,12 @@ def test_a_group_that_does_not_form_is_told_with_the_last_words_of_both(
 ) -> None:
     group.say(GroupView(version=2, state=FORMING, world_size=2))
     daemon.say(WORKER, "out of memory\n")
-    with pytest.raises(SupervisorError, match=r"expected SERVING within 0.01 s, got FORMING(.|\n)*out of memory"):
-        run.wait_serving(0.01)
+    for timeout_s in (0.01, 5.0, 50.0):  # a longer one where the machine was too busy to hear of the group before it
+        with pytest.raises(SupervisorError) as caught:
+            run.wait_serving(timeout_s)
+        if "no answer from the control plane" not in str(caught.value):
+            break
+    assert re.search(rf"expected SERVING within {timeout_s:g} s, got FORMING(.|\n)*out of memory", str(caught.value))
 
 
 def test_all_is_gone_afterwards_and_the_workers_were_stopped_first(daemon: Daemon, run: Any) -> None:
