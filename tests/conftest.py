@@ -1,4 +1,4 @@
-"""Markers that ask the machine: a test that cannot run here is skipped with the reason."""
+"""Markers that ask the machine: a test that cannot run here is skipped with the reason. Hypothesis asks no clock."""
 
 from __future__ import annotations
 

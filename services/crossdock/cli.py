@@ -57,13 +57,14 @@ def up(
     transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
+    runtime: Annotated[str, typer.Option("--runtime", help="process, or docker: containers of our images.")] = "",
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Run a control plane and its workers on this host. Ctrl-C drains them."""
     from crossdock.common.config import ConfigFileError, HostConfig, load
-    from crossdock.host import run_host
+    from crossdock.host import on_runtime, run_host
 
     if join and listen:
         raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
@@ -82,7 +83,8 @@ def up(
     flags += ["control=null"] if join else []
     if security:
         flags += [f"{part}.security={_as_json(security)}" for part in ("worker", *([] if join else ["control"]))]
-    raise typer.Exit(run_host(load(HostConfig, config, [*flags, *(overrides or [])]), _console()))
+    loaded = load(HostConfig, config, [*flags, *(overrides or [])])
+    raise typer.Exit(run_host(on_runtime(loaded, runtime), _console()))
 
 
 @app.command()
@@ -144,7 +146,7 @@ def status(
 @app.command()
 def experts(
     target: Target = DEFAULT_TARGET,
-    layer: Annotated[int | None, typer.Option("--layer", help="The experts of one MoE layer, by load.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="With --layer: so many experts.")] = 32,
     as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
@@ -167,7 +169,7 @@ def experts(
     if layer is not None and found.version and layer not in known:
         raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
     if as_json:
-        print(json.dumps(as_dict(found), indent=1))
+        print(json.dumps(as_dict(found, layer), indent=1))
     else:
         _console().print(as_tables(found, target, layer, most))
 

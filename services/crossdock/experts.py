@@ -14,8 +14,8 @@ WELL, BADLY = 1.05, 1.25
 """Imbalances up to the first are green, past the second red."""
 
 
-def as_dict(found: ExpertsResponse) -> dict[str, object]:
-    """Plain JSON types; names as in the proto."""
+def as_dict(found: ExpertsResponse, layer: int | None = None) -> dict[str, object]:
+    """Plain JSON types; names as in the proto. `layer`: of that one only; None: of all."""
     return {
         "version": found.version,
         "num_experts": found.num_experts,
@@ -30,7 +30,7 @@ def as_dict(found: ExpertsResponse) -> dict[str, object]:
         "last_change": found.last_change,
         "rank_loads": [round(share, 6) for share in found.rank_loads],
         "domains": list(found.domains),
-        "layers": [_layer(layer, found.world_size) for layer in found.layers],
+        "layers": [_layer(one, found.world_size) for one in found.layers if layer in {None, one.layer}],
     }
 
 
@@ -68,11 +68,12 @@ def _headline(found: ExpertsResponse, target: str) -> Text:
     moving = f"  moving: {found.layers_switched}/{found.layers_moving} layers" if found.layers_moving else ""
     return Text.assemble(
         (f"{found.num_experts} experts", "bold"),
-        f" and {more} copies more on {found.world_size} ranks  placement {found.version}  imbalance ",
+        f" and {more} copies more on {found.world_size} ranks  placement {found.version}",
+        (moving, "yellow"),
+        (f"  control plane {target}\n", "dim"),
+        "imbalance ",
         _ratio(found.imbalance),
         f" (if {found.would_move} copies moved: {found.imbalance_if_moved:.3f}; domains: {found.domain_imbalance:.3f})",
-        (moving, "yellow"),
-        (f"  control plane {target}", "dim"),
     )
 
 

@@ -1,4 +1,4 @@
-"""`crossdock up`: the processes of one host as people see them. Shows progress, then changes, until told to stop."""
+"""`crossdock up`: the processes or containers of a host as people see them. Shows progress, changes, until stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -17,8 +18,9 @@ from crossdock.common import log
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig, split_address
 from crossdock.common.http import serve_http
+from crossdock.common.settings import DockerConfig
 from crossdock.status import as_address_table, format_bytes
-from crossdock.supervisor import Supervisor, describe
+from crossdock.supervisor import Supervisor, Watched, describe
 from crossdock.v1.control_pb2 import SERVING, GroupView
 
 _PROBE_TIMEOUT_S = 1.0
@@ -27,11 +29,21 @@ _JOIN_TIMEOUT_S = float("inf")
 """Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
 
 
+def on_runtime(config: HostConfig, runtime: str) -> HostConfig:
+    """The config for `--runtime`: process, docker, or "" for what the config itself says. Raises ConfigFileError."""
+    if runtime not in ("", "process", "docker"):
+        raise ConfigFileError(f"--runtime: expected process or docker, got {runtime!r}")
+    if runtime == "process":
+        return msgspec.structs.replace(config, docker=None)
+    return msgspec.structs.replace(config, docker=config.docker or (DockerConfig() if runtime else None))
+
+
 def run_host(config: HostConfig, console: Console) -> int:
-    """Run the host's processes until SIGINT or SIGTERM, then drain them; the exit status.
+    """Run the host's processes or containers until SIGINT or SIGTERM, then drain them; the exit status.
 
     Raises:
-        ConfigFileError: the model's directory is not there.
+        ConfigFileError: the model's directory is not there, or an image or the SDK for containers.
+        ConnectionError: no daemon answers that could run containers.
         SupervisorError: the group could not come up.
         ListenError: `http_listen` cannot be listened on.
     """
@@ -40,9 +52,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     log.setup(LogConfig(level="warning"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
-    supervisor = Supervisor(
-        config.control_config(), config.worker_configs(), log_dir, log_to_stderr=config.log_to_stderr
-    )
+    supervisor = _containers(config, log_dir) if config.docker else _processes(config, log_dir)
     timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
     try:
         with _health(config.http_listen, supervisor):
@@ -58,14 +68,30 @@ def run_host(config: HostConfig, console: Console) -> int:
     return 0
 
 
-def _stop(supervisor: Supervisor, timeout_s: float) -> None:
+def _processes(config: HostConfig, log_dir: Path) -> Watched:
+    return Supervisor(config.control_config(), config.worker_configs(), log_dir, log_to_stderr=config.log_to_stderr)
+
+
+def _containers(config: HostConfig, log_dir: Path) -> Watched:
+    try:
+        from crossdock.containers import Containers
+    except ModuleNotFoundError as error:
+        if error.name != "docker":
+            raise
+        raise ConfigFileError(
+            'runtime docker: expected the docker SDK, got none (pip install "crossdock[docker]")'
+        ) from None
+    return Containers(config, log_dir)
+
+
+def _stop(supervisor: Watched, timeout_s: float) -> None:
     try:
         supervisor.stop(timeout_s)
     except KeyboardInterrupt:
         supervisor.stop(0)
 
 
-def _wait(supervisor: Supervisor, timeout_s: float, console: Console) -> GroupView:
+def _wait(supervisor: Watched, timeout_s: float, console: Console) -> GroupView:
     said = ""
     with console.status("starting") as status:
 
@@ -88,7 +114,7 @@ def _progress(view: GroupView) -> str:
     return f"{words}, {format_bytes(loaded)} of experts loaded" if loaded else words
 
 
-def _show(supervisor: Supervisor, view: GroupView, logs: str, console: Console) -> None:
+def _show(supervisor: Watched, view: GroupView, logs: str, console: Console) -> None:
     target = supervisor.control_address
     console.print(as_address_table(view, target))
     console.print()
@@ -102,7 +128,7 @@ def _show(supervisor: Supervisor, view: GroupView, logs: str, console: Console) 
     console.print("Ctrl-C drains and stops", style="dim")
 
 
-def _follow(supervisor: Supervisor, view: GroupView, console: Console) -> None:
+def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
     """Print every change of the group until interrupted."""
     said = (view.epoch, view.state)
     for new in supervisor.views(_LOOK_S):
@@ -113,11 +139,16 @@ def _follow(supervisor: Supervisor, view: GroupView, console: Console) -> None:
 
 
 @contextmanager
-def _health(listen: str, supervisor: Supervisor) -> Iterator[None]:
-    def ready() -> tuple[bool, str]:
-        return readiness([child.name for child in supervisor.children], supervisor.addresses())
+def _health(listen: str, supervisor: Watched) -> Iterator[None]:
+    """The host's own page. With containers it is that of the workers' container, which is published."""
+    server = None
+    if listen and isinstance(supervisor, Supervisor):
+        children = supervisor
 
-    server = serve_http(listen, supervisor.metrics.registry, ready) if listen else None
+        def ready() -> tuple[bool, str]:
+            return readiness([child.name for child in children.children], children.addresses())
+
+        server = serve_http(listen, children.metrics.registry, ready)
     try:
         yield
     finally:

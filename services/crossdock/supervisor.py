@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.common.line import BlockingLine
 from crossdock.common.metrics import HostMetrics
-from crossdock.common.security import security_of
+from crossdock.common.security import Security, security_of
 from crossdock.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
 from crossdock.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -42,7 +43,66 @@ class SupervisorError(RuntimeError):
     """The group cannot come up, or did not within the deadline; the message says which process and its last words."""
 
 
-class Supervisor:
+class Watched(ABC):
+    """What `crossdock up` keeps running, seen through its control plane.
+
+    Args:
+        control_address: where this host reaches the control plane.
+        security: what it is asked with; None: plain text.
+    """
+
+    def __init__(self, control_address: str, security: Security | None) -> None:
+        self.control_address, self._security = control_address, security
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything; returns at once, see `wait_serving`."""
+
+    @abstractmethod
+    def stop(self, timeout_s: float = 40.0) -> None:
+        """Drain what runs, then end it; what is left after `timeout_s` is killed. Idempotent."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises SupervisorError with the last words of a part that gave up."""
+
+    @abstractmethod
+    def silent(self) -> str:
+        """The last words of the parts that do not listen, one line before each; "" if there are none."""
+
+    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
+        """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
+
+        Raises:
+            SupervisorError: a part gave up.
+        """
+        with BlockingLine(self.control_address, self._security) as line:
+            while True:
+                self.check()
+                problem = yield from _views(ControlPlaneStub(line.channel), look_s)
+                if problem is not None:
+                    line.turn(problem)
+
+    def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
+        """Wait until the control plane says SERVING; the view that said so.
+
+        Raises:
+            SupervisorError: a part gave up, or the deadline passed; with what was seen last.
+        """
+        deadline = time.monotonic() + timeout_s
+        with contextlib.closing(self.views()) as views:
+            for view in views:
+                if progress is not None:
+                    progress(view)
+                if view.state == SERVING:
+                    return view
+                if time.monotonic() > deadline:
+                    break
+        words = describe(view) if view.version else "no answer from the control plane"
+        raise SupervisorError(f"group: expected SERVING within {timeout_s:g} s, got {words}{self.silent()}")
+
+
+class Supervisor(Watched):
     """Keeps one control plane and the workers of this host running.
 
     A child that dies is started again after 0.5 s, doubling to 30 s while it keeps dying young. One that never listened
@@ -70,7 +130,6 @@ class Supervisor:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
         self.metrics = HostMetrics()
-        self._security = security_of(workers[0].security)
         self._log_dir, self._log_to_stderr = log_dir, log_to_stderr
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
@@ -79,11 +138,10 @@ class Supervisor:
             fixed = msgspec.structs.replace(
                 control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
             )
-            self.control_address = configs.reachable_from_here(fixed.listen)
-            workers = [msgspec.structs.replace(worker, control=self.control_address) for worker in workers]
+            address = configs.reachable_from_here(fixed.listen)
+            workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
             self._control = self._child("control", "control", fixed)
-        else:
-            self.control_address = workers[0].control
+        super().__init__(workers[0].control, security_of(workers[0].security))
         self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
 
     def __enter__(self) -> Supervisor:
@@ -118,37 +176,16 @@ class Supervisor:
         for child in self.children:
             child.start()
 
-    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
-        """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
+    def check(self) -> None:
+        """See `Watched`."""
+        for child in self.children:
+            if child.hopeless:
+                raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
 
-        Raises:
-            SupervisorError: a process gave up.
-        """
-        with BlockingLine(self.control_address, self._security) as line:
-            while True:
-                for child in self.children:
-                    if child.hopeless:
-                        raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
-                problem = yield from _views(ControlPlaneStub(line.channel), look_s)
-                if problem is not None:
-                    line.turn(problem)
-
-    def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
-        """Wait until the control plane says SERVING; the view that said so.
-
-        Raises:
-            SupervisorError: a process gave up, or the deadline passed; with what was seen last.
-        """
-        deadline = time.monotonic() + timeout_s
-        with contextlib.closing(self.views()) as views:
-            for view in views:
-                if progress is not None:
-                    progress(view)
-                if view.state == SERVING:
-                    return view
-                if time.monotonic() > deadline:
-                    break
-        raise SupervisorError(f"group: expected SERVING within {timeout_s:g} s, got {self._describe(view)}")
+    def silent(self) -> str:
+        """See `Watched`."""
+        quiet = [child for child in self.children if child.log_path and child.addresses is None]
+        return "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in quiet)
 
     def stop(self, timeout_s: float = 40.0) -> None:
         """SIGTERM the workers, which drain and leave; then the control plane; SIGKILL what is left. Idempotent."""
@@ -190,12 +227,6 @@ class Supervisor:
     def _note(self, child: Child) -> None:
         self.metrics.up.labels(process=child.name).set(child.addresses is not None)
         self.metrics.restarts.labels(process=child.name).set(child.restarts)
-
-    def _describe(self, view: GroupView) -> str:
-        silent = [child for child in self.children if child.log_path and child.addresses is None]
-        words = describe(view) if view.version else "no answer from the control plane"
-        tails = "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in silent)
-        return words + tails
 
 
 def _reachable(where: Addresses) -> Addresses:

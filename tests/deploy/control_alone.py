@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common.announce import parse
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def main() -> None:

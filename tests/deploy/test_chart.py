@@ -68,7 +68,7 @@ def test_the_chart_carries_the_version_of_the_package() -> None:
 
 def render(*flags: str) -> dict[str, Any]:
     command = [str(HELM), "template", "moe", str(CHART), "--kube-version", "1.31.0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = [one for one in yaml.safe_load_all(done.stdout) if one]
     return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
@@ -77,7 +77,7 @@ def render(*flags: str) -> dict[str, Any]:
 @needs_helm
 def test_helm_finds_nothing_to_complain_about() -> None:
     done = subprocess.run(
-        [str(HELM), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60, check=False
+        [str(HELM), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout
 
@@ -211,7 +211,7 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
 )
 def test_contradictions_are_told_in_words(flags: str, words: str) -> None:
     command = [str(HELM), "template", "moe", str(CHART), "--kube-version", "1.31.0", "--set", flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
     assert words in done.stderr
 

@@ -30,7 +30,15 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.experts": {"crossdock.v1"},
     "crossdock.regions": {"ep_kernels"},
     "crossdock.kernels": {"ep_kernels"},
-    "crossdock.host": {"crossdock.common", "crossdock.status", "crossdock.supervisor", "crossdock.v1"},
+    "crossdock.parts": {"crossdock.common"},
+    "crossdock.containers": {"crossdock.child", "crossdock.common", "crossdock.parts", "crossdock.supervisor"},
+    "crossdock.host": {
+        "crossdock.common",
+        "crossdock.containers",
+        "crossdock.status",
+        "crossdock.supervisor",
+        "crossdock.v1",
+    },
     "crossdock.demo": {"crossdock.client", "crossdock.common", "crossdock.supervisor", "crossdock.v1", "ep_kernels"},
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
@@ -65,6 +73,7 @@ RESERVED: dict[str, set[str]] = {
     "typer": {"crossdock.cli"},
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
+    "docker": {"crossdock.containers"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

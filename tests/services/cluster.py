@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import queue
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 import grpc
 import torch
@@ -18,13 +24,18 @@ from crossdock import wire
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, LogConfig, PlacementConfig, WorkerConfig
 from crossdock.common.settings import SecurityConfig
-from crossdock.supervisor import Supervisor
+from crossdock.supervisor import Supervisor, current_view
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.v1.control_pb2 import GroupView
+from crossdock.v1.control_pb2 import SERVING, GroupView
 
 PLAIN = SecurityConfig()
 LAYERS, E, H, INNER, K = 3, 8, 64, 32, 2
-FORM_S, ANSWER_S = 90, 30
+FORM_S, ANSWER_S = 240, 120
+"""Deadlines for a machine that is busy with other things; nothing is expected to take so long."""
+TEST_S = 1200
+"""`pytest.mark.timeout` of files whose tests wait for processes."""
+STEP_S = 100.0
+"""Longest silence of a peer in a step. A rank that dies is noticed at once; one that is only slow is not lost."""
 
 Answer = expert_pb2.ForwardResponse
 
@@ -181,19 +192,91 @@ class Cluster:
         """A new stream to the worker of a rank."""
         return Caller(self.address(rank))
 
+    def look(self) -> GroupView:
+        """The group as it is now; waits for a control plane that is being started."""
+        deadline = time.monotonic() + FORM_S
+        while True:
+            try:
+                with rpc.channel(self.supervisor.control_address) as channel:
+                    return current_view(channel, ANSWER_S)
+            except rpc.CallError:
+                assert time.monotonic() < deadline, "no control plane"
+                time.sleep(0.05)
+
+    def until(self, wanted: Callable[[GroupView], bool]) -> Cluster:
+        """As soon as a view is as wanted: the cluster with the addresses of then."""
+        deadline = time.monotonic() + FORM_S
+        while not wanted(view := self.look()):
+            assert time.monotonic() < deadline, view
+            time.sleep(0.05)
+        return Cluster(self.supervisor, self.tensors, view)
+
+    def now(self) -> Cluster:
+        """As soon as all ranks serve: the cluster with the addresses of then."""
+        return self.until(lambda view: view.state == SERVING and not view.active_ranks)
+
+    def place(self, rank: int) -> int:
+        """Which of the supervisor's workers has a rank."""
+        uid = next(member.worker.uid for member in self.view.members if member.rank == rank)
+        return int(uid.removeprefix("w"))
+
+    def page(self, rank: int, name: str) -> str:
+        """What a worker's HTTP server says, asked without a proxy; of an error, too."""
+        where = next(member.http_address for member in self.view.members if member.rank == rank)
+        try:
+            with build_opener(ProxyHandler({})).open(f"http://{where}/{name}", timeout=ANSWER_S) as response:
+                return str(response.read().decode())
+        except HTTPError as error:
+            return error.read().decode()
+
+    def metric(self, rank: int, name: str) -> float:
+        """A sample from a worker's /metrics."""
+        lines = self.page(rank, "metrics").splitlines()
+        return float(next(line for line in lines if line.startswith(f"crossdock_{name} ")).split()[-1])
+
+    @contextlib.contextmanager
+    def killed(self, *ranks: int) -> Iterator[None]:
+        """kill -9, all at once. Nobody is started in their places until the block ends."""
+        with without_successors(self.supervisor, *map(self.place, ranks)):
+            for rank in ranks:
+                os.kill(self.supervisor.worker_pids()[self.place(rank)], signal.SIGKILL)
+            yield
+
+    @contextlib.contextmanager
+    def stopped(self, rank: int) -> Iterator[None]:
+        """SIGSTOP one worker: no step is finished until the block ends."""
+        pid = self.supervisor.worker_pids()[self.place(rank)]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def without_successors(supervisor: Supervisor, *places: int) -> Iterator[None]:
+    """Hold the supervisor's hand: it starts no process in these places until the block ends."""
+    with contextlib.ExitStack() as held:
+        for place in places:
+            held.enter_context(supervisor._workers[place]._lock)
+        yield
+
 
 def cluster(
     folder: Path,
     *,
     num_workers: int = 4,
-    lease_s: float = 10.0,
-    recover_s: float = 20.0,
+    lease_s: float = 60.0,
+    recover_s: float = 200.0,
     guard: SecurityConfig = PLAIN,
     placement: PlacementConfig | None = None,
     elastic: bool = False,
     **worker: object,
 ) -> Iterator[Cluster]:
-    """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does."""
+    """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does.
+
+    Leases are long, so that nobody is lost but who is meant to be: a successor, or a peer that tells, is sooner.
+    """
     log = LogConfig(level="debug" if guard.is_on else "info")
     tensors = write_model(folder / "model")
     control = ControlConfig(
@@ -207,7 +290,7 @@ def cluster(
         placement=placement or PlacementConfig(),
         elastic=elastic,
     )
-    common = {"security": guard, "log": log, **worker}
+    common = {"security": guard, "log": log, "step_timeout_s": STEP_S, **worker}
     workers = [
         WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **common)  # type: ignore[arg-type]
         for rank in range(num_workers)

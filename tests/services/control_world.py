@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -25,7 +23,8 @@ from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
+"""Deadline of calls, and of processes that start or end; nothing is expected to take so long."""
 
 _RUN = """
 import sys
@@ -218,12 +217,11 @@ class ControlProcess:
         self._process.kill()
         self._process.communicate(timeout=TIMEOUT_S)
 
-    def terminate(self) -> tuple[int, float, str]:
-        """SIGTERM; exit status, seconds until then, stderr."""
-        started = time.monotonic()
+    def terminate(self) -> tuple[int, str]:
+        """SIGTERM; exit status and stderr."""
         self._process.send_signal(signal.SIGTERM)
         _, errors = self._process.communicate(timeout=TIMEOUT_S)
-        return self._process.returncode, time.monotonic() - started, errors
+        return self._process.returncode, errors
 
     def __enter__(self) -> ControlProcess:
         return self
@@ -233,13 +231,21 @@ class ControlProcess:
             self.kill()
 
 
+_HELD: list[socket.socket] = []
+
+
 def lasting_port() -> int:
-    """A free port below those that the system lends out, so that nobody has it while a killed process is away."""
-    while True:
-        port = random.randrange(12_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A port that is nobody else's until this process ends, not even while a killed process is away.
+
+    A socket is bound to it that never listens: who connects is refused. SO_REUSEADDR, which servers set too, lets them
+    listen there.
+    """
+    held = socket.socket()
+    _HELD.append(held)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port: int = held.getsockname()[1]
+    return port
 
 
 def spawn(*overrides: str) -> subprocess.Popen[str]:
@@ -264,6 +270,14 @@ def wait_announced(process: subprocess.Popen[str]) -> announce.Addresses:
         process.kill()
         raise AssertionError(f"expected the ready line, got {line!r}: {process.communicate(timeout=TIMEOUT_S)[1]}")
     return addresses
+
+
+@contextlib.contextmanager
+def unused_address() -> Iterator[str]:
+    """host:port at which nobody listens and nobody will: who connects is refused."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 @contextlib.contextmanager

@@ -48,12 +48,30 @@ class LeaseApi(ThreadingHTTPServer):
     @property
     def holder(self) -> str:
         """Who leads, by what is written."""
-        return str(self.lease["spec"].get("holderIdentity") or "") if self.lease is not None else ""
+        lease = self.lease
+        return str(lease["spec"].get("holderIdentity") or "") if lease is not None else ""
 
     @property
     def term(self) -> int:
         """Of the holder."""
-        return int(self.lease["spec"]["leaseTransitions"]) if self.lease is not None else 0
+        lease = self.lease
+        return int(lease["spec"]["leaseTransitions"]) if lease is not None else 0
+
+    def offer(self, lease_s: int) -> None:
+        """Put a lease there that nobody holds, to be taken after `lease_s`."""
+        spec = {"holderIdentity": "", "leaseDurationSeconds": lease_s, "leaseTransitions": 0}
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": "crossdock"},
+            "spec": spec,
+        }
+        assert self.put(body, create=True)[0] == 201
+
+    def delete(self) -> None:
+        """Forget the lease."""
+        with self._lock:
+            self.lease = None
 
     def kubeconfig(self, folder: Path, address: str = "") -> Path:
         """A file by which the `kubernetes` client finds this server, or the way to it at `address`."""

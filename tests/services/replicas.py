@@ -13,13 +13,16 @@ from crossdock.common import announce, rpc
 from crossdock.common.config import WorkerConfig
 from crossdock.common.line import ask
 from crossdock.supervisor import Supervisor, current_view
-from crossdock.v1.control_pb2 import GroupView
-from tests.services.cluster import FORM_S, Cluster, write_model
+from crossdock.v1.control_pb2 import SERVING, GroupView
+from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
 from tests.services.lease_api import LeaseApi
 
 LEASE_S = 2
-"""Of the election. A leader that cannot renew stops after two thirds of it."""
+"""Of the election."""
+_OPTIONS = ("world_size=2", "recover_s=200", "lease_s=10", "election.lease_s=4")
+"""The group's lease is also how soon a worker turns from a control plane that is silent. A leader that cannot renew the
+election's stops after two thirds of it: on a machine that stands still for a moment the lead may change at any time."""
 
 
 class Replica:
@@ -61,12 +64,17 @@ class Replicas:
     def __init__(self, folder: Path, *overrides: str, number: int = 3) -> None:
         self.api = LeaseApi()
         self.all: list[Replica] = []
-        kubeconfig = self.api.kubeconfig(folder)
-        for index in range(number):
-            self.all.append(Replica(f"c{index}", kubeconfig, "world_size=2", "recover_s=20", *overrides))
+        self._kubeconfig, self._overrides = self.api.kubeconfig(folder), (*_OPTIONS, *overrides)
+        for _ in range(number):
+            self.add()
 
     def __enter__(self) -> Replicas:
         return self
+
+    def add(self) -> Replica:
+        """Start one more."""
+        self.all.append(Replica(f"c{len(self.all)}", self._kubeconfig, *self._overrides))
+        return self.all[-1]
 
     def __exit__(self, *_: object) -> None:
         for replica in self.all:
@@ -89,22 +97,41 @@ class Replicas:
         assert found is not None
         return found
 
-    def standby(self, leader: Replica) -> Replica:
-        """One that does not lead."""
-        return next(replica for replica in self.all if replica is not leader)
+    def view(self) -> GroupView | None:
+        """The leader's, by way of any of them; None: nobody leads just now."""
+        try:
+            return ask(self.target, None, lambda channel: current_view(channel, _SOON_S))
+        except rpc.CallError:
+            return None
 
-    def view(self) -> GroupView:
-        """The leader's, by way of any of them."""
-        return ask(self.target, None, lambda channel: current_view(channel, 2.0))
+    def serving(self) -> int:
+        """The epoch that is served, as soon as the leader knows of it."""
+
+        def look() -> int:
+            view = self.view()
+            return view.epoch if view is not None and view.state == SERVING else 0
+
+        found = wait(look)
+        assert isinstance(found, int)
+        return found
+
+
+_SOON_S = 10.0
+"""Longest wait for one of several to answer: one that was stopped never does."""
+
+
+def term_of(replica: Replica) -> int:
+    """Of the reign in which it decides, by its own word; 0: it does not."""
+    try:
+        with rpc.channel(replica.address) as channel:
+            return current_view(channel, _SOON_S).term
+    except rpc.CallError:
+        return 0
 
 
 def leads(replica: Replica) -> bool:
     """Whether it decides, by its own word."""
-    try:
-        with rpc.channel(replica.address) as channel:
-            return bool(current_view(channel, 0.5).term)
-    except rpc.CallError:
-        return False
+    return bool(term_of(replica))
 
 
 def wait(look: Callable[[], object], timeout_s: float = TIMEOUT_S) -> object:
@@ -120,7 +147,14 @@ def replicated_cluster(folder: Path, replicas: Replicas, **worker: object) -> It
     """Two workers whose control planes are `replicas`."""
     tensors = write_model(folder / "model")
     workers = [
-        WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", control=replicas.target, **worker)  # type: ignore[arg-type]
+        WorkerConfig(
+            model=str(folder / "model"),
+            local_rank=rank,
+            uid=f"w{rank}",
+            control=replicas.target,
+            step_timeout_s=STEP_S,
+            **worker,  # type: ignore[arg-type]
+        )
         for rank in range(2)
     ]
     with Supervisor(None, workers, folder / "logs") as supervisor:

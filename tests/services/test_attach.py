@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach
+from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
 from crossdock.client.attach import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
 from crossdock.v1 import expert_pb2
@@ -52,6 +52,13 @@ def _worker(path: Path, dtype: torch.dtype = torch.float32) -> FakeWorker:
 
 def _ids(num_tokens: int = 24) -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (2, num_tokens))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompts each time; a worker that is only slow to say that it is there is not given up."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(stream, "_ALIVE_S", 120.0)
 
 
 @pytest.fixture(scope="module")

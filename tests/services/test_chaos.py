@@ -17,7 +17,7 @@ from tests.chaos.proxy import Network, Proxy
 from tests.services.cluster import write_model
 from tests.services.control_world import lasting_port
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 
 
 @pytest.fixture

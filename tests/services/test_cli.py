@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +15,15 @@ import pytest
 import crossdock
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
+from tests.services.cluster import FORM_S, TEST_S
+from tests.services.control_world import unused_address
+
+pytestmark = pytest.mark.timeout(TEST_S)
 
 
-def crossdock_command(*args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def crossdock_command(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "crossdock", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=FORM_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +37,9 @@ def control() -> Iterator[Addresses]:
             assert addresses is not None
             yield addresses
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(FORM_S) == 0
         finally:
             process.kill()
-
-
-def unused_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_help_names_every_command_and_the_exit_is_clean() -> None:
@@ -113,14 +111,14 @@ def test_a_port_in_use_is_status_2(control: Addresses) -> None:
 
 
 def test_status_of_a_forming_group_is_status_1(control: Addresses) -> None:
-    done = crossdock_command("status", "--target", control.address)
+    done = crossdock_command("status", "--target", control.address, "--timeout", "60")
     assert done.returncode == 1
     assert "FORMING" in done.stdout
     assert control.address in done.stdout
 
 
 def test_status_as_json(control: Addresses) -> None:
-    done = crossdock_command("status", "--target", control.address, "--json")
+    done = crossdock_command("status", "--target", control.address, "--timeout", "60", "--json")
     said = json.loads(done.stdout)
     assert said["state"] == "FORMING"
     assert said["world_size"] == 4
@@ -129,16 +127,15 @@ def test_status_as_json(control: Addresses) -> None:
 
 
 def test_status_of_nobody_is_status_3() -> None:
-    address = unused_address()
-    done = crossdock_command("status", "--target", address, "--timeout", "2")
+    with unused_address() as address:
+        done = crossdock_command("status", "--target", address, "--timeout", "2")
     assert done.returncode == 3
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_up_says_why_a_model_cannot_be_served() -> None:
-    address = unused_address()
-    done = crossdock_command("up", "--model", "no-such-folder", "--workers", "1", "--listen", address, timeout_s=120)
+    done = crossdock_command("up", "--model", "no-such-folder", "--workers", "1", "--listen", "127.0.0.1:0")
     assert done.returncode == 2
     assert "no-such-folder" in done.stderr
     assert "Traceback" not in done.stderr

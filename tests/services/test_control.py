@@ -353,9 +353,11 @@ async def test_a_stranger_gets_no_regions_by_asking_for_a_brief_view(control: In
         assert not any(member.region for member in view.members)
 
 
-async def test_many_changes_at_once_are_told_together() -> None:
+async def test_many_changes_at_once_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large group: those who come and go before the table is complete; that all are there is told soon."""
     size = 2 * server.QUIET_FROM
+    monkeypatch.setattr(server, "QUIET_S_PER_RANK", 3600.0 / size)
+    monkeypatch.setattr(server, "SHORT_QUIET_S_PER_RANK", 2.0 / size)
     async with in_process(ControlConfig(world_size=size, lease_s=60, recover_s=0.01)) as control:
         control.clock.now += 1.0
         control.service.tick()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -51,11 +50,11 @@ async def test_it_serves_without_torch_and_stops_on_sigterm(process: ControlProc
         assert 'method="Register"' in get(process, "/metrics")[1]
         watch = stub.Watch(pb.WatchRequest(worker=workers[0].id))
         await watch.read()
-        code, seconds, errors = process.terminate()
+        code, errors = process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
             await watch_until(watch, pb.FAILED)
         assert isinstance(rpc.error_of(raised.value), rpc.Unavailable)
-    assert (code, seconds < 5) == (0, True)
+    assert code == 0
     assert "Traceback" not in errors
 
 
@@ -104,11 +103,9 @@ async def test_the_real_clock_ends_leases() -> None:
     with ControlProcess("world_size=1", "lease_s=0.5") as process:
         async with rpc.aio_channel(process.addresses.address) as channel:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
-            await form(stub, "a/0")
-            started = time.monotonic()
+            await FakeWorker(stub, "a/0").register()
             view = await watch_until(stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S), pb.FORMING)
             assert view.reason == "rank 0 (a/0) lost: lease expired"
-            assert time.monotonic() - started < TIMEOUT_S
 
 
 @pytest.mark.parametrize("field", ["listen", "http_listen"])

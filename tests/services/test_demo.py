@@ -5,12 +5,23 @@ from __future__ import annotations
 import io
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from crossdock.common.config import ControlConfig
 from crossdock.demo import compare, run
+from tests.services.cluster import FORM_S, TEST_S
+
+pytestmark = pytest.mark.timeout(3 * TEST_S)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FORM_TIMEOUT_S", FORM_S)
+    monkeypatch.setattr(run, "CALL_TIMEOUT_S", FORM_S)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +30,6 @@ def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_one_family() -> None:
     printed = Console(file=io.StringIO(), width=200, record=True)
     assert run.run_demo(["mixtral"], printed) == 0, printed.export_text()
@@ -30,7 +40,6 @@ def test_one_family() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
     monkeypatch.setattr(compare, "MIN_CLEAR_SHARE", 1.1)
@@ -42,6 +51,12 @@ def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker more is waited for than are started."""
+
+    def wanting(world_size: int, **fields: Any) -> ControlConfig:
+        return ControlConfig(world_size=world_size + 1, **fields)
+
+    monkeypatch.setattr(run, "ControlConfig", wanting)
     monkeypatch.setattr(run, "FORM_TIMEOUT_S", 0.2)
     printed = Console(file=io.StringIO(), width=200, record=True)
     assert run.run_demo(["mixtral"], printed) == 1

@@ -40,7 +40,7 @@ two_gpus = [pytest.mark.gpu(NUM_WORKERS), pytest.mark.timeout(240)]
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers, one per GPU, that serve in bfloat16 what is float32 on disk."""
     folder = tmp_path_factory.mktemp("gpu")
-    options = {"transport": "nvlink", "dtype": "bfloat16", "max_tokens_per_step": MAX_TOKENS}
+    options = {"transport": "nvlink", "dtype": "bfloat16", "max_tokens_per_step": MAX_TOKENS, "step_timeout_s": 10.0}
     with contextmanager(cluster)(folder, num_workers=NUM_WORKERS, lease_s=3.0, **options) as made:
         yield replace(made, tensors={name: tensor.bfloat16().float() for name, tensor in made.tensors.items()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,10 +22,11 @@ import pytest
 from crossdock.common.config import ControlConfig, WorkerConfig, split_address
 from crossdock.supervisor import Supervisor, SupervisorError
 from crossdock.v1.expert_pb2 import DescribeResponse
-from tests.services.cluster import write_model
+from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
 
-DEADLINE_S = 120
+pytestmark = pytest.mark.timeout(TEST_S)
+DEADLINE_S = 240
 NUM_WORKERS = 2
 
 
@@ -38,6 +40,10 @@ class Up:
             "127.0.0.1:0",
             "--set",
             "control.http_listen=127.0.0.1:0",
+            "--set",
+            "control.lease_s=60",
+            "--set",
+            "worker.step_timeout_s=100",
             "--log-dir",
             str(folder / "logs"),
         ]
@@ -81,8 +87,8 @@ class Up:
         return self.wait(r"crossdock status --target (\S+)").group(1)
 
     def status(self) -> tuple[int, dict[str, object]]:
-        command = [sys.executable, "-m", "crossdock", "status", "--json", "--target", self.target]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        command = [sys.executable, "-m", "crossdock", "status", "--json", "--timeout", "60", "--target", self.target]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         return done.returncode, json.loads(done.stdout)
 
 
@@ -95,8 +101,11 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            children += map(int, (task / "children").read_text().split())
+    return children
 
 
 def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
@@ -104,7 +113,7 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     code, said = up.status()
     assert (code, said["state"], said["epoch"]) == (0, "SERVING", 1)
     ready = up.wait(r"(http:\S+)/metrics").group(1) + "/readyz"
-    with build_opener(ProxyHandler({})).open(ready, timeout=10) as response:
+    with build_opener(ProxyHandler({})).open(ready, timeout=DEADLINE_S) as response:
         assert response.status == 200
 
     children = children_of(up.process.pid)
@@ -112,8 +121,6 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     assert (len(children), len(workers)) == (NUM_WORKERS + 1, NUM_WORKERS)
     before = len(up.printed)
     os.kill(workers[0], signal.SIGKILL)
-    # FORMING if the lease ends first, EXCHANGING if the successor is back before that.
-    up.wait("epoch 2: (FORMING|EXCHANGING)", before)
     up.wait("epoch 2: SERVING", before)
     assert up.status()[0] == 0
 
@@ -123,7 +130,7 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     assert up.process.wait(DEADLINE_S) == 0
     up.wait("stopped", before)
     for end in ends:
-        assert select.select([end], [], [], 10)[0], "a process outlived its supervisor"
+        assert select.select([end], [], [], DEADLINE_S)[0], "a process outlived its supervisor"
         os.close(end)
 
 
@@ -168,9 +175,9 @@ def test_a_chosen_port_is_nobody_elses_while_the_control_plane_is_away(tmp_path:
     address = split_address(group.control_address)
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(address)
+    held = list(group._ports)
     group.stop()
-    with socket.socket() as stranger:
-        stranger.bind(address)
+    assert [port.fileno() for port in held] == [-1, -1]
 
 
 def test_a_server_that_is_no_control_plane_is_not_asked_in_a_tight_loop(tmp_path: Path) -> None:

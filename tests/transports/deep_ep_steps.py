@@ -88,7 +88,7 @@ def run(rank: int, size: int, store: Any, story: Callable[..., Any], case: Routi
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    settings = FrameworkConfig(timeout_s=DEADLINE_S, exit_on_fault=False)
+    settings = FrameworkConfig(timeout_s=DEADLINE_S, exit_on_fault=False, traffic=True)
     with mock.patch.object(FrameworkConfig, "from_env", return_value=settings):
         buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
         try:

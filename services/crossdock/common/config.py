@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
-from crossdock.common.settings import ElectionConfig, Rate, SecurityConfig
+from crossdock.common.settings import DockerConfig, ElectionConfig, Rate, SecurityConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -225,6 +225,8 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     """The processes log to this process's stderr (what a container's log is) instead of to files."""
     stop_timeout_s: Seconds = 40.0
     """Longest that the processes may take to drain before they are killed; more than `worker.drain_timeout_s`."""
+    docker: DockerConfig | None = None
+    """Run containers instead of processes (`--runtime docker`). Null: processes."""
 
     def control_config(self) -> ControlConfig | None:
         """The control plane to start here: its group is this host's workers."""
@@ -274,6 +276,9 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     replayed: what comes of such steps is NaN. False: `MoECommunicator.check` is the caller's to ask."""
     metrics: bool = True
     """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
+    traffic: bool = False
+    """Count also what arrives from whom: tokens and bytes, and so how uneven the ranks' work is. Costs a kernel after
+    each dispatch, which adds [R] numbers."""
     http_listen: str = ""
     """host:port of an endpoint of our own for them; rank i listens on port + i. Empty: none."""
 
@@ -337,7 +342,7 @@ def load(kind: type[ConfigType], path: str | Path | None, overrides: Sequence[st
         raise ConfigFileError(f"{path or 'configuration'}: {error}") from error
 
 
-def dump(config: msgspec.Struct) -> str:
+def dump(config: msgspec.Struct | Mapping[str, object]) -> str:
     """The YAML text that `load` reads back as an equal config."""
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
 

@@ -1,4 +1,4 @@
-"""Config of what guards and keeps alive: certificates, tokens, who may do what, the election of a leader.
+"""Config of what guards, keeps alive and contains: certificates, tokens, who may do what, election, containers.
 
 Only paths of secrets are configured, never secrets: a config may be logged, dumped and shown.
 """
@@ -91,3 +91,26 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     leader that could not renew it for two thirds of it stops."""
     identity: str = ""
     """Name in the Lease. Empty: the pod's name, or host and process id."""
+
+
+class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`crossdock up --runtime docker`: containers of our images, kept by a daemon that speaks Docker's API."""
+
+    host: str = ""
+    """URL of the daemon, like unix:///run/docker.sock. Empty: as the `docker` command finds it."""
+    name: str = "crossdock-up"
+    """Of the network; containers are called `<name>-control` and `<name>-worker`. One run per name."""
+    control_image: str = "crossdock-control"
+    worker_image: str = "crossdock-worker"
+    gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """GPUs of the workers' container. Null: one per worker with `worker.transport` nvlink, else none."""
+    shm_bytes: Count = 1 << 30
+    """Size of /dev/shm in the containers. Crossdock itself does not use it, NCCL does."""
+    user: str = ""
+    """UID:GID that runs them; it must be able to read model and certificates. Empty: the images' own, 10001."""
+    environment: dict[str, str] = {}
+    """Of the containers, as NCCL_DEBUG: INFO."""
+    mounts: dict[str, str] = {}
+    """More to mount read-only: path on this host -> path in the containers."""
+    ulimits: dict[str, int] = {}
+    """Limits, soft and hard alike, as memlock: -1."""

@@ -97,10 +97,11 @@ class Elector:
             self._hurry.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Stop leading, then give the lease back, so that the next one need not wait. Best effort."""
+        """Stop leading, then give the lease back, so that the next one need not wait. Best effort: a round that is
+        under way is waited for as long as the lease lasts, after which there is nothing to give back."""
         self._stop.set()
         self._hurry.set()
-        self._thread.join(timeout_s)
+        self._thread.join(max(timeout_s, self._state.lease_s))
         with self._lock:
             back, seen = election.given_back(self._state), self._state.seen
             self._state = replace(self._state, term=0)

@@ -15,8 +15,11 @@ Letters: E experts, R ranks, P slots of all ranks together (P >= E; the first P 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from crossdock.control.board import TINY, Board
 
 Table = tuple[tuple[int, ...], ...]
 """Experts by rank, by slot."""
@@ -27,8 +30,6 @@ WORTH = 0.002
 """See `balance`: with 8 ranks of 36 slots, a table 10 % from balance is left alone unless 50 copies can mend it."""
 _GOOD = 10
 """A table that so many copies cannot mend is good: none is made from nothing to compare it with."""
-_MOST_CHANGES_PER_SLOT = 4
-_TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +147,11 @@ def balance(
         raise ValueError(f"load: expected {shape.num_experts} numbers >= 0, got {len(load)} from {min(load)}")
     least = max(1, min(min_copies, shape.num_ranks, shape.num_slots // shape.num_experts))
     total = sum(load)
-    even = [one + total * _TINY + _TINY for one in load]  # experts without load are spread, too
+    even = [one + total * TINY + TINY for one in load]  # experts without load are spread, too
     if current is None:
         return _anew(even, shape, least)
     check(current, shape)
-    board = _Board(even, shape, [set(held) for held in current], least)
+    board = Board(even, shape, [set(held) for held in current], least)
     board.restore_copies()
     board.search(worth)
     kept = _keep_slots(current, board.table())
@@ -161,7 +162,7 @@ def balance(
 
 
 def _anew(load: Load, shape: Shape, least: int) -> Table:
-    board = _Board(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
+    board = Board(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
     board.search(worth=0.0)
     return board.table()
 
@@ -169,9 +170,15 @@ def _anew(load: Load, shape: Shape, least: int) -> Table:
 def _copies(load: Load, shape: Shape, least: int) -> list[int]:
     """How many copies each expert gets: one more again and again for the one with the most load per copy."""
     counts = [least] * shape.num_experts
+    open_to = [(-load[expert] / least, expert) for expert in range(shape.num_experts) if least < shape.num_ranks]
+    heapq.heapify(open_to)
     for _ in range(shape.num_slots - least * shape.num_experts):
-        open_to = (expert for expert in range(shape.num_experts) if counts[expert] < shape.num_ranks)
-        counts[max(open_to, key=lambda expert: load[expert] / counts[expert])] += 1
+        expert = open_to[0][1]
+        counts[expert] += 1
+        if counts[expert] < shape.num_ranks:
+            heapq.heapreplace(open_to, (-load[expert] / counts[expert], expert))
+        else:
+            heapq.heappop(open_to)
     return counts
 
 
@@ -210,143 +217,6 @@ def _make_room(
             held[room].add(moved)
             return rank
     raise ValueError(f"num_slots: expected room for a copy of expert {expert}, got none")
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """`taken` leaves `rank` for `other`, and `given` comes back; or (`given` only) its copy on `other` becomes one more
-    of `taken`. `most`: load of the most loaded rank that is touched, afterwards."""
-
-    most: float
-    cost: int
-    rank: int
-    taken: int
-    other: int
-    given: int
-    swap: bool
-
-
-class _Board:
-    """A table under search."""
-
-    def __init__(self, load: Load, shape: Shape, held: list[set[int]], least: int) -> None:
-        self._load, self._shape, self._held, self._least = load, shape, held, least
-        self._where: list[set[int]] = [set() for _ in load]
-        self._num_domains = len(set(shape.domains))
-        for rank, experts in enumerate(held):
-            for expert in experts:
-                self._where[expert].add(rank)
-        self._loads = [sum(self._share(expert) for expert in experts) for experts in held]
-        self._fill()
-
-    def table(self) -> Table:
-        """As it is now, slots in the order of experts."""
-        return tuple(tuple(sorted(experts)) for experts in self._held)
-
-    def search(self, worth: float) -> None:
-        """Change until no change pays."""
-        mean = sum(self._loads) / len(self._loads)
-        for _ in range(_MOST_CHANGES_PER_SLOT * self._shape.num_slots):
-            hottest = max(range(len(self._loads)), key=self._loads.__getitem__)
-            change = max(
-                (*self._swaps(hottest), *self._copies(hottest)),
-                key=lambda change: self._gain(change) / change.cost,
-                default=None,
-            )
-            if change is None or self._gain(change) <= max(worth * change.cost, 1e-6) * mean:
-                return
-            self._apply(change)
-
-    def restore_copies(self) -> None:
-        """Where an expert has fewer copies than it must: in the place of copies of those that can spare one."""
-        for expert, ranks in enumerate(self._where):
-            while len(ranks) < self._least:
-                change = min(
-                    self._replacements(expert, min(ranks)), key=lambda change: (change.most, change), default=None
-                )
-                if change is None:
-                    return
-                self._apply(change)
-
-    def _share(self, expert: int, more: int = 0) -> float:
-        return self._load[expert] / (len(self._where[expert]) + more)
-
-    def _gain(self, change: _Change) -> float:
-        return self._loads[change.rank] - change.most
-
-    def _swaps(self, rank: int) -> Iterable[_Change]:
-        """The best swap of each expert of `rank` with each other rank: the one that brings both nearest together."""
-        for other, experts in enumerate(self._held):
-            half = (self._loads[rank] - self._loads[other]) / 2
-            if other == rank or half <= 0:
-                continue
-            theirs = [(self._share(expert), expert) for expert in experts - self._held[rank]]
-            for taken in self._held[rank] - experts if theirs else ():
-                own = self._share(taken)
-                share, given = min(theirs, key=lambda pair: (abs(own - pair[0] - half), pair))
-                less = own - share
-                if less > 0 and self._stays_spread(taken, rank, other) and self._stays_spread(given, other, rank):
-                    most = max(self._loads[rank] - less, self._loads[other] + less)
-                    yield _Change(most, 2, rank, taken, other, given, swap=True)
-
-    def _copies(self, rank: int) -> Iterable[_Change]:
-        """The best ways to relieve `rank` by one more copy of each of its heaviest experts."""
-        for taken in sorted(self._held[rank], key=self._share, reverse=True)[:4]:
-            yield from self._replacements(taken, rank)
-
-    def _replacements(self, taken: int, rank: int) -> Iterable[_Change]:
-        """One more copy of `taken`, which `rank` has, in the place of each copy that its expert can spare."""
-        before, after = self._share(taken), self._share(taken, 1)
-        near = self._domains_of(taken)
-        for other, experts in enumerate(self._held):
-            domain = self._shape.domains[other]
-            if taken in experts or (domain in near and len(near) < self._num_domains):
-                continue
-            for given in experts:
-                if len(self._where[given]) <= self._least:
-                    continue
-                heavier = self._share(given, -1)
-                more = heavier - self._share(given)
-                touched = {place: self._loads[place] + more for place in self._where[given]}
-                touched[other] = self._loads[other] - self._share(given) + after
-                for place in self._where[taken]:
-                    touched[place] = touched.get(place, self._loads[place]) + after - before
-                yield _Change(max(touched.values()), 1, rank, taken, other, given, swap=False)
-
-    def _domains_of(self, expert: int) -> set[int]:
-        return {self._shape.domains[rank] for rank in self._where[expert]}
-
-    def _stays_spread(self, expert: int, rank: int, other: int) -> bool:
-        """Whether its copies lie in as many domains when the one of `rank` has gone to `other`."""
-        if self._shape.domains[rank] == self._shape.domains[other]:
-            return True
-        after = {self._shape.domains[place] for place in self._where[expert] if place != rank}
-        return len(after | {self._shape.domains[other]}) >= len(self._domains_of(expert))
-
-    def _apply(self, change: _Change) -> None:
-        touched = self._where[change.taken] | self._where[change.given] | {change.rank, change.other}
-        self._held[change.other].remove(change.given)
-        self._where[change.given].remove(change.other)
-        self._held[change.other].add(change.taken)
-        self._where[change.taken].add(change.other)
-        if change.swap:
-            self._held[change.rank].remove(change.taken)
-            self._where[change.taken].remove(change.rank)
-            self._held[change.rank].add(change.given)
-            self._where[change.given].add(change.rank)
-        for rank in touched:
-            self._loads[rank] = sum(self._share(expert) for expert in self._held[rank])
-
-    def _fill(self) -> None:
-        """A table may hold an expert twice on one rank (a former one, of another kind): the second copy is of use to
-        nobody, and the most loaded expert that is not there takes its slot."""
-        for rank, experts in enumerate(self._held):
-            while len(experts) < self._shape.capacity(rank):
-                absent = [expert for expert in range(len(self._load)) if expert not in experts]
-                expert = max(absent, key=self._share)
-                experts.add(expert)
-                self._where[expert].add(rank)
-        self._loads = [sum(self._share(expert) for expert in experts) for experts in self._held]
 
 
 def _as_before(current: Table, table: Table, shape: Shape) -> Table:

@@ -38,7 +38,7 @@ class Snapshot:
     min_copies: int
 
     def plan(self) -> Plan:
-        """Balance each layer. Takes 0.1 to 1 s a layer in groups of 64 ranks with 256 experts."""
+        """Balance each layer. Some ten milliseconds a layer in groups of 64 ranks with 256 experts."""
         after = tuple(
             balance(load, self.shape, table, min_copies=self.min_copies) if any(load) else table
             for load, table in zip(self.loads, self.tables, strict=True)

@@ -1,8 +1,8 @@
 """What communicators inside another engine count, on its way to Prometheus: one daemon thread per process.
 
-Latency records come from the transports' own rings, and what arrived from a counter to which each dispatch adds, on the
-device. Any thread may read both beside whatever the device does: no operation waits for that, and a CUDA graph that is
-being captured is not disturbed.
+Latency records come from the transports' own rings; what arrived, where that is wanted, from a counter to which each
+dispatch adds, on the device. Any thread may read both beside whatever the device does: no operation waits for that, and
+a CUDA graph that is being captured is not disturbed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ class Telemetry:
         """host:port of the endpoint, once it is served."""
         self._served = False
 
-    def watch(self, comm: MoECommunicator, listen: str) -> None:
-        """Count what it does from now on, and serve that on host:port `listen`, if any."""
-        comm.count_received()
+    def watch(self, comm: MoECommunicator, listen: str, traffic: bool) -> None:
+        """Count what it does from now on, with `traffic` also what arrives from whom, and serve that on host:port
+        `listen`, if any."""
+        if traffic:
+            comm.count_received()
         with self._lock:
             self._watched[comm] = _Watched(str(comm.rank), [0] * comm.size)
             if self._thread is None:
@@ -128,7 +130,7 @@ def telemetry() -> Telemetry:
 def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
     """Count what a communicator does, unless the settings say no."""
     if settings.metrics:
-        telemetry().watch(comm, settings.listen_of(comm.rank))
+        telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
 
 
 @contextlib.contextmanager

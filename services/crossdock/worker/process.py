@@ -47,6 +47,8 @@ from ep_kernels import EpError
 EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST = 0, 2, 3, 4
 JOIN_TIMEOUT_S = 120.0
 """Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
+_FLUSH_S = 3.0
+"""Longest that clients may take to read the answers that are ready when this worker has left."""
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 1024
 """Streams and other calls open at once; each may hold one message that is not yet counted as queued."""
@@ -157,8 +159,8 @@ class _Process:
         backend = Backend(
             self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
         )
-        service = ExpertService(backend, self._describe, self._drain)
-        expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
+        self._service = ExpertService(backend, self._describe, self._drain)
+        expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
         return server, rpc.bind(server, self._config.listen, self._security)
 
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
@@ -166,6 +168,7 @@ class _Process:
         await self._health.shut_down()
         await self._link.leave("drained" if self._stop.is_set() else "stopping")
         await self._link.close()
+        await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()
         self._telemetry.close()

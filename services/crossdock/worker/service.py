@@ -67,6 +67,19 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         drain: Callable[[], Awaitable[None]],
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
+        self._streams: set[_Stream] = set()
+        self._none_left = asyncio.Event()
+        self._ended: rpc.CallError | None = None
+
+    async def end(self, error: rpc.CallError, timeout_s: float) -> None:
+        """End every stream with `error` once its client has taken the answers that are there already. Returns when no
+        stream is left, or after `timeout_s`; a stream that comes later ends at once."""
+        self._ended = error
+        for stream in self._streams:
+            stream.end(error)
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_left.wait(), timeout_s)
 
     async def Describe(self, request: expert_pb2.DescribeRequest, context: Any) -> expert_pb2.DescribeResponse:
         """What is served here, and how the group is."""
@@ -81,7 +94,10 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any
     ) -> AsyncIterator[expert_pb2.ForwardResponse]:
         """Many requests in flight, answered in any order."""
+        if self._ended is not None:
+            raise self._ended
         stream = _Stream(self._backend)
+        self._streams.add(stream)
         reader = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.answers():
@@ -89,6 +105,9 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         finally:
             reader.cancel()
             stream.hang_up()
+            self._streams.discard(stream)
+            if self._ended is not None and not self._streams:
+                self._none_left.set()
 
 
 @dataclass(slots=True)
@@ -146,6 +165,10 @@ class _Stream:
                 yield _response(event)
                 self._release(event.num_bytes)
                 self._room.set()
+
+    def end(self, error: rpc.CallError) -> None:
+        """Raise `error` out of `answers`, after what is there to be told."""
+        self._events.put_nowait(error)
 
     def hang_up(self) -> None:
         """The stream is over: nobody waits for its requests any more."""

@@ -1,0 +1,258 @@
+"""What `crossdock up --runtime docker` starts, by its config alone: which containers, with which ports and folders.
+
+Also who keeps a container, as a label can tell it. No daemon is asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from crossdock.common.config import (
+    ConfigFileError,
+    ControlConfig,
+    HostConfig,
+    format_address,
+    reachable_from_here,
+    split_address,
+    split_targets,
+)
+from crossdock.common.settings import DockerConfig, SecurityConfig
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+CONTROL, WORKER = "control", "worker"
+"""Names of the parts, and of their hosts in the network."""
+
+_TRIES = 64
+_FILES = ("cert_file", "key_file", "ca_file", "token_file")
+_TOKENS = ("worker_tokens", "client_tokens", "operator_tokens")
+_IMAGES_OWN = frozenset("/ /app /bin /config /dev /etc /lib /lib64 /proc /run /sbin /sys /tmp /usr /var".split())  # noqa: SIM905
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One container.
+
+    Attributes:
+        name: CONTROL or WORKER.
+        image: of which it is made.
+        verb: the command of `crossdock` that runs in it.
+        config: of that command.
+        ports: published: port, inside and outside alike -> address of this host.
+        folders: of this host, mounted read-only under the same path.
+        gpus: how many it needs.
+    """
+
+    name: str
+    image: str
+    verb: str
+    config: ControlConfig | HostConfig
+    ports: dict[int, str]
+    folders: tuple[str, ...]
+    gpus: int = 0
+
+
+def parts_of(config: HostConfig) -> list[Part]:
+    """The containers of a host, the control plane first.
+
+    Args:
+        config: without a port 0 (see `with_ports`), and its model a directory.
+
+    Raises:
+        ConfigFileError: an address that cannot be published, or a folder that cannot be mounted.
+    """
+    chosen, control = config.docker or DockerConfig(), config.control_config()
+    parts, target = [], config.worker.control
+    if control is not None:
+        ports = _published([control.listen, control.http_listen])
+        inside = msgspec.structs.replace(
+            control,
+            listen=_everywhere(control.listen),
+            http_listen=_everywhere(control.http_listen),
+            security=_absolute(control.security),
+        )
+        folders = _folders(_files(inside.security))
+        parts.append(Part(CONTROL, chosen.control_image, "control", inside, ports, folders))
+        target = format_address(CONTROL, split_address(control.listen)[1])
+    elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
+        raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
+    return [*parts, _worker_part(config, chosen, target)]
+
+
+def control_address(config: HostConfig) -> str:
+    """Where this host reaches the control plane."""
+    return config.worker.control if config.control is None else reachable_from_here(config.control.listen)
+
+
+def changed(config: msgspec.Struct) -> dict[str, object]:
+    """The fields that are not as by default: an image may be of an older or newer version, and not know the others."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in msgspec.structs.fields(config)}
+    return {
+        name: changed(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+        for name, (value, default) in values.items()
+        if value != default
+    }
+
+
+def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
+    worker, model = config.worker, os.path.realpath(config.worker.model)
+    inside = msgspec.structs.replace(
+        config,
+        docker=None,
+        control=None,
+        http_listen=_everywhere(config.http_listen),
+        log_dir="/tmp/crossdock",
+        log_to_stderr=True,
+        worker=msgspec.structs.replace(
+            worker,
+            model=model,
+            control=target,
+            listen=_everywhere(worker.listen),
+            advertise=worker.advertise or reachable_from_here(worker.listen),
+            http_listen=_everywhere(worker.http_listen),
+            security=_absolute(worker.security),
+        ),
+    )
+    each = [address for one in config.worker_configs() for address in (one.listen, one.http_listen)]
+    gpus = (config.num_workers if worker.transport == "nvlink" else 0) if chosen.gpus is None else chosen.gpus
+    shards = [os.path.realpath(path) for path in Path(model).iterdir()]  # links, in a cache of models
+    folders = _folders([os.path.join(model, "config.json"), *shards, *_files(inside.worker.security)])
+    return Part(WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), folders, gpus)
+
+
+def with_ports(config: HostConfig) -> HostConfig:
+    """The same with a port that is free now in the place of each 0; workers' ports are consecutive."""
+    with contextlib.ExitStack() as held:
+
+        def fix(address: str, count: int = 1) -> str:
+            host, port = split_address(address) if address else ("", 1)
+            return address if port else format_address(host, _free(host, count, held))
+
+        control = config.control and msgspec.structs.replace(
+            config.control, listen=fix(config.control.listen), http_listen=fix(config.control.http_listen)
+        )
+        shared, count = config.worker, config.num_workers
+        worker = msgspec.structs.replace(
+            shared, listen=fix(shared.listen, count), http_listen=fix(shared.http_listen, count)
+        )
+        return msgspec.structs.replace(config, control=control, worker=worker, http_listen=fix(config.http_listen))
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that keeps a container: one of this host, or of another one whose daemon is shared.
+
+    Attributes:
+        host: its name.
+        pid: process id.
+        begun: when the process started, in the kernel's ticks; tells it from a later one with the same id.
+    """
+
+    host: str
+    pid: int
+    begun: str
+
+    @staticmethod
+    def this_process() -> Owner:
+        """The caller."""
+        return Owner(socket.gethostname(), os.getpid(), _begun(os.getpid()))
+
+    @staticmethod
+    def of(text: str) -> Owner:
+        """The inverse of `str`; of another text an owner that does not live anywhere."""
+        match text.split():
+            case [host, pid, begun] if pid.isascii() and pid.isdigit():
+                return Owner(host, int(pid), begun)
+        return Owner("", 0, "")
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.pid} {self.begun}"
+
+    def lives(self) -> bool:
+        """Whether it runs on this host."""
+        return self.host == socket.gethostname() and bool(self.begun) and _begun(self.pid) == self.begun
+
+
+def _begun(pid: int) -> str:
+    """When a process started; "" where there is none, or only its exit status."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _free(host: str, count: int, held: contextlib.ExitStack) -> int:
+    """The first of `count` consecutive ports that nobody uses; they are kept until `held` is closed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(_TRIES):
+        with contextlib.ExitStack() as tried:
+            first = 0
+            try:
+                for step in range(count):
+                    one = tried.enter_context(socket.socket(family))
+                    one.bind((host, first + step if first else 0))
+                    first = first or one.getsockname()[1]
+            except (OSError, OverflowError):
+                continue
+            held.push(tried.pop_all())
+            return int(first)
+    raise ConfigFileError(f"listen: expected {count} free ports in a row on {host}, found none")
+
+
+def _published(addresses: list[str]) -> dict[int, str]:
+    ports: dict[int, str] = {}
+    for address in filter(None, addresses):
+        host, port = split_address(address)
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ConfigFileError(f"listen: expected an IP address of this host to publish, got {host!r}") from None
+        if port in ports:
+            raise ConfigFileError(f"listen: expected each port once, got {port} twice")
+        ports[port] = host
+    return ports
+
+
+def _everywhere(address: str) -> str:
+    return format_address("0.0.0.0", split_address(address)[1]) if address else ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _absolute(security: SecurityConfig) -> SecurityConfig:
+    """The same with absolute paths: a container works in another folder."""
+
+    def fixed(config: Config, names: tuple[str, ...]) -> Config:
+        paths = {name: getattr(config, name) for name in names}
+        return msgspec.structs.replace(config, **{name: os.path.abspath(p) for name, p in paths.items() if p})
+
+    return msgspec.structs.replace(fixed(security, _FILES), access=fixed(security.access, _TOKENS))
+
+
+def _files(security: SecurityConfig) -> list[str]:
+    """The files that it names."""
+    named = [getattr(security, name) for name in _FILES] + [getattr(security.access, name) for name in _TOKENS]
+    return [path for path in named if path]
+
+
+def _folders(files: list[str]) -> tuple[str, ...]:
+    """The folders of absolute files. Whole ones: certificates are replaced by new files, which a mount of one file
+    would not show."""
+    found = sorted({os.path.dirname(path) for path in files})
+    if wrong := _IMAGES_OWN.intersection(found):
+        raise ConfigFileError(f"mounts: expected files in a folder that the image does not have, got {sorted(wrong)}")
+    return tuple(found)
