@@ -398,6 +398,7 @@ def received(comm: MoECommunicator, case: RoutingCase) -> None:
     comm.count_received()
     assert comm.received() == wanted.tolist()
     assert wanted.sum() > 0
+    comm.barrier()
     comm.close()
     assert comm.received() is None
 
