@@ -131,7 +131,7 @@ def _publish_region(group: Group, event: PublishRegion, now: float) -> Result:
         raise _Refused(Refusal.WRONG_PHASE, f"region: ranks are not final, or the group has failed: {group.reason}")
     if group.sealed and event.region != member.region:
         raise _Refused(Refusal.WRONG_PHASE, f"region: {member} has published another one in epoch {group.epoch}")
-    return _update(group, replace(member, region=event.region)), ()
+    return _update(group, replace(member, region=event.region, lease_until=now + group.settings.lease_s)), ()
 
 
 def _ready(group: Group, event: Ready, now: float) -> Result:
@@ -140,7 +140,7 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
     if group.active is not None and member.rank not in group.active:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not among those that go on in epoch {group.epoch}")
-    return _update(group, replace(member, ready=True)), ()
+    return _update(group, replace(member, ready=True, lease_until=now + group.settings.lease_s)), ()
 
 
 def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from crossdock.common import log as logs
@@ -43,6 +43,9 @@ QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
 after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
 them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
 QUIET_FROM = 32
+WOKEN_AT_ONCE = 32
+"""Watchers that are sent something in one turn of the event loop: a call that comes meanwhile waits for one turn or a
+few, and heartbeats that waited for thousands of tables to be written would be late."""
 
 log = logs.get(__name__)
 
@@ -86,7 +89,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = LeaseKeys()
         self._watchers: set[asyncio.Event] = set()
-        self._told: tuple[int, bytes] = (0, b"")
+        self._told: dict[bool, tuple[int, bytes]] = {}
         self._told_at = 0.0
         self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -165,7 +168,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
         if len(self._watchers) >= most:
             raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
-        changed = asyncio.Event()
+        changed, has_table = asyncio.Event(), 0
         self._watchers.add(changed)
         self._metrics.watchers.set(len(self._watchers))
         try:
@@ -173,7 +176,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 changed.clear()
                 if views.is_replaced(self._group, request.worker):
                     raise rpc.AlreadyExists(f"worker {request.worker.uid}: a newer process has its place")
-                yield self._view(request)
+                message, has_table = self._view(request, has_table)
+                yield message
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
         finally:
@@ -190,17 +194,24 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stopping = True
         self._wake_watchers()
 
-    def _view(self, watch: pb.WatchRequest) -> pb.GroupView | bytes:
-        """The message, or its bytes where many watchers get the same."""
+    def _view(self, watch: pb.WatchRequest, has_table: int = 0) -> tuple[pb.GroupView | bytes, int]:
+        """What a watcher is told, and the epoch of the last table of regions that it has then; `has_table`: before."""
         group, inside = self._group, views.is_member(self._group, watch.worker)
         if not (watch.brief and inside):
             stats, placement = self._stats, self._experts.version
-            return views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
-        if self._told[0] != self._version:
-            make = views.table_view if group.sealed else views.brief_view
-            self._told = self._version, make(group, self._version, self._experts.version).SerializeToString()
-        seat = b"" if group.sealed else views.own_seat(group, watch.worker).SerializeToString()
-        return self._told[1] + seat
+            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
+            return whole, has_table
+        table = group.sealed and not (watch.table_once and _needs_no_table(group, has_table))
+        return self._brief(watch.worker, table), group.epoch if table else has_table
+
+    def _brief(self, worker: pb.WorkerId, table: bool) -> bytes:
+        """The table of regions, or the state and this member. Bytes, since many watchers get the same."""
+        group, told = self._group, self._told.get(table)
+        if told is None or told[0] != self._version:
+            make = views.table_view if table else views.brief_view
+            told = self._version, make(group, self._version, self._experts.version).SerializeToString()
+            self._told[table] = told
+        return told[1] if table else told[1] + views.own_seat(group, worker).SerializeToString()
 
     def _announce(self) -> None:
         """Tell the watchers of another placement."""
@@ -280,8 +291,20 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _wake_watchers(self) -> None:
         self._cancel_telling()
         self._told_at = time.monotonic()
-        for changed in self._watchers:
-            changed.set()
+        _wake(list(self._watchers))
+
+
+def _wake(watchers: Sequence[asyncio.Event]) -> None:
+    for changed in watchers[:WOKEN_AT_ONCE]:
+        changed.set()
+    if len(watchers) > WOKEN_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_wake, watchers[WOKEN_AT_ONCE:])
+
+
+def _needs_no_table(group: Group, has_table: int) -> bool:
+    """Whether a member that has seen the table of epoch `has_table` can do without: it has it, all have used it, or
+    they go on with an earlier one."""
+    return has_table == group.epoch or group.active is not None or group.phase is Phase.SERVING
 
 
 def _is_gathering(group: Group) -> bool:

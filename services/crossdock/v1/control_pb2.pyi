@@ -78,12 +78,14 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("worker", "brief")
+    __slots__ = ("worker", "brief", "table_once")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BRIEF_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ONCE_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     brief: bool
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ...) -> None: ...
+    table_once: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats")

@@ -13,7 +13,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -30,7 +30,8 @@ _CALL_S = 5.0
 """Deadline of one call. A call that takes longer than a lease is lost anyway."""
 _PATIENT_S = 20.0
 """Deadline of what all members of a group say at the same moment: its region, and that it is ready. Thousands of them
-keep a server busy for seconds, and giving up would cost everybody an epoch."""
+keep a server busy for seconds, and giving up would cost everybody an epoch. Two leases where that is more: long leases
+are given to large groups."""
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a broken line is tried again."""
 
@@ -75,7 +76,7 @@ class Link:
         self._answered_at = time.monotonic()
         self._hung = False
         self._registration, self._stats, self._experts = registration, stats, experts
-        self._view = View()
+        self._view, self._table = View(), View()
         self._changed = asyncio.Condition()
         self._refused: JoinRefused | None = None
         self._prior: control_pb2.PriorMembership | None = None
@@ -97,6 +98,10 @@ class Link:
         """True once a view has come."""
         return bool(self._view.version)
 
+    @property
+    def _patient_s(self) -> float:
+        return max(_PATIENT_S, 2 * self._lease_s)
+
     def start(self) -> None:
         """Begin to register, watch and beat."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._beat())]
@@ -108,6 +113,12 @@ class Link:
             if self._refused is not None:
                 raise self._refused
             return self._view
+
+    async def table(self, epoch: int) -> Sequence[bytes] | None:
+        """The regions of all ranks in `epoch`, as soon as all are in; None: that epoch is over. Raises JoinRefused."""
+        await self.wait(lambda view: view.epoch > epoch or self._table.epoch == epoch)
+        over = self._view.epoch > epoch or self._table.epoch != epoch
+        return None if over else [member.region for member in self._table.members]
 
     def me(self, view: View) -> control_pb2.Member | None:
         """This worker's seat in a view."""
@@ -121,17 +132,19 @@ class Link:
         """Give this rank's region for `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
         self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
-        await self._call("PublishRegion", request, _PATIENT_S, retry_s=_PATIENT_S)
+        await self._call("PublishRegion", request, self._patient_s, retry_s=self._patient_s)
 
     async def ready(self, epoch: int) -> None:
         """Everything is in place for `epoch`. Raises rpc.CallError."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
-        await self._call("Ready", request, _PATIENT_S, retry_s=_PATIENT_S)
+        await self._call("Ready", request, self._patient_s, retry_s=self._patient_s)
 
     async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
         """Where the experts lie. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
         request = control_pb2.PlacementRequest(epoch=epoch)
-        answer: control_pb2.PlacementResponse = await self._call("Placement", request, _PATIENT_S, retry_s=_PATIENT_S)
+        answer: control_pb2.PlacementResponse = await self._call(
+            "Placement", request, self._patient_s, retry_s=self._patient_s
+        )
         return answer
 
     def serving(self, epoch: int) -> None:
@@ -228,7 +241,7 @@ class Link:
                 task.cancel()
 
     async def _read_views(self) -> bool:
-        request = control_pb2.WatchRequest(worker=self._registration.worker, brief=True)
+        request = control_pb2.WatchRequest(worker=self._registration.worker, brief=True, table_once=True)
         stream = self._stub.Watch(request, metadata=self._metadata())
         try:
             async for view in stream:
@@ -248,6 +261,8 @@ class Link:
         self._remember(view)
         async with self._changed:
             self._view = view
+            if len(view.members) == view.world_size and view.members[-1].region:  # all have one, or none
+                self._table = view
             self._changed.notify_all()
 
     def _remember(self, view: View) -> None:
@@ -276,7 +291,7 @@ class Link:
             if not self.registered:
                 continue
             try:
-                await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s / 3))
+                await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
             except rpc.NotFound:
                 self._register_again.set()
             except rpc.AlreadyExists as error:

@@ -57,21 +57,17 @@ class ControlGroup:
         epoch that takes too long. Raises TransportError when the epoch is over."""
         return asyncio.run_coroutine_threadsafe(self._gather(payload), self._loop).result()
 
-    async def _gather(self, payload: bytes) -> list[bytes]:
+    async def _gather(self, payload: bytes) -> Sequence[bytes]:
         epoch = self._seat.epoch
         try:
             await self._link.publish(epoch, self._seat.rank, payload)
-            view = await self._link.wait(lambda view: view.epoch > epoch or _has_all_regions(view, self._seat))
+            regions = await self._link.table(epoch)
         except (rpc.CallError, JoinRefused) as error:
             raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
-        if view.epoch > epoch:
+        if regions is None:
+            view = self._link.view
             raise TransportError(f"bring-up of epoch {epoch}: superseded by epoch {view.epoch}: {view.reason}")
-        return [member.region for member in view.members]
-
-
-def _has_all_regions(view: View, seat: Seat) -> bool:
-    members = view.members
-    return view.epoch == seat.epoch and len(members) == seat.size and all(member.region for member in members)
+        return regions
 
 
 def seat_in(view: View, link: Link) -> Seat | None:
