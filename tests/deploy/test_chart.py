@@ -165,6 +165,9 @@ def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_pa
     assert alone["Deployment/moe-control"]["spec"]["strategy"]["type"] == "Recreate"
     spec = made["Deployment/moe-control"]["spec"]
     assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
+    assert spec["template"]["spec"]["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+    assert made["PodDisruptionBudget/moe-control"]["spec"]["maxUnavailable"] == 1
+    assert "PodDisruptionBudget/moe-control" not in alone, "it would hold up every drain"
     pod = spec["template"]["spec"]
     assert pod["automountServiceAccountToken"]
     given = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in pod["containers"][0]["env"]}
@@ -175,11 +178,10 @@ def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_pa
     assert control.advertise == "10.0.0.1:7400"
     assert control.election is not None
     assert (control.election.lease_name, control.election.lease_s) == ("moe", 9)
-    rules = made["Role/moe-lease"]["rules"]
-    assert [(rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
-        (["moe"], ["get", "update"]),
-        (None, ["create"]),
-    ]
+    (rule,) = made["Role/moe-lease"]["rules"]
+    assert (rule["resources"], rule["resourceNames"], rule["verbs"]) == (["leases"], ["moe"], ["get", "update"])
+    assert set(made["Lease/moe"]) == {"apiVersion", "kind", "metadata"}, "spec belongs to the control planes"
+    assert "Lease/moe" not in alone
     assert made["RoleBinding/moe-lease"]["subjects"][0]["name"] == "moe-control"
     assert "election" not in alone["ConfigMap/moe-control"]["data"]["control.yaml"]
 

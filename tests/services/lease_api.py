@@ -20,6 +20,7 @@ class LeaseApi(ThreadingHTTPServer):
     Attributes:
         lease: the one there is, as JSON; None: none.
         away: every request is answered 500.
+        may_create: the account is allowed to.
         delay_s: before each answer.
         writes: holders of the writes that counted, in order.
     """
@@ -29,7 +30,7 @@ class LeaseApi(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.lease: dict[str, Any] | None = None
-        self.away, self.delay_s = False, 0.0
+        self.away, self.may_create, self.delay_s = False, True, 0.0
         self.writes: list[tuple[str, int]] = []
         self._lock, self._version = threading.Lock(), 100
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -91,6 +92,8 @@ class LeaseApi(ThreadingHTTPServer):
     def put(self, body: dict[str, Any], *, create: bool) -> tuple[int, dict[str, Any]]:
         """Compare and swap: HTTP status and answer."""
         with self._lock:
+            if create and not self.may_create:
+                return 403, {"reason": "Forbidden"}
             if create and self.lease is not None:
                 return 409, {"reason": "AlreadyExists"}
             if not create and self.lease is None:

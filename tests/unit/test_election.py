@@ -53,8 +53,11 @@ class World:
         """Something happens to the lease or to its server."""
         if self.now > END_S - QUIET_S:
             return
-        if self.random.random() < 0.3:
+        kind = self.random.random()
+        if kind < 0.2:
             self.lease = None
+        elif kind < 0.3:  # deleted, and made anew by somebody who stands for nothing
+            self.lease = Lease("", "", 0, 0.0, str(next(self._versions)))
         else:
             self.away_until = self.now + self.random.uniform(0, 3 * LEASE_S)
         self.at(self.now + self.random.uniform(5, 60), self.trouble)
@@ -175,6 +178,14 @@ def test_a_missing_lease_is_made_without_a_holder_and_taken_like_any_other() -> 
     assert state.term == 0
     assert wanted(state, 1.0 + LEASE_S, 0) is None
     assert wanted(state, 1.1 + LEASE_S, 0) == Lease("b", "b:1", 542, LEASE_S)
+
+
+def test_a_lease_that_nobody_has_written_to_is_taken_as_late_as_a_missing_one() -> None:
+    """The chart makes one, also in the place of one that was deleted from under a leader."""
+    made = Lease("", "", 0, 0.0, "7")
+    state = hear(observe(State("b", "b:1", LEASE_S), made, 1.0), 41)
+    assert wanted(state, 0.9 + LEASE_S, 5) is None
+    assert wanted(state, 1.0 + LEASE_S, 5) == Lease("b", "b:1", 47, LEASE_S)
 
 
 def test_whoever_hears_of_a_later_term_leads_no_more_and_then_above_it() -> None:

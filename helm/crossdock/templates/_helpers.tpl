@@ -126,7 +126,7 @@ prometheus.io/path: /metrics
 {{- fail "worker.config.transport nvlink: expected worker.gpus or worker.resourceClaims beside it, got neither" -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.elects" .) -}}
-{{- fail "serviceAccount.name: expected an account that may get, create and update leases (control planes stand for election and serviceAccount.create is false), got none" -}}
+{{- fail "serviceAccount.name: expected an account that may get and update the Lease (control planes stand for election and serviceAccount.create is false), got none" -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.readsNodes" .) -}}
 {{- fail "serviceAccount.name: expected an account that may list nodes (control.config.kubernetes is set and serviceAccount.create is false), got none" -}}

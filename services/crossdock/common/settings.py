@@ -84,8 +84,8 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     namespace: str = ""
     """Of the Lease. Empty: the pod's own, or `default` outside of one."""
     kubeconfig: str = ""
-    """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to get, create and update
-    leases."""
+    """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to get and update the Lease,
+    and to create it where nothing else does (the chart does)."""
     lease_s: Annotated[int, msgspec.Meta(ge=1, le=300)] = 6
     """Seconds without a renewal after which another one may take over. It is renewed five times in that time, and a
     leader that could not renew it for two thirds of it stops."""

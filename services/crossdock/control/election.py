@@ -9,8 +9,9 @@ are; what it said late is told by its lower term. A term is greater than every o
 worker has told of.
 
 A lease that is missing may have been deleted from under a leader. So it is made without a holder first, and taken after
-`lease_s` like any other. It has forgotten its term: so each reign leaps ahead by a random number, and does not repeat a
-term that somebody else took after a number which both had seen.
+`lease_s` like any other; so is one that somebody else has made and nobody has written to. It has forgotten its term: so
+each reign leaps ahead by a random number, and does not repeat a term that somebody else took after a number which both
+had seen.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Lease:
         holder: who leads; "" = nobody: it was given back, or has just been made.
         address: host:port of the holder.
         term: of the holder.
-        lease_s: how long the holder counts on it.
+        lease_s: how long the holder counts on it; 0: nobody has written to it yet.
         version: changes with every write; only the place itself makes them.
     """
 
@@ -97,7 +98,7 @@ def wanted(state: State, now: float, leap: int) -> Lease | None:
         return Lease(state.identity, state.address, state.term, state.lease_s)
     if seen is None:
         return Lease("", "", state.heard + leap, state.lease_s)
-    held_s = max(seen.lease_s, state.lease_s) if seen.holder else seen.lease_s
+    held_s = max(seen.lease_s, state.lease_s) if seen.holder else seen.lease_s or state.lease_s
     if not (mine or now - state.since >= held_s):
         return None
     return Lease(state.identity, state.address, state.heard + 1 + leap, state.lease_s)

@@ -52,11 +52,15 @@ class Api:
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
         self._resources: dict[tuple[str, str], tuple[str, bool]] = {}
 
-    def ask(self, method: str, path: str, body: Any = None, *, kind: str = "application/json", **query: str) -> Answer:
-        """One request; a server that cannot be reached answers with status 0."""
+    def ask(
+        self, method: str, path: str, body: Any = None, *, kind: str = "application/json", user: str = "", **query: str
+    ) -> Answer:
+        """One request, in the name of another `user` where one is given; a server that cannot be reached answers with
+        status 0."""
         data = None if body is None else json.dumps(body).encode()
         url = f"{self.server}{path}" + (f"?{urlencode(query)}" if query else "")
-        request = Request(url, data=data, method=method, headers={"Content-Type": kind, "Accept": "application/json"})
+        headers = {"Content-Type": kind, "Accept": "application/json", **({"Impersonate-User": user} if user else {})}
+        request = Request(url, data=data, method=method, headers=headers)
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as response:
                 return _answer(response.status, response.read(), response.headers.get_all("Warning") or ())
@@ -82,11 +86,11 @@ class Api:
         path = f"{self.path(thing, namespace)}/{thing['metadata']['name']}"
         return self.ask("PATCH", path, thing, kind="application/apply-patch+yaml", **STRICT, **query)
 
-    def may(self, user: str, verb: str, resource: str, namespace: str) -> bool:
+    def may(self, user: str, verb: str, resource: str, namespace: str, name: str = "") -> bool:
         """Whether that user is allowed it, as the server's authorizer says."""
         resource, _, subresource = resource.partition("/")
         groups = {"leases": "coordination.k8s.io", "clusterroles": "rbac.authorization.k8s.io", "deployments": "apps"}
-        wish = {"verb": verb, "resource": resource, "subresource": subresource, "namespace": namespace}
+        wish = {"verb": verb, "resource": resource, "subresource": subresource, "namespace": namespace, "name": name}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",

@@ -1,14 +1,17 @@
 """A client, run inside a pod: `python ask.py TARGET MODEL SECONDS` asks a group and checks every answer.
 
-For about SECONDS (at least once) rows of random tokens go through layer 1 of the Qwen3 MoE checkpoint in MODEL; the
-same is computed here from the experts' weights. Prints one JSON line: answers, failures by name, largest error.
+For about SECONDS (at least once), or until SIGTERM, rows of random tokens go through layer 1 of the Qwen3 MoE
+checkpoint in MODEL; the same is computed here from the experts' weights. Prints a line `asking` after the first answer,
+and at the end a line of JSON: answers, failures by name, largest error.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,8 +41,10 @@ def main(target: str, model: str, seconds: str) -> None:
     known, topk = experts(Path(model)), config["num_experts_per_tok"]
     generator = torch.Generator().manual_seed(SEED)
     answers, failures, worst, ends = 0, collections.Counter[str](), 0.0, time.monotonic() + float(seconds)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     with Client(target) as client:
-        while not answers + sum(failures.values()) or time.monotonic() < ends:
+        while not answers + sum(failures.values()) or (time.monotonic() < ends and not told.is_set()):
             x = torch.randn(NUM_TOKENS, config["hidden_size"], generator=generator)
             scores, ids = torch.rand(NUM_TOKENS, len(known), generator=generator).topk(topk)
             shares = scores / scores.sum(1, keepdim=True)
@@ -53,6 +58,8 @@ def main(target: str, model: str, seconds: str) -> None:
                 for share, e in zip(shares[row], ids[row].tolist(), strict=True):
                     gate, up, down = known[e]
                     want[row] += share * (down @ (torch.nn.functional.silu(gate @ x[row]) * (up @ x[row])))
+            if not answers:
+                print("asking", flush=True)
             answers, worst = answers + 1, max(worst, float((got - want).abs().max()))
             time.sleep(PAUSE_S)
     print(json.dumps({"answers": answers, "failures": failures, "worst": worst}))

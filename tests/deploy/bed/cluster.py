@@ -3,7 +3,8 @@
     with Cluster.up() as cluster:
         cluster.api.ask("GET", "/version")
 
-On loopback, without root; gone with the test run. With an address that nodes reach it has controllers and a scheduler.
+On loopback, without root; gone with the test run. With an address that nodes reach, or with simulated nodes, it has
+controllers and a scheduler.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from types import TracebackType
 from tests.deploy.bed import tools
 from tests.deploy.bed.api import Api
 from tests.deploy.bed.pki import Authority
-from tests.deploy.bed.processes import Processes
+from tests.deploy.bed.processes import Processes, free_ports
 
 SERVICES, CLUSTER_IP = "10.96.0.0/16", "10.96.0.1"
 ADDRESS = "127.0.0.1"
-PORTS = {"etcd": 23790, "peer": 23800, "apiserver": 16443}
 CONTROLLERS = {"kcm": "kube-controller-manager", "scheduler": "kube-scheduler"}
-COMMAND_TIMEOUT_S = 240.0
+COMMAND_TIMEOUT_S = 400.0
 
 
 class Cluster:
@@ -38,15 +38,17 @@ class Cluster:
         folder: of its state; removed when it ends.
         programs: what it runs.
         address: where the API server listens.
+        simulated: its nodes are only objects, of which no heartbeat is expected.
 
     Attributes:
         api: as its administrator.
         processes: every process of it.
     """
 
-    def __init__(self, folder: Path, programs: dict[str, Path], address: str) -> None:
-        self.folder, self.programs, self.address = folder, programs, address
-        self.server = f"https://{address}:{PORTS['apiserver']}"
+    def __init__(self, folder: Path, programs: dict[str, Path], address: str, *, simulated: bool = False) -> None:
+        self.folder, self.programs, self.address, self.simulated = folder, programs, address, simulated
+        self.ports = dict(zip(("etcd", "peer", "apiserver"), free_ports(3), strict=True))
+        self.server = f"https://{address}:{self.ports['apiserver']}"
         self.processes = Processes(folder / "logs")
         self.authority = Authority.new(folder / "pki")
         self._sign()
@@ -54,11 +56,12 @@ class Cluster:
         self.api = Api(self.server, path("ca.crt"), path("admin.crt"), path("admin.key"))
 
     @staticmethod
-    def up(address: str = ADDRESS) -> Cluster:
+    def up(address: str = ADDRESS, *, simulated: bool = False) -> Cluster:
         """Start it. Raises Missing where a program cannot be built."""
-        more = CONTROLLERS.values() if address != ADDRESS else ()
+        more = CONTROLLERS.values() if simulated or address != ADDRESS else ()
         programs = tools.need("etcd", "kube-apiserver", "helm3", *more)
-        cluster = Cluster(Path(tempfile.mkdtemp(prefix="crossdock-bed-")), programs, address)
+        folder = Path(tempfile.mkdtemp(prefix="crossdock-bed-"))
+        cluster = Cluster(folder, programs, address, simulated=simulated)
         try:
             cluster._start()
         except BaseException:
@@ -84,18 +87,29 @@ class Cluster:
         """Of the administrator."""
         return self.folder / "pki" / "admin.kubeconfig"
 
-    def helm(self, *words: str, values: object = None, check: bool = True) -> str:
-        """stdout of `helm WORDS` on this cluster, with values on stdin where given; both outputs where it may fail."""
+    def helm(self, *words: str, values: object = None, check: bool = True, tool: str = "helm3") -> str:
+        """stdout of `helm WORDS` on this cluster, with values on stdin where given; both outputs where it may fail.
+
+        `tool`: which helm, built where it has to be; raises Missing where it cannot be."""
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HELM_CACHE_HOME": str(self.folder / "helm")}
         environment["NO_PROXY"] = self.address
         given = ["--values", "-"] if values is not None else []
         done = subprocess.run(
-            [str(self.programs["helm3"]), *words, *given], input=json.dumps(values or {}), env=environment,
+            [str(tools.need(tool)[tool]), *words, *given], input=json.dumps(values or {}), env=environment,
             capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False,
         )  # fmt: skip
         if check and done.returncode:
-            raise RuntimeError(f"helm {' '.join(words)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+            raise RuntimeError(f"{tool} {' '.join(words)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout if check else done.stdout + done.stderr
+
+    def account(self, namespace: str, name: str, folder: Path) -> Path:
+        """A kubeconfig of a service account, with a token of its own, in `folder`."""
+        wish = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
+        config = json.loads(self.kubeconfig.read_text())
+        config["users"][0]["user"] = {"token": self.api.ask("POST", path, wish).done()["status"]["token"]}
+        (folder / "kubeconfig").write_text(json.dumps(config))
+        return folder / "kubeconfig"
 
     def namespace(self, name: str, labels: dict[str, str] | None = None) -> str:
         """Make a namespace; its name."""
@@ -104,12 +118,14 @@ class Cluster:
         ).done()
         return name
 
-    def eventually(self, what: str, holds: Callable[[], object], timeout_s: float = 60) -> None:
-        """Wait until `holds()` is true; raises AssertionError naming `what`."""
+    def eventually(
+        self, what: str, holds: Callable[[], object], timeout_s: float = 300, instead: Callable[[], object] = str
+    ) -> None:
+        """Wait until `holds()` is true; raises AssertionError naming `what`, and what there is `instead`."""
         ends = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > ends:
-                raise AssertionError(f"{what}: not so after {timeout_s:.0f} s")
+                raise AssertionError(f"{what}: not so after {timeout_s:.0f} s {instead()}")
             time.sleep(0.2)
 
     def ready(self) -> bool:
@@ -132,7 +148,7 @@ class Cluster:
         self.authority.kubeconfig("admin", self.server)
 
     def _start(self) -> None:
-        etcd, peer = (f"http://127.0.0.1:{PORTS[name]}" for name in ("etcd", "peer"))
+        etcd, peer = (f"http://127.0.0.1:{self.ports[name]}" for name in ("etcd", "peer"))
         self.processes.start(
             "etcd",
             [
@@ -143,8 +159,8 @@ class Cluster:
         )  # fmt: skip
         self.processes.start("apiserver", self._apiserver(etcd))
         self.processes.wait("apiserver", self.ready)
-        if self.address != ADDRESS:
-            for name in CONTROLLERS:
+        for name, program in CONTROLLERS.items():
+            if program in self.programs:
                 self.processes.start(name, self._controller(name))
 
     def _apiserver(self, etcd: str) -> list[str]:
@@ -156,7 +172,7 @@ class Cluster:
         )
         return [
             str(self.programs["kube-apiserver"]), f"--etcd-servers={etcd}", f"--bind-address={self.address}",
-            f"--advertise-address={self.address}", f"--secure-port={PORTS['apiserver']}",
+            f"--advertise-address={self.address}", f"--secure-port={self.ports['apiserver']}",
             f"--endpoint-reconciler-type={'none' if self.address == ADDRESS else 'lease'}",
             "--kubelet-preferred-address-types=InternalIP", f"--kubelet-client-certificate={path('admin.crt')}",
             f"--kubelet-client-key={path('admin.key')}",
@@ -173,10 +189,11 @@ class Cluster:
         self.authority.sign(name, f"system:{CONTROLLERS[name]}", "bed")
         mine, path = self.authority.kubeconfig(name, self.server), self.authority.path
         common = [f"--{kind}kubeconfig={mine}" for kind in ("", "authentication-", "authorization-")]
-        common += ["--bind-address=127.0.0.1", "--leader-elect=false", "--profiling=false"]
+        common += ["--secure-port=0", "--leader-elect=false", "--profiling=false"]
         keys = [
             "--use-service-account-credentials=true", f"--service-account-private-key-file={path('sa.key')}",
             f"--root-ca-file={path('ca.crt')}", f"--cluster-signing-cert-file={path('ca.crt')}",
             f"--cluster-signing-key-file={path('ca.key')}",
         ]  # fmt: skip
+        keys += ["--node-monitor-grace-period=24h"] if self.simulated else []
         return [str(self.programs[CONTROLLERS[name]]), *common, *(keys if name == "kcm" else ())]

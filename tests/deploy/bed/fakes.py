@@ -18,7 +18,7 @@ def h200(index: int) -> dict[str, Any]:
         "fabric.topograph.run/tier-1": f"leaf{index // 2}",
         "fabric.topograph.run/tier-2": "spine1",
     }
-    return _node(f"h200-{index}", 8, labels)
+    return _node(f"h200-{index}", 8, labels, {"rdma/ib": "8"})
 
 
 def gb200(index: int, clique: int = 0) -> dict[str, Any]:
@@ -31,13 +31,13 @@ def gb200(index: int, clique: int = 0) -> dict[str, Any]:
     return _node(f"gb200-{clique}-{index}", 4, labels)
 
 
-def plain() -> dict[str, Any]:
+def plain(index: int = 0) -> dict[str, Any]:
     """A node without GPUs or taints."""
-    return _node("plain-0", 0, {})
+    return _node(f"plain-{index}", 0, {})
 
 
-def _node(name: str, num_gpus: int, labels: dict[str, str]) -> dict[str, Any]:
-    capacity = {"cpu": "192", "memory": "2Ti", "pods": "110", "ephemeral-storage": "1Ti"}
+def _node(name: str, num_gpus: int, labels: dict[str, str], more: dict[str, str] | None = None) -> dict[str, Any]:
+    capacity = {"cpu": "192", "memory": "2Ti", "pods": "110", "ephemeral-storage": "1Ti", **(more or {})}
     if num_gpus:
         capacity["nvidia.com/gpu"] = str(num_gpus)
     always = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
@@ -61,3 +61,35 @@ def add(cluster: Cluster, *nodes: dict[str, Any]) -> None:
         cluster.api.apply({key: value for key, value in node.items() if key != "status"}).done()
         path = f"/api/v1/nodes/{node['metadata']['name']}/status"
         cluster.api.ask("PATCH", path, status, kind="application/merge-patch+json").done()
+
+
+def devices(node: str, driver: str, names: list[str]) -> dict[str, Any]:
+    """What a DRA driver tells of a node."""
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": f"{node}-{driver}"},
+        "spec": {"driver": driver, "nodeName": node, "pool": pool, "devices": [{"name": name} for name in names]},
+    }
+
+
+def device_class(name: str, driver: str) -> dict[str, Any]:
+    """A class of all devices of a driver."""
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": name},
+        "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{driver}'"}}]},
+    }
+
+
+def claim_template(name: str, device_class_name: str, count: int) -> dict[str, Any]:
+    """A template of claims for so many devices of a class."""
+    exactly = {"deviceClassName": device_class_name, "allocationMode": "ExactCount", "count": count}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {"requests": [{"name": "devices", "exactly": exactly}]}}},
+    }

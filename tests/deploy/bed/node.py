@@ -27,7 +27,7 @@ from tests.deploy.bed.say import Missing, say
 NAME = "real-0"
 DNS_IP = "10.96.0.10"
 PROGRAMS = ("kubelet", "kube-proxy", "containerd", "containerd-shim-runc-v2", "ctr")
-READY_S = 120.0
+READY_S = 300.0
 
 
 def demand() -> None:

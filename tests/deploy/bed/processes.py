@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,13 @@ from pathlib import Path
 
 _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 _TAIL_BYTES = 3000
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 class Processes:
@@ -40,6 +49,10 @@ class Processes:
         _, words, environment = self._running[name]
         self.start(name, words, environment)
 
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal, and wait for nothing."""
+        self._running[name][0].send_signal(number)
+
     def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 10) -> None:
         """Send a signal and wait; SIGKILL where that does not help in time."""
         process = self._running[name][0]
@@ -62,7 +75,7 @@ class Processes:
         path = self.logs / f"{name}.log"
         return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace") if path.exists() else ""
 
-    def wait(self, name: str, ready: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait(self, name: str, ready: Callable[[], bool], timeout_s: float = 180) -> None:
         """Wait until `ready()`; raises RuntimeError with the log's end where it exits or takes too long."""
         ends = time.monotonic() + timeout_s
         while not ready():

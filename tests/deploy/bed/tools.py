@@ -70,6 +70,7 @@ MODULES = {
         Module("containerd", {n: f"{_CONTAINERD}/{n}" for n in ("containerd", "containerd-shim-runc-v2", "ctr")}),
         Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
         Module("helm3", {"helm3": "helm.sh/helm/v3/cmd/helm"}, _helm_stamps()),
+        Module("helm4", {"helm4": "helm.sh/helm/v4/cmd/helm"}),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
     )
 }

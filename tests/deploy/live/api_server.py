@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import select
 import subprocess
@@ -17,13 +18,19 @@ import yaml
 from tests.deploy.bed import fakes
 from tests.deploy.bed.api import objects
 from tests.deploy.bed.cluster import Cluster
-from tests.deploy.live.conftest import CHART
+from tests.deploy.bed.inventory import inventory
+from tests.deploy.bed.release import CHART
 from tests.house.tree import ROOT
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
 LAPTOP, EIGHT_GPUS = (yaml.safe_load((CHART / "examples" / f"{n}.yaml").read_text()) for n in ("laptop", "eight-gpus"))
 EVERYTHING = {
-    "control": {"config": {"kubernetes": {}}, "priorityClassName": "system-cluster-critical", "podLabels": {"a": "b"}},
+    "control": {
+        "replicas": 2,
+        "config": {"kubernetes": {}},
+        "priorityClassName": "system-cluster-critical",
+        "podLabels": {"a": "b"},
+    },
     "worker": {
         "blockEvictions": True,
         "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "four"}],
@@ -72,9 +79,10 @@ def test_a_model_on_a_host_path_is_what_restricted_warns_of(cluster: Cluster) ->
     assert 'volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warning
 
 
-def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(cluster: Cluster) -> None:
-    namespace = cluster.namespace("life")
+def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(cluster: Cluster, helm: str) -> None:
+    namespace = cluster.namespace(f"life-{helm}")
     flags = ["--namespace", namespace]
+    before = inventory(cluster.api, namespace)
 
     def ranks() -> int:
         control = cluster.api.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/moe-control").done()
@@ -84,26 +92,15 @@ def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(cluster: Cluster) 
         found = cluster.api.ask("GET", f"/apis/apps/v1/namespaces/{namespace}/statefulsets/moe-worker").done()
         return str(found["spec"]["template"]["metadata"]["annotations"]["checksum/config"])
 
-    said = cluster.helm("install", "moe", str(CHART), *flags, values=EVERYTHING | {"monitoring": {}})
-    assert "helm test moe --namespace life" in said
+    said = cluster.helm("install", "moe", str(CHART), *flags, tool=helm, values=EVERYTHING | {"monitoring": {}})
+    assert f"helm test moe --namespace {namespace}" in said
     first = checksum()
-    cluster.helm("upgrade", "moe", str(CHART), *flags, values={"worker": {"numWorkers": 3}})
+    cluster.helm("upgrade", "moe", str(CHART), *flags, tool=helm, values={"worker": {"numWorkers": 3}})
     assert (ranks(), checksum() == first) == (3, False)
-    cluster.helm("rollback", "moe", *flags)
+    cluster.helm("rollback", "moe", *flags, tool=helm)
     assert (ranks(), checksum()) == (4, first)
-    cluster.helm("uninstall", "moe", *flags)
-    mine = {"labelSelector": "app.kubernetes.io/instance=moe"}
-    for path in (
-        *(
-            f"/api/v1/namespaces/{namespace}/{kind}"
-            for kind in ("services", "configmaps", "serviceaccounts", "secrets")
-        ),
-        *(f"/apis/apps/v1/namespaces/{namespace}/{kind}" for kind in ("deployments", "statefulsets")),
-        f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
-        f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
-        *(f"/apis/rbac.authorization.k8s.io/v1/{kind}" for kind in ("clusterroles", "clusterrolebindings")),
-    ):
-        assert cluster.api.ask("GET", path, **mine).done()["items"] == [], path
+    cluster.helm("uninstall", "moe", *flags, tool=helm)
+    assert inventory(cluster.api, namespace) == before
 
 
 RIGHTS = [("get", "nodes"), ("list", "nodes"), ("watch", "nodes")]
@@ -129,6 +126,63 @@ def test_the_control_plane_may_read_nodes_and_nobody_anything_else(cluster: Clus
     assert allowed("moe-control") == [], "the default config reads no nodes"
 
 
+def rules(cluster: Cluster, namespace: str, account: str) -> set[tuple[str, ...]]:
+    """(group, resource, name, verb) of everything that an account is allowed, as the server tells the account."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": namespace},
+    }
+    path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+    told = cluster.api.ask("POST", path, review, user=f"system:serviceaccount:{namespace}:{account}").done()
+    found = set()
+    for rule in told["status"]["resourceRules"]:
+        names = rule.get("resourceNames") or [""]
+        found |= set(itertools.product(rule.get("apiGroups", ()), rule.get("resources", ()), names, rule["verbs"]))
+    return found
+
+
+def test_the_accounts_are_allowed_what_they_do_and_nothing_else(cluster: Cluster) -> None:
+    """Beside what every account is allowed, like asking what it is allowed."""
+    namespace = cluster.namespace("rules")
+    values = {"control": {"replicas": 2, "config": {"kubernetes": {}}}}
+    cluster.helm("install", "moe", str(CHART), "--namespace", namespace, values=values)
+    everybody = rules(cluster, namespace, "anybody")
+    nodes = {("", "nodes", "", verb) for verb in ("get", "list", "watch")}
+    lease = {("coordination.k8s.io", "leases", "moe", verb) for verb in ("get", "update")}
+    assert rules(cluster, namespace, "moe-control") - everybody == nodes | lease
+    assert rules(cluster, namespace, "moe-worker") == everybody
+
+
+def test_calls_in_the_name_of_the_accounts_are_answered_or_refused(cluster: Cluster) -> None:
+    namespace = cluster.namespace("calls")
+    values = {"control": {"replicas": 2, "config": {"kubernetes": {}}}}
+    cluster.helm("install", "moe", str(CHART), "--namespace", namespace, values=values)
+    here = f"/api/v1/namespaces/{namespace}"
+    leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+    lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "mine"}}
+    calls: list[tuple[str, str, Any]] = [
+        ("GET", "/api/v1/nodes", None),
+        ("GET", f"{leases}/moe", None),
+        ("PUT", f"{leases}/moe", cluster.api.ask("GET", f"{leases}/moe").done()),
+        ("GET", leases, None),
+        ("POST", leases, lease),
+        ("PUT", f"{leases}/mine", lease),
+        ("DELETE", f"{leases}/moe", None),
+        ("GET", f"{here}/secrets", None),
+        ("GET", f"{here}/configmaps", None),
+        ("GET", f"{here}/pods", None),
+        ("DELETE", "/api/v1/nodes/any", None),
+    ]
+
+    def statuses(account: str) -> list[int]:
+        user = f"system:serviceaccount:{namespace}:{account}"
+        return [cluster.api.ask(method, path, body, user=user).status for method, path, body in calls]
+
+    assert statuses("moe-control") == [200] * 3 + [403] * (len(calls) - 3)
+    assert statuses("moe-worker") == [403] * len(calls)
+
+
 READER = """
 import json, sys, time
 from crossdock.common.config import KubernetesConfig
@@ -151,12 +205,7 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     namespace = cluster.namespace("reader")
     values = {"control": {"config": {"kubernetes": {}}}}
     cluster.helm("install", "moe", str(CHART), "--namespace", namespace, values=values)
-    wish = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/moe-control/token"
-    config = json.loads(cluster.kubeconfig.read_text())
-    config["users"][0]["user"] = {"token": cluster.api.ask("POST", path, wish).done()["status"]["token"]}
-    (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    command = [sys.executable, "-c", READER, str(tmp_path / "kubeconfig")]
+    command = [sys.executable, "-c", READER, str(cluster.account(namespace, "moe-control", tmp_path))]
     environment = {"PYTHONPATH": f"{ROOT / 'services'}:{ROOT}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         yield process

@@ -1,4 +1,4 @@
-"""Fixtures of `make test-deploy`: an API server, our images, a checkpoint.
+"""Fixtures of `make test-deploy`: an API server, our images, a checkpoint, a release on a real node.
 
 The files here are not named test_*, so that only `make test-deploy` runs them. A machine that lacks something skips
 what needs it, and the reason is printed.
@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.bed import lent
+from tests.deploy.bed import network, tools
+from tests.deploy.bed import node as real
+from tests.deploy.bed import release as releases
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.images import Images
+from tests.deploy.bed.node import Node
+from tests.deploy.bed.release import Release
 from tests.deploy.bed.say import Missing
-from tests.house.tree import ROOT
-
-CHART = ROOT / "helm" / "crossdock"
-ASK = Path(lent.__file__).with_name("ask.py")
-TOLERANCE = 1e-4
-"""Largest error that a client of bed/ask.py may see."""
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +30,16 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(str(error))
     with made:
         yield made
+
+
+@pytest.fixture(params=["helm3", "helm4"])
+def helm(request: pytest.FixtureRequest) -> str:
+    """Name of a helm that is there."""
+    try:
+        tools.need(request.param)
+    except Missing as error:
+        pytest.skip(str(error))
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +67,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in folder.iterdir():
         path.chmod(0o644)
     return folder
+
+
+@pytest.fixture(scope="module")
+def release(images: Images, model: Path) -> Iterator[Release]:
+    """On a real node, installed by helm."""
+    tool = "helm3"
+    try:
+        real.demand()
+        given = releases.values(model, images)
+        tools.need(tool, *real.PROGRAMS)
+    except Missing as error:
+        pytest.skip(str(error))
+    with network.private(), Cluster.up(network.NODE) as cluster, Node.up(cluster, images) as node:
+        for target in ("control", "worker"):
+            node.load(f"localhost/crossdock-{target}:bed")
+        made = Release(cluster, node, given, tool)
+        made.install()
+        yield made

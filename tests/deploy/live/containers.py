@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ import pytest
 from crossdock.common.metrics import ControlMetrics, HostMetrics
 from tests.deploy.bed import lent
 from tests.deploy.bed.images import Images
+from tests.deploy.bed.processes import free_ports
+from tests.deploy.bed.release import ASK, TOLERANCE
 from tests.deploy.bed.say import Missing
-from tests.deploy.live.conftest import ASK, TOLERANCE
 
 LOCKED = (
     "--read-only",
@@ -33,13 +33,6 @@ LOCKED = (
 START_S, STOP_S = 120.0, 45
 CONTROL_LAYERS_MB = 150
 """What the control plane's image may add to its base."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def loan(images: Images) -> list[str]:
