@@ -22,6 +22,15 @@ TOKENS = (16, 5, 0, 9)
 NUM_EXPERTS, TOPK, WIDTH, MAX_TOKENS = 8, 3, 32, 16
 PLACED = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 """Round-robin placement of eight experts on four ranks: expert e is number PLACED[e] in the order of ranks."""
+LL, HT, GRAPH = "deepep_low_latency", "deepep_high_throughput", "deepep_v2"
+CLASSES = {
+    ("deep_ep", LL): "DeepEPLLPrepareAndFinalize",
+    ("deep_ep", HT): "DeepEPHTPrepareAndFinalize",
+    ("native", LL): "LowLatencyFinalizer",
+    ("native", HT): "HighThroughputFinalizer",
+    ("native", GRAPH): "GraphFinalizer",
+}
+"""Class of a plugin in the place of a backend of vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Case:
 
     @property
     def batched(self) -> bool:
-        return self.backend == "deepep_low_latency"
+        return self.backend == LL
 
 
 class Inputs:

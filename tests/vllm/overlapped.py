@@ -67,7 +67,6 @@ class Kept:
 @contextmanager
 def streams(kept: Kept) -> Iterator[list[Call]]:
     """vLLM and torch see the streams above; the calls of our communicators meanwhile."""
-    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht
     from vllm.v1.worker import ubatching
 
     calls: list[Call] = []
@@ -78,7 +77,10 @@ def streams(kept: Kept) -> Iterator[list[Call]]:
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(ubatching, "current_stream", current))
-        stack.enter_context(patch(deepep_ht, "current_stream", current, create=True))
+        if not kept.own:
+            from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht
+
+            stack.enter_context(patch(deepep_ht, "current_stream", current, create=True))
         stack.enter_context(patch(torch.cuda, "current_stream", current))
         stack.enter_context(patch(torch.Tensor, "record_stream", record_stream))
         stack.enter_context(patch(torch.cuda, "set_stream", _switch))

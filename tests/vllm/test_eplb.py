@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm import balanced
-from tests.vllm.layers import Case
-from tests.vllm.test_layers import CLASSES
+from tests.vllm.layers import CLASSES, Case
 from tests.worlds import World
 
 pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")

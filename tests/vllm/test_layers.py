@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.layers import Case, run
+from tests.vllm.layers import CLASSES, HT, LL, Case, run
 from tests.worlds import World
 
 pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
 
-LL, HT, GRAPH = "deepep_low_latency", "deepep_high_throughput", "deepep_v2"
-CLASSES = {
-    ("deep_ep", LL): "DeepEPLLPrepareAndFinalize",
-    ("deep_ep", HT): "DeepEPHTPrepareAndFinalize",
-    ("native", LL): "LowLatencyFinalizer",
-    ("native", HT): "HighThroughputFinalizer",
-    ("native", GRAPH): "GraphFinalizer",
-}
 CASES = [Case(plugin, backend, fp8) for plugin, backend in CLASSES for fp8 in (False, True)]
 CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, tokens=(0, 0, 0, 0)) for plugin, backend in CLASSES]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm import overlapped
-from tests.vllm.layers import Case
-from tests.vllm.test_layers import HT, LL
+from tests.vllm.layers import HT, LL, Case
 from tests.worlds import World
 
 pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
