@@ -88,7 +88,7 @@ test-deploy: $(DEV) ## The chart against a real API server and kubelet, our imag
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 
-bench-control: $(DEV) ## Measure the control plane with 8 to 1,024 simulated workers; csv and run.json (some minutes)
+bench-control: $(DEV) ## Measure the control plane with 8 to 2,048 simulated workers; csv and run.json (some minutes)
 	$(PY) -m benchmarks.control --out docs/results/$$(date +%F)-control $(ARGS)
 
 bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside greedy and EPLB; csv and run.json

@@ -33,7 +33,7 @@ from crossdock.worker.link import Link
 from crossdock.worker.seat import seat_in
 from crossdock.worker.work import Fault
 
-SIZES = (8, 64, 256, 512, 1024)
+SIZES = (8, 64, 256, 512, 1024, 2048)
 REGION_BYTES = 128
 GPUS_PER_HOST = 8
 MOST_LOST = 64
