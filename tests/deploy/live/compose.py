@@ -21,8 +21,8 @@ from crossdock.common.config import HostConfig, load, split_address
 from tests.deploy.bed import lent
 from tests.deploy.bed.engine import require_networks
 from tests.deploy.bed.images import TAG, Images
+from tests.deploy.bed.release import ASK, TOLERANCE
 from tests.deploy.bed.say import Missing
-from tests.deploy.live.conftest import ASK, TOLERANCE
 from tests.deploy.live.containers import get
 from tests.house.tree import ROOT
 

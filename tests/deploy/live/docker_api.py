@@ -20,9 +20,10 @@ import yaml
 from tests.deploy.bed import lent
 from tests.deploy.bed.engine import engine
 from tests.deploy.bed.images import TAG, Images
+from tests.deploy.bed.processes import free_ports
+from tests.deploy.bed.release import ASK, TOLERANCE
 from tests.deploy.bed.say import Missing
-from tests.deploy.live.conftest import ASK, TOLERANCE
-from tests.deploy.live.containers import free_ports, get
+from tests.deploy.live.containers import get
 
 docker = pytest.importorskip("docker", reason="the docker SDK comes with the extra [docker]")
 
