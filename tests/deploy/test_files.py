@@ -163,3 +163,11 @@ def test_images_run_without_root_and_their_targets_are_the_ones_we_build() -> No
 def test_the_image_gets_every_file_that_the_build_reads() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
     assert {"pyproject.toml", "build_backend.py", "README.md", "LICENSE", "ep_kernels", "services"} == allowed
+
+
+def test_the_live_tests_can_be_collected() -> None:
+    """They run where there are tools and root; that their imports hold is seen everywhere."""
+    files = [path for path in (ROOT / "tests/deploy/live").glob("*.py") if path.stem not in ("__init__", "conftest")]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *map(str, files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
