@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.vllm.layers import NUM_EXPERTS, WIDTH, Case, Inputs, apply, engine, finalizer_of
+from tests.vllm.layers import NUM_EXPERTS, WIDTH, Case, Inputs, apply, engine, finalizer_of, joined
 
 NUM_LOGICAL = 6
 NUM_LOCAL = NUM_EXPERTS // 4
@@ -77,12 +77,8 @@ def rearranged(load: torch.Tensor, placed: torch.Tensor, held: tuple[torch.Tenso
 
 def run(rank: int, size: int, store: Any, case: Case) -> tuple[list[list[int]], list[int]]:
     """A step, then one after each rearrangement; (the maps that were in force, communicators after each step)."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    try:
-        with engine(case, rank):
-            return _steps(case, rank)
-    finally:
-        dist.destroy_process_group()
+    with joined(rank, size, store), engine(case, rank):
+        return _steps(case, rank)
 
 
 def _steps(case: Case, rank: int) -> tuple[list[list[int]], list[int]]:

@@ -288,14 +288,20 @@ def _manager(case: Case, rank: int) -> Any:
         return getattr(all2all, name)(dist.group.WORLD)
 
 
-def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float]:
-    """Three steps of the layer; (name of the prepare/finalize class, largest error)."""
+@contextmanager
+def joined(rank: int, size: int, store: Any) -> Iterator[None]:
+    """torch's process group of all ranks."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
-        with engine(case, rank):
-            return _steps(case, rank)
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float]:
+    """Three steps of the layer; (name of the prepare/finalize class, largest error)."""
+    with joined(rank, size, store), engine(case, rank):
+        return _steps(case, rank)
 
 
 def apply(case: Case, finalizer: Any, inputs: Inputs, rank: int, ids: torch.Tensor | None = None) -> torch.Tensor:

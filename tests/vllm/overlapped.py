@@ -13,10 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from ep_kernels import MoECommunicator
-from tests.vllm.layers import NUM_EXPERTS, Case, Inputs, apply, engine, finalizer_of
+from tests.vllm.layers import NUM_EXPERTS, Case, Inputs, apply, engine, finalizer_of, joined
 
 PATIENCE_S = 300
 NUM_LAYERS = 3
@@ -122,14 +121,10 @@ def half(tokens: int, number: int) -> slice:
 
 def run(rank: int, size: int, store: Any, case: Case) -> tuple[list[Call], dict[str, int]]:
     """Some layers of both halves; (in what order our communicator was called, tensors kept by stream)."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    try:
-        kept = Kept(case.plugin == "native")
-        with engine(case, rank, num_halves=2), streams(kept) as calls:
-            _run_halves(case, rank)
-            return calls, kept.counts
-    finally:
-        dist.destroy_process_group()
+    kept = Kept(case.plugin == "native")
+    with joined(rank, size, store), engine(case, rank, num_halves=2), streams(kept) as calls:
+        _run_halves(case, rank)
+        return calls, kept.counts
 
 
 def _run_halves(case: Case, rank: int) -> None:
