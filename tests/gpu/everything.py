@@ -32,7 +32,7 @@ GRACE_S = 5.0
 """So long before its deadline a stage begins no other test."""
 PARTING_S = 12.0
 """A stage that is interrupted at its deadline has so long to write its report."""
-WEIGHTS = {1: 0.4, 2: 0.14, 3: 0.16, 4: 0.18, 5: 0.18, 6: 0.06}
+WEIGHTS = {1: 0.36, 2: 0.19, 3: 0.16, 4: 0.16, 5: 0.16, 6: 0.06}
 """Shares of the time, by wave; what a wave leaves falls to those after it. In the last a hundred communicators come and
 go, which took 26 s on 4 H200."""
 THREADS = {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}

@@ -1,12 +1,17 @@
-"""One step of all ranks in loop-back, against the reference."""
+"""One step of all ranks in loop-back, against the reference; and what a stopped one leaves."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from ep_kernels import reference
+from ep_kernels.device import abi
+from ep_kernels.transports.base import CombineArgs
+from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.types import DispatchHandle, Mode, ScaleFormat
-from tests.cases import RoutingCase
+from tests.cases import RoutingCase, draw_seed
 from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
 from tests.gpu.loopback import BOTH, Loopback
 
@@ -57,3 +62,56 @@ def check(
     for out, _ in got:
         poison(out.tokens)
     return handles
+
+
+def combine_of(loop: Loopback, handles: list[DispatchHandle]) -> list[Call]:
+    """All ranks' combine of rows of ones, ready to be launched; zeros lie where its results will."""
+    calls = []
+    for config, engine, handle in zip(loop.configs, loop.engines, handles, strict=True):
+        y = loop.put(torch.ones(*handle.rows_shape, config.hidden_size, dtype=torch.bfloat16))
+        call, receive = engine.combine(CombineArgs(y, handle, None, True))
+        receive(None)[0].zero_()
+        calls.append(call)
+    return calls
+
+
+def check_what_a_stop_left(
+    loop: Loopback, case: RoutingCase, mode: Mode, left: int | None, halves: tuple[int, ...]
+) -> None:
+    """Handles whose memory holds `left` in each byte (None: noise), as after a dispatch that was stopped before it
+    wrote, brought again while the abort word is set: nothing is delivered, nothing but outputs is written."""
+    ranks = range(case.num_ranks)
+    handles = check(loop, case, mode)
+    for engine, handle in zip(loop.engines, handles, strict=True):
+        for memory in (handle.state.routing, handle.state.carried):
+            memory.copy_(torch.randint(256, memory.shape) if left is None else torch.full(memory.shape, left))
+        engine.tables.stop()
+    before = [_whole(loop, rank) for rank in ranks]
+    xs = [case.x(r, torch.bfloat16) for r in ranks]
+    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
+    steps = loop.begin(xs, ids, weights, mode, previous=handles)
+    for step in steps:
+        for name in ("counts", "num_rows"):
+            step.outputs[name].fill_(77)  # type: ignore[union-attr]
+    calls = combine_of(loop, handles)
+    for launched in ([step.call for step in steps], calls):
+        for half in halves:
+            loop.launch(launched, half)
+    for step in steps:
+        assert not step.outputs["counts"].any()  # type: ignore[union-attr]
+        assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
+    for rank, call in enumerate(calls):
+        assert bool(call.keep[-2].isnan().all())
+        for what, was, now in zip(("region", "counters"), before[rank], _whole(loop, rank), strict=True):
+            same_bits(now, was, f"{what} of rank {rank}")
+    loop.preset(50)
+    check(loop, replace(case, seed=draw_seed()), mode)
+
+
+def _whole(loop: Loopback, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of a rank's region and counters. Not of `taken`: warps ask for work ahead of the abort word, and a rank
+    that was stopped restarts with zeros."""
+    counters = loop.engines[rank].tables.state.clone()
+    begin = abi.State.taken.offset // counters.itemsize
+    counters[begin : begin + abi.State.taken.size // counters.itemsize] = 0
+    return loop.memory[rank].data.clone(), counters

@@ -13,12 +13,11 @@ import torch
 
 from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
-from ep_kernels.transports.base import CombineArgs
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call
 from ep_kernels.types import DispatchHandle, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu.loopback import Loopback
-from tests.gpu.test_loopback import check
+from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of
 
 pytestmark = pytest.mark.gpu(1)
 PATIENCE_S = 0.2
@@ -41,16 +40,6 @@ def dispatch_of(
     xs = [case.x(r, torch.bfloat16) for r in ranks]
     ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
     return [step.call for step in loop.begin(xs, ids, weights, mode, previous=previous)]
-
-
-def combine_of(loop: Loopback, handles: list[DispatchHandle]) -> list[Call]:
-    calls = []
-    for engine, handle in zip(loop.engines, handles, strict=True):
-        y = torch.ones(*handle.rows_shape, 64, dtype=torch.bfloat16, device="cuda")
-        call, receive = engine.combine(CombineArgs(y, handle, None, True))
-        receive(None)[0].zero_()
-        calls.append(call)
-    return calls
 
 
 def payload_of_a_dispatch(mode: Mode) -> Loopback:
@@ -226,36 +215,9 @@ def test_what_a_stopped_dispatch_left_is_not_believed(
     tokens = tuple((5 * r + 3) % 8 for r in range(size))
     case = RoutingCase(2 * size + 1, 4, 64, tokens, "uniform", draw_seed(), max_tokens=8)
     loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=PATIENCE_S), size, 3)
-    handles = check(loop, case, mode)
-    for engine, handle in zip(loop.engines, handles, strict=True):
-        for memory in (handle.state.routing, handle.state.carried):
-            memory.copy_(torch.randint(256, memory.shape) if left is None else torch.full(memory.shape, left))
-        engine.tables.stop()
-    before = [whole(loop, rank) for rank in range(size)]
-    xs = [case.x(r, torch.bfloat16) for r in range(size)]
-    ids, weights = [case.topk_ids(r) for r in range(size)], [case.topk_weights(r) for r in range(size)]
-    steps = loop.begin(xs, ids, weights, mode, previous=handles)
-    for step in steps:
-        for name in ("counts", "num_rows"):
-            step.outputs[name].fill_(77)  # type: ignore[union-attr]
-    calls, begin = combine_of(loop, handles), time.monotonic()
-    for launched in ([step.call for step in steps], calls):
-        for half in halves:
-            loop.launch(launched, half)
-    assert time.monotonic() - begin < 3.0, "counts of rows that cannot be are not counted up to"
-    for step in steps:
-        assert not step.outputs["counts"].any()  # type: ignore[union-attr]
-        assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
-    for rank, call in enumerate(calls):
-        assert bool(call.keep[-2].isnan().all())
-        assert all(torch.equal(*pair) for pair in zip(before[rank], whole(loop, rank), strict=True)), rank
-    loop.preset(50)
-    check(loop, replace(case, seed=draw_seed()), mode)
-
-
-def whole(loop: Loopback, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of a rank's region and counters."""
-    return loop.memory[rank].data.clone(), loop.engines[rank].tables.state.clone()
+    begin = time.monotonic()
+    check_what_a_stop_left(loop, case, mode, left, halves)
+    assert time.monotonic() - begin < 10.0, "counts of rows that cannot be are not counted up to"
 
 
 def hear(loop: Loopback, op: str) -> None:

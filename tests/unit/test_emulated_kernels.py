@@ -16,7 +16,7 @@ from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback import Loopback
-from tests.gpu.loopback_check import check
+from tests.gpu.loopback_check import check, check_what_a_stop_left
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -74,6 +74,16 @@ def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
     steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
     run(steps, mode, layout, halves=SPLIT)
     run(steps, mode, layout, backward=True)
+
+
+@pytest.mark.parametrize("halves", [BOTH, SPLIT])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_stopped_dispatch_left_is_not_believed(mode: Mode, layout: Layout, halves: tuple[int, ...]) -> None:
+    case = RoutingCase(5, 4, 64, (3, 8), "uniform", draw_seed(), max_tokens=8)
+    for left in (0x7F, 0x00, None, None):
+        loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=60.0), 2, 3, Emulated())
+        check_what_a_stop_left(loop, case, mode, left, halves)
 
 
 @pytest.mark.parametrize("mode", MODES)
