@@ -159,18 +159,20 @@ def as_tables(request: Request, records: Sequence[tuning.Record]) -> Group:
     kept = f"written to {path}" if path else "written nowhere: this user has no home; see --cache-dir"
     parts: list[Table | Text] = []
     for record in records:
-        parts += [_table(record), Text(_verdict(request, record), style="bold"), Text()]
+        parts += [Text(_headline(record.key)), _table(record), Text(_verdict(request, record), style="bold"), Text()]
     return Group(*parts, Text(kept, style="dim"))
 
 
-def _table(record: tuning.Record) -> Table:
-    key = record.key
-    rows = "bf16 sent as fp8" if key.quantize else f"{key.dtype}"
-    title = (
-        f"{key.layout}: {key.num_ranks} ranks of {key.device}, {rows} rows of {key.hidden_size}, home in "
+def _headline(key: tuning.Key) -> str:
+    rows = f"{key.dtype}, sent as fp8," if key.quantize else key.dtype
+    return (
+        f"{key.layout}: {key.num_ranks} ranks on {key.device}, rows of {key.hidden_size} x {rows} home in "
         f"{key.combine_dtype}, top {key.topk} of {key.num_experts} experts"
     )
-    table = Table(title=title, title_justify="left")
+
+
+def _table(record: tuning.Record) -> Table:
+    table = Table()
     for name in ("tokens per rank", "LL us", "HT us", "LL against HT"):
         table.add_column(name, justify="right")
     table.add_column("AUTO runs")
