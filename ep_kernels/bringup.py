@@ -1,13 +1,17 @@
-"""How ranks find out, once, that they can work together: every rank says hello, and a mismatch is refused by name."""
+"""How ranks find out, once, that they can work together: every rank says hello, and a mismatch is refused by name.
+
+AUTO sizes its buffers by the crossover, so ranks that were given none say hello once more, before anything is
+allocated: the lowest rank whose machine has measured one decides for all.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
+from ep_kernels import tuning
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.transports.base import Transport
@@ -21,39 +25,47 @@ class Hello(msgspec.Struct, frozen=True):
         abi: hash of the region's byte map.
         epoch: membership counter of its group.
         fields: its configuration, field by field, as text.
-        ll_max_tokens: its measured crossover for AUTO.
-        ticket: how peers redeem its region; opaque.
+        measured: AUTO's crossover as its machine has measured it; None: it has not, or nobody asks.
+        ticket: how peers redeem its region; opaque. Empty where only the crossover is to be agreed on.
     """
 
     abi: str
     epoch: int
     fields: dict[str, str]
-    ll_max_tokens: int
+    measured: int | None
     ticket: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What the group agreed on: everybody's ticket in rank order, and one crossover for AUTO, equal on all ranks."""
+def settle(config: MoEConfig, transport: Transport) -> MoEConfig:
+    """The configuration with AUTO's crossover in it, equal on all ranks; collective where it was not given, and then
+    raises what `meet` raises. Ranks that differ in whether they ask also differ in a field, so neither waits in vain.
+    """
+    if config.mode is not Mode.AUTO or config.ll_max_tokens is not None:
+        return config
+    found = tuning.recall(tuning.cache_dir(config.kernel_cache_dir), tuning.key_of(config, transport.device_name()))
+    hellos = _exchange(config, transport, None if found is None else found.ll_max_tokens, b"")
+    measured = [hello.measured for hello in hellos if hello.measured is not None]
+    return msgspec.structs.replace(config, ll_max_tokens=measured[0] if measured else transport.ll_max_tokens())
 
-    tickets: tuple[bytes, ...]
-    ll_max_tokens: int
 
-
-def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> Agreement:
-    """Exchange hellos (collective). Raises ConfigError where a field differs, TransportError where the ABI does.
+def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> tuple[bytes, ...]:
+    """Exchange hellos (collective); everybody's ticket in rank order. Raises ConfigError where a field differs,
+    TransportError where the ABI does.
 
     Every rank is compared with rank 0, so that all ranks raise the same error.
     """
-    crossover = transport.ll_max_tokens() if config.ll_max_tokens is None else config.ll_max_tokens
-    mine = Hello(transport.capabilities.abi, config.group.epoch, fingerprint(config), crossover, ticket)
+    return tuple(hello.ticket for hello in _exchange(config, transport, None, ticket))
+
+
+def _exchange(config: MoEConfig, transport: Transport, measured: int | None, ticket: bytes) -> list[Hello]:
+    mine = Hello(transport.capabilities.abi, config.group.epoch, fingerprint(config), measured, ticket)
     answers = config.group.all_gather(msgspec.msgpack.encode(mine), config.timeout_s)
     if len(answers) != config.group.size:
         raise TransportError(f"bring-up: expected {config.group.size} hellos, got {len(answers)}")
     hellos = [_decode(rank, answer) for rank, answer in enumerate(answers)]
     for rank, other in enumerate(hellos):
         _compare(hellos[0], rank, other)
-    return Agreement(tuple(h.ticket for h in hellos), min(h.ll_max_tokens for h in hellos))
+    return hellos
 
 
 def check_capabilities(config: MoEConfig, transport: Transport) -> None:

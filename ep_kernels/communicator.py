@@ -23,7 +23,7 @@ from ep_kernels.membership import Member
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.routing import may_overflow
 from ep_kernels.transports import base, create
-from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 T = TypeVar("T")
 _counters: list[torch.Tensor] = []
@@ -44,6 +44,7 @@ class MoECommunicator(Member):
     """
 
     def __init__(self, config: MoEConfig) -> None:
+        config = _settled(config)
         super().__init__(config, create(config))
         self._experts = config.resolved_expert_map
         self._device = self._transport.capabilities.device_type
@@ -57,11 +58,12 @@ class MoECommunicator(Member):
         try:
             bringup.check_capabilities(config, self._transport)
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
-                agreed = bringup.meet(config, self._transport, self._transport.allocate())
-                self._ll_max_tokens = agreed.ll_max_tokens
-                self._transport.import_regions(agreed.tickets)
+                tickets = bringup.meet(config, self._transport, self._transport.allocate())
+                self._transport.import_regions(tickets)
                 self._transport.barrier()
-            self._site = ops.Site.of(self._id, config, agreed.ll_max_tokens, self._device)
+            given = config.ll_max_tokens
+            self._ll_max_tokens = self._transport.ll_max_tokens() if given is None else given
+            self._site = ops.Site.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
             self._leave()
             raise
@@ -368,6 +370,18 @@ class MoECommunicator(Member):
         if self._reads_dropped and int(out.num_dropped):
             raise CapacityError(int(out.num_dropped), out, handle)
         return out, handle
+
+
+def _settled(config: MoEConfig) -> MoEConfig:
+    """With AUTO's crossover in it, which the transport's sizes follow from."""
+    if config.mode is not Mode.AUTO or config.ll_max_tokens is not None:
+        return config
+    transport = create(config)
+    try:
+        bringup.check_capabilities(config, transport)
+        return bringup.settle(config, transport)
+    finally:
+        transport.close()
 
 
 def _uncompiled(topk_weights: torch.Tensor | None) -> None:

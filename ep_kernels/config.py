@@ -22,7 +22,8 @@ FP8_BLOCK = 128
 
 @runtime_checkable
 class Group(Protocol):
-    """Who the ranks are and how opaque bytes are exchanged once, at bring-up. The only thing asked of a bootstrap."""
+    """Who the ranks are and how opaque bytes are exchanged at bring-up: once; twice for AUTO without `ll_max_tokens`.
+    The only thing asked of a bootstrap."""
 
     @property
     def rank(self) -> int:
@@ -93,16 +94,16 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     validate: bool = False
     """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
     ll_max_tokens: int | None = None
-    """AUTO: steps of at most so many tokens per rank run LL; on GPUs its buffers hold no more. None: the transport's
-    measured default."""
+    """AUTO: steps of at most so many tokens per rank run LL; on GPUs its buffers hold no more. None: what `crossdock
+    tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL, with up to two on
     each; for HT 64 in dispatch, and in combine as many as keep the links busy. Results do not depend on it."""
     kernel_cache_dir: str | None = None
-    """GPUs: folder for kernels compiled at first use, shared by processes; may differ between ranks. None:
-    `.cache/crossdock/kernels` in the home of this process's user."""
+    """Folder for what is found out once on a machine, shared by processes; may differ between ranks: kernels that GPUs
+    compile at first use, and `tuning.json`. None: `.cache/crossdock/kernels` in the home of this process's user."""
 
     def __post_init__(self) -> None:
         _check(self)

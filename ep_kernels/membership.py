@@ -47,7 +47,7 @@ class Member:
 
     @property
     def config(self) -> MoEConfig:
-        """As given."""
+        """As given; AUTO's `ll_max_tokens` as agreed."""
         return self._config
 
     @property

@@ -194,8 +194,11 @@ class Transport(Protocol):
         """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
         could not be had at once."""
 
+    def device_name(self) -> str:
+        """What this rank computes on, as its maker names it: crossovers are remembered by it. Allocates nothing."""
+
     def ll_max_tokens(self) -> int:
-        """Measured crossover for AUTO: most tokens per rank at which LL wins."""
+        """Crossover for AUTO where this machine has not measured one: most tokens per rank at which LL wins."""
 
     def abort(self, reason: str) -> None:
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""

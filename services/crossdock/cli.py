@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crossdock.cli_tune import tune
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -290,6 +292,9 @@ def memory(
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
     print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
+
+
+app.command()(tune)
 
 
 @app.command()

@@ -112,7 +112,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 def compile_one(number: int, arch: str) -> float:
     """Compile variant `number` into the cache; its seconds."""
     from ep_kernels import jit
-    from ep_kernels.transports.nvlink.transport import cache_dir
+    from ep_kernels.tuning import cache_dir
     from tests.cases import RoutingCase
     from tests.groups import LonelyGroup
 
@@ -120,7 +120,7 @@ def compile_one(number: int, arch: str) -> float:
     variants = list(jit.all_variants())
     variant = variants[number // 2]
     config = RoutingCase(1, 1, 16, (1,)).config(LonelyGroup(), transport="nvlink")
-    jit.Compiler(cache_dir(config)).get(replace(variant, loopback=number % 2 == 1), arch)
+    jit.Compiler(cache_dir(config.kernel_cache_dir)).get(replace(variant, loopback=number % 2 == 1), arch)
     return time.monotonic() - begin
 
 

@@ -19,7 +19,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import driver
 from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, Engine
-from ep_kernels.transports.nvlink.transport import cache_dir
+from ep_kernels.tuning import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
@@ -61,7 +61,7 @@ class Gpu:
     def __init__(self, config: MoEConfig) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._compiler = jit.Compiler(cache_dir(config))
+        self._compiler = jit.Compiler(cache_dir(config.kernel_cache_dir))
 
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """See `Machine`."""

@@ -30,6 +30,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.experts": {"crossdock.v1"},
     "crossdock.regions": {"ep_kernels"},
     "crossdock.kernels": {"ep_kernels"},
+    "crossdock.tune": {"ep_kernels"},
     "crossdock.parts": {"crossdock.common"},
     "crossdock.containers": {"crossdock.child", "crossdock.common", "crossdock.parts", "crossdock.supervisor"},
     "crossdock.host": {
@@ -43,7 +44,7 @@ FLOORS: dict[str, set[str]] = {
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
 
-ANYTHING = ("crossdock.cli", "crossdock.__main__", "benchmarks")
+ANYTHING = ("crossdock.cli", "crossdock.cli_tune", "crossdock.__main__", "benchmarks")
 
 RESERVED: dict[str, set[str]] = {
     "torch": {
@@ -53,6 +54,7 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.client",
         "crossdock.demo",
         "crossdock.doctor",
+        "crossdock.tune",
         "crossdock.deep_ep",
         "crossdock.vllm_plugin",
         "benchmarks",
@@ -70,7 +72,7 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.supervisor",
     },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
-    "typer": {"crossdock.cli"},
+    "typer": {"crossdock.cli", "crossdock.cli_tune"},
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
     "docker": {"crossdock.containers"},

@@ -45,7 +45,7 @@ def control() -> Iterator[Addresses]:
 def test_help_names_every_command_and_the_exit_is_clean() -> None:
     done = crossdock_command("--help")
     assert done.returncode == 0
-    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "doctor", "deep-ep", "version"):
+    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "tune", "doctor", "deep-ep", "version"):
         assert f" {name} " in done.stdout
 
 
@@ -86,6 +86,8 @@ def test_version_names_what_it_stands_on() -> None:
         (["demo", "--family", "dense"], "qwen3_moe, mixtral, deepseek_v3"),
         (["demo", "--transport", "pigeon"], "pigeon"),
         (["demo", "--workers", "0"], "--workers"),
+        (["tune", "--transport", "pigeon"], "pigeon"),
+        (["tune", "--transport", "cpu", "--topk", "300"], "topk"),
         (["no-such-command"], "no-such-command"),
     ],
 )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from ep_kernels import bringup, communicator
+from ep_kernels import bringup, communicator, tuning
 from ep_kernels.communicator import MoECommunicator
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import (
@@ -38,6 +39,7 @@ class Script:
         self.combined: list[CombineArgs] = []
         self.fail: dict[str, BaseException] = {}
         self.dropped, self.crossover, self.epoch = 0, 16, config.group.epoch
+        self.device = "scripted"
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -55,6 +57,9 @@ class Script:
 
     def ll_max_tokens(self) -> int:
         return self.crossover
+
+    def device_name(self) -> str:
+        return self.device
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         self._call("set_active")
@@ -219,16 +224,74 @@ def replace_capabilities(script: Script, **changes: Any) -> Script:
     return script
 
 
-def test_the_smallest_crossover_counts(made: list[Script]) -> None:
-    comm = MoECommunicator(config(mode=Mode.AUTO, layout=Layout.FLAT, group=Group(hello(ll_max_tokens=5))))
-    assert comm.ll_max_tokens == 5
-    for asked, mode in ((5, Mode.LL), (6, Mode.HT), (None, Mode.HT), (3, Mode.LL)):
-        comm.dispatch(*arguments(), step_tokens=asked)
-        assert made[0].dispatched[-1].mode is mode
+AUTO: dict[str, Any] = {"mode": Mode.AUTO, "layout": Layout.FLAT}
 
 
-def test_configured_crossover_wins(made: list[Script]) -> None:
-    assert MoECommunicator(config(mode=Mode.AUTO, layout=Layout.FLAT, ll_max_tokens=9)).ll_max_tokens == 9
+def tuned(folder: Path, crossover: int, **changes: Any) -> dict[str, Any]:
+    """Fields of a config whose cache has a crossover for it."""
+    fields = AUTO | {"kernel_cache_dir": str(folder)} | changes
+    record = tuning.Record(
+        key=tuning.key_of(config(**fields), "scripted"), ll_max_tokens=crossover,
+        tokens=(1,), ll_us=(1.0,), ht_us=(2.0,), measured_at="2026-01-01T00:00:00+00:00", crossdock="0",
+    )  # fmt: skip
+    tuning.remember(folder / tuning.FILE_NAME, record)
+    return fields
+
+
+@pytest.mark.parametrize("measured", [5, 0])
+def test_what_this_machine_has_measured_is_the_crossover(made: list[Script], tmp_path: Path, measured: int) -> None:
+    comm = MoECommunicator(config(**tuned(tmp_path, measured)))
+    assert (comm.ll_max_tokens, comm.config.ll_max_tokens) == (measured, measured)
+    for asked in (measured, measured + 1, None):
+        comm.dispatch(*arguments(min(3, measured)), step_tokens=asked)
+        assert made[-1].dispatched[-1].mode is (Mode.LL if asked == measured else Mode.HT)
+
+
+def test_the_regions_are_allocated_for_the_crossover_that_was_agreed_on(made: list[Script], tmp_path: Path) -> None:
+    MoECommunicator(config(**tuned(tmp_path, 5)))
+    asked, lived = made
+    assert (asked.config.ll_max_tokens, asked.calls) == (None, ["close"])
+    assert (lived.config.ll_max_tokens, lived.calls) == (5, ["allocate", "import_regions", "barrier"])
+
+
+@pytest.mark.parametrize(("here", "there", "agreed"), [(5, 7, 5), (5, None, 5), (None, 7, 7), (None, None, 16)])
+def test_the_lowest_rank_that_has_measured_decides(
+    made: list[Script], tmp_path: Path, here: int | None, there: int | None, agreed: int
+) -> None:
+    fields = AUTO | {"kernel_cache_dir": str(tmp_path)} if here is None else tuned(tmp_path, here)
+    comm = MoECommunicator(config(**fields, group=Group(hello(measured=there))))
+    assert comm.ll_max_tokens == agreed
+
+
+def test_another_shape_or_device_has_measured_nothing(
+    made: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = tuned(tmp_path, 5)
+    assert MoECommunicator(config(**fields, num_experts=8)).ll_max_tokens == 16
+    monkeypatch.setattr(Script, "device_name", lambda self: "another")
+    assert MoECommunicator(config(**fields)).ll_max_tokens == 16
+
+
+def test_configured_crossover_wins(made: list[Script], tmp_path: Path) -> None:
+    assert MoECommunicator(config(**tuned(tmp_path, 5), ll_max_tokens=9)).ll_max_tokens == 9
+    assert len(made) == 1, "nothing was asked"
+
+
+def test_one_rank_is_given_a_crossover_and_the_other_none(made: list[Script], tmp_path: Path) -> None:
+    fields = AUTO | {"kernel_cache_dir": str(tmp_path)}
+    for mine, theirs in ((None, 9), (9, None)):
+        said = bringup.fingerprint(config(**fields, ll_max_tokens=theirs))
+        with pytest.raises(
+            ConfigError, match=f"^ll_max_tokens: expected {mine} as on rank 0, got '{theirs} on rank 1'"
+        ):
+            MoECommunicator(config(**fields, ll_max_tokens=mine, group=Group(hello(fields=said))))
+        assert "import_regions" not in made[-1].calls
+
+
+def test_a_rank_that_does_not_ask_is_told_apart_from_one_that_does(made: list[Script]) -> None:
+    said = bringup.fingerprint(config(mode=Mode.LL, layout=Layout.FLAT))
+    with pytest.raises(ConfigError, match=r"^mode: "):
+        MoECommunicator(config(**AUTO, group=Group(hello(fields=said))))
 
 
 def test_a_lost_peer_breaks_it_until_set_active(made: list[Script]) -> None:

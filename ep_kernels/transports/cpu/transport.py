@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from ep_kernels import tuning
 from ep_kernels.config import FP8_BLOCK, MoEConfig
 from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
 from ep_kernels.routing import receive_rows
@@ -327,6 +328,10 @@ class CpuTransport:
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `Transport.peek`."""
         return words.clone()
+
+    def device_name(self) -> str:
+        """See `Transport.device_name`."""
+        return tuning.cpu_name()
 
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`."""

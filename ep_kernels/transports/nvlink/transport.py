@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import pwd
 import select
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ep_kernels import jit
+from ep_kernels import jit, tuning
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
@@ -41,16 +39,6 @@ _TICKET = struct.Struct("<16s8sQQH")  # abi, kind, region bytes, device, length 
 def create(config: MoEConfig) -> NvlinkTransport:
     """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)
-
-
-def cache_dir(config: MoEConfig) -> Path | None:
-    """Where compiled kernels are kept between runs; None for a user without a home, who compiles in each process."""
-    if config.kernel_cache_dir is not None:
-        return Path(config.kernel_cache_dir)
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "crossdock" / "kernels"
-    except KeyError:
-        return None
 
 
 def require_cuda() -> None:
@@ -107,7 +95,7 @@ class NvlinkTransport:
         return self._ticket(kind.value.encode())
 
     def _load(self, driver: Any) -> None:
-        compiler = jit.Compiler(cache_dir(self._config))
+        compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
         for variant, launch in self._engine.variants().items():
             self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
 
@@ -364,6 +352,11 @@ class NvlinkTransport:
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `base.Transport`."""
         return self._engine.tables.peek(words)
+
+    def device_name(self) -> str:
+        """See `base.Transport`."""
+        require_cuda()
+        return torch.cuda.get_device_name(torch.cuda.current_device())
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""

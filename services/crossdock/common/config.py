@@ -185,6 +185,9 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     and rounds each rank's share of a token once more."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
+    ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Steps of at most so many tokens per rank run LL, larger ones HT: what `crossdock tune` prints. Equal on all
+    workers. Null: the transport's built-in crossover."""
     step_timeout_s: Seconds = 10.0
     """Deadline of every wait for a peer inside a step."""
     request_timeout_s: Seconds = 60.0
@@ -270,7 +273,8 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     """Deadline of every wait for a peer. Engines compile and capture at different speeds on different ranks, so this is
     as long as DeepEP's, and longer than MoEConfig's."""
     kernel_cache_dir: str = ""
-    """Folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
+    """Folder for kernels compiled at first use and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` in
+    the user's home."""
     exit_on_fault: bool = True
     """End the process where an operation failed and no call has raised that within a second, as when CUDA graphs are
     replayed: what comes of such steps is NaN. False: `MoECommunicator.check` is the caller's to ask."""

@@ -43,6 +43,7 @@ class Model:
         self._config, self._checkpoint, self.spec = config, checkpoint, checkpoint.spec
         activation(self.spec.hidden_act)
         self.dtype = _DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
+        self._crossover: int | None = config.ll_max_tokens
         self.capabilities = self._probe()
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
@@ -140,6 +141,8 @@ class Model:
     def _probe(self) -> Capabilities:
         transport = create(self._moe_config(_Alone(), self.spec.num_experts))
         try:
+            if self._crossover is None:  # regions are exchanged once in an epoch: nothing can be agreed on before
+                self._crossover = transport.ll_max_tokens()
             return transport.capabilities
         finally:
             transport.close()
@@ -152,6 +155,7 @@ class Model:
             topk=self.spec.topk,
             max_tokens_per_rank=self._config.max_tokens_per_step,
             mode=Mode.AUTO,
+            ll_max_tokens=self._crossover,
             layout=Layout.GROUPED,
             dtype=self.dtype,
             timeout_s=self._config.step_timeout_s,

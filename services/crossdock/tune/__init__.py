@@ -1,0 +1,1 @@
+"""`crossdock tune`: LL against HT on this machine, and from which step on AUTO is to run HT."""

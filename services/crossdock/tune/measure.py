@@ -1,0 +1,168 @@
+"""The loop: one communicator, every step of the ladder by LL and by HT in turn, routing drawn afresh for each run.
+
+* What is timed is PAIRS dispatch + combine pairs in a row, each with routing of its own; on GPUs as one CUDA graph,
+  between two events, so that the host counts for nothing.
+* The same work runs once more right before, untimed: no rank leaves it before its peers have sent it everything, so all
+  ranks begin together, and on GPUs the host has queued what follows by then.
+* A run's time is that of its slowest rank. LL and HT take turns run by run, so what drifts, drifts for both.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+import crossdock
+from crossdock.tune.request import TIMEOUT_S, Request
+from ep_kernels import Mode, MoECommunicator, tuning
+
+PAIRS = {"cuda": 10, "cpu": 3}
+"""By device; what a graph's launch costs is shared among its pairs."""
+SETS = 3
+"""Routings that were drawn, for each one that is used in a run."""
+WARMUP = 3
+Progress = Callable[[str, int, float, float], None]
+"""(layout, tokens, LL us, HT us) of each step, on rank 0."""
+
+
+def measure(request: Request, layout: str, group: Any, progress: Progress) -> tuning.Record:
+    """Both curves of one layout, and the crossover. Collective; the same record on every rank, but for its time.
+    Raises EpError."""
+    config = request.config(layout, group)
+    steps, curves = tuning.ladder(request.max_tokens), []
+    with MoECommunicator(config) as comm:
+        key = tuning.key_of(config, device_name(comm))
+        for tokens in steps:
+            mine = timed(comm, tokens, request)
+            curves.append(_slowest(group, mine))
+            progress(layout, tokens, *curves[-1])
+    ll_us, ht_us = zip(*curves, strict=True)
+    return tuning.Record(
+        key=key,
+        ll_max_tokens=tuning.crossover(steps, ll_us, ht_us),
+        tokens=steps,
+        ll_us=tuple(ll_us),
+        ht_us=tuple(ht_us),
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        crossdock=crossdock.__version__,
+    )
+
+
+def device_name(comm: MoECommunicator) -> str:
+    """By which records of this communicator's device are kept."""
+    on_gpu = comm.capabilities.device_type == "cuda"
+    return torch.cuda.get_device_name(torch.cuda.current_device()) if on_gpu else tuning.cpu_name()
+
+
+def timed(comm: MoECommunicator, tokens: int, request: Request) -> dict[Mode, list[float]]:
+    """Microseconds of one pair on this rank, run by run, of both algorithms."""
+    feed = _Feed(comm, tokens, request.seed)
+    prepare = _on_gpu if feed.device == "cuda" else _on_host
+    turns = {
+        Mode.LL: prepare(partial(feed.pairs, comm, tokens)),
+        Mode.HT: prepare(partial(feed.pairs, comm, comm.config.max_tokens_per_rank)),
+    }
+    taken: dict[Mode, list[float]] = {mode: [] for mode in turns}
+    for _ in range(WARMUP + request.runs):
+        for mode, run in turns.items():
+            taken[mode].append(run(feed.renew) / feed.num_pairs)
+    if feed.device == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
+    return {mode: times[WARMUP:] for mode, times in taken.items()}
+
+
+def _slowest(group: Any, mine: dict[Mode, list[float]]) -> tuple[float, float]:
+    """(LL, HT): each run as its slowest rank saw it, the median of the runs."""
+    answers = group.all_gather(msgspec.msgpack.encode([mine[Mode.LL], mine[Mode.HT]]), TIMEOUT_S)
+    ranks = [msgspec.msgpack.decode(answer, type=tuple[list[float], list[float]]) for answer in answers]
+    ll, ht = ([max(run) for run in zip(*(rank[n] for rank in ranks), strict=True)] for n in (0, 1))
+    return statistics.median(ll), statistics.median(ht)
+
+
+class _Feed:
+    """What the pairs of one step size are given: rows, and routing that changes under them from run to run."""
+
+    def __init__(self, comm: MoECommunicator, tokens: int, seed: int) -> None:
+        c, self.device = comm.config, comm.capabilities.device_type
+        self.num_pairs = PAIRS[self.device]
+        draw = torch.Generator(self.device).manual_seed((seed * 64 + comm.rank) * 1_000_003 + tokens)
+        rows = torch.randn(tokens, c.hidden_size, generator=draw, device=self.device).to(c.dtype)
+        scales = torch.ones(tokens, c.scale_columns, dtype=c.scale_dtype, device=self.device)
+        self._x = (rows, scales) if c.scale_columns else rows
+        self._out = torch.empty(tokens, c.hidden_size, dtype=c.resolved_output_dtype, device=self.device)
+        drawn = [
+            torch.rand(tokens, c.num_experts, generator=draw, device=self.device).topk(c.topk)
+            for _ in range(SETS * self.num_pairs)
+        ]
+        self._all_ids = torch.stack([found.indices.int() for found in drawn])
+        self._all_weights = torch.stack([found.values for found in drawn])
+        self._ids = self._all_ids[: self.num_pairs].clone()
+        self._weights = self._all_weights[: self.num_pairs].clone()
+        self._number = 0
+
+    def renew(self) -> None:
+        """Other routing for every pair; on GPUs queued, not waited for."""
+        self._number += 1
+        first = self._number * 7 % ((SETS - 1) * self.num_pairs + 1)
+        self._ids.copy_(self._all_ids[first : first + self.num_pairs])
+        self._weights.copy_(self._all_weights[first : first + self.num_pairs])
+
+    def pairs(self, comm: MoECommunicator, step_tokens: int) -> None:
+        """Dispatch and combine, PAIRS times. Experts return their rows, or what lies where they would write."""
+        for ids, weights in zip(self._ids, self._weights, strict=True):
+            out, handle = comm.dispatch(self._x, ids, weights, step_tokens=step_tokens)
+            same = out.tokens.dtype == self._out.dtype
+            comm.combine(out.tokens if same else comm.combine_input(handle), handle, out=self._out)
+
+
+Run = Callable[[Callable[[], None]], float]
+"""Takes what renews the routing; microseconds of the work, once."""
+
+
+def _on_host(work: Callable[[], None]) -> Run:
+    def run(renew: Callable[[], None]) -> float:
+        work()
+        renew()
+        began = time.perf_counter()
+        work()
+        return (time.perf_counter() - began) * 1e6
+
+    return run
+
+
+def _on_gpu(work: Callable[[], None]) -> Run:
+    graph = _captured(work)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def run(renew: Callable[[], None]) -> float:
+        graph.replay()
+        renew()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    return run
+
+
+def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The work as a graph. It runs once before, beside the capture's own stream."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph

@@ -1,0 +1,78 @@
+"""What is to be measured: a shape, and how thoroughly. Travels to the ranks as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ep_kernels import Layout, Mode, MoEConfig, Overflow
+from ep_kernels.config import FP8_BLOCK
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "fp8": {"dtype": torch.bfloat16, "quantize": True},
+    "fp8-rows": {"dtype": torch.float8_e4m3fn, "scale_columns": 1},
+}
+"""Rows as the caller gives them; fp8: bf16 that dispatch quantises; fp8-rows: fp8 with scales of the caller's."""
+TIMEOUT_S = 60.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of `crossdock tune`.
+
+    Attributes:
+        transport: "cpu" or "nvlink".
+        layouts: values of Layout, each measured by itself.
+        num_experts, hidden_size, topk: E, H, K.
+        dtype: a key of PAYLOADS.
+        fp8_combine: partial sums come home as fp8.
+        num_sms: multiprocessors that one operation may fill; None: as AUTO has by itself.
+        max_tokens: largest step of the ladder, tokens per rank.
+        runs: timed runs of each step and algorithm, of which the median counts.
+        cache_dir: folder of `tuning.json`; None: as MoEConfig.
+        seed: other seeds, other routing.
+    """
+
+    transport: str
+    layouts: tuple[str, ...]
+    num_experts: int = 256
+    hidden_size: int = 7168
+    topk: int = 8
+    dtype: str = "bfloat16"
+    fp8_combine: bool = False
+    num_sms: int | None = None
+    max_tokens: int = 4096
+    runs: int = 15
+    cache_dir: str | None = None
+    seed: int = 1
+
+    def config(self, layout: str, group: Any) -> MoEConfig:
+        """Of a communicator that can run every step of the ladder by either algorithm: M is one token more than the
+        largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes do not depend on what
+        arrives, as in serving, so the host waits for nothing. Raises ConfigError."""
+        payload = dict(PAYLOADS[self.dtype])
+        if payload.get("scale_columns"):
+            payload["scale_columns"] = -(-self.hidden_size // FP8_BLOCK)
+        return MoEConfig(
+            group=group,
+            num_experts=self.num_experts,
+            hidden_size=self.hidden_size,
+            topk=self.topk,
+            max_tokens_per_rank=self.max_tokens + 1,
+            mode=Mode.AUTO,
+            layout=Layout(layout),
+            combine_dtype=torch.float8_e4m3fn if self.fp8_combine else None,
+            exact_shapes=False,
+            overflow=Overflow.DROP,
+            max_in_flight=1,
+            timeout_s=TIMEOUT_S,
+            ll_max_tokens=self.max_tokens,
+            transport=self.transport,
+            num_sms=self.num_sms,
+            kernel_cache_dir=self.cache_dir,
+            **payload,
+        )
