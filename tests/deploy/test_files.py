@@ -61,6 +61,20 @@ def test_prometheus_scrapes_the_ports_of_the_host_config(host: HostConfig) -> No
     assert all(worker["networks"]["default"]["aliases"] == ["worker"] for worker in workers())
 
 
+def test_prometheus_in_a_cluster_scrapes_the_ports_that_the_chart_names_and_no_other() -> None:
+    (job,) = read("deploy/prometheus/kubernetes.yaml")["scrape_configs"]
+    (ports,) = (
+        rule["regex"]
+        for rule in job["relabel_configs"]
+        if rule.get("action") == "keep" and rule["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    )
+    chart = ROOT / "helm" / "crossdock" / "templates"
+    pods = "".join((chart / name).read_text() for name in ("deployment-control.yaml", "statefulset-worker.yaml"))
+    named = {re.sub(r"{{.*?}}", "11", name) for name in re.findall(r"{name: (\S+?(?: \$i }})?), containerPort", pods)}
+    assert named == {"grpc", "http", "health", "grpc-11", "http-11"}
+    assert {name for name in named if re.fullmatch(ports, name)} == {"http", "health", "http-11"}
+
+
 def test_compose_publishes_what_clients_need_and_on_loopback_only(host: HostConfig) -> None:
     services = read("deploy/compose.yaml")["services"]
     published = set()

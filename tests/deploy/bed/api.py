@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import ssl
 from collections.abc import Iterable
@@ -103,6 +104,17 @@ class Api:
         return bool(
             self.ask("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review).done()["status"]["allowed"]
         )
+
+    def rules(self, user: str, namespace: str) -> set[tuple[str, ...]]:
+        """(group, resource, name, verb) of everything that a user is allowed there, as the server tells the user."""
+        spec = {"namespace": namespace}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview", "spec": spec}
+        told = self.ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review, user=user).done()
+        found = set()
+        for rule in told["status"]["resourceRules"]:
+            names = rule.get("resourceNames") or [""]
+            found |= set(itertools.product(rule.get("apiGroups", ()), rule.get("resources", ()), names, rule["verbs"]))
+        return found
 
 
 def _answer(status: int, body: bytes, warnings: Iterable[str]) -> Answer:

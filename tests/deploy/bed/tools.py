@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.deploy.bed.say import Missing, say
@@ -45,15 +45,17 @@ def _helm_stamps() -> str:
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module: the binaries to make of it (name to package) and how."""
+    """One Go module: the binaries to make of it (name to package), how, and files of it as they are (MODULE:PATH)."""
 
     name: str
     programs: Mapping[str, str]
     stamps: str = ""
+    tags: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def folder(self) -> Path:
         """Where its binaries are, or will be."""
-        digest = hashlib.sha256(repr((dict(self.programs), self.stamps)).encode())
+        digest = hashlib.sha256(repr((dict(self.programs), self.stamps, *self.tags, *self.files.items())).encode())
         for path in sorted((SOURCES / self.name).iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
         return cache() / "tools" / f"{self.name}-{digest.hexdigest()[:12]}"
@@ -62,6 +64,12 @@ class Module:
 _VERSIONS = _stamps("k8s.io/component-base/version", "k8s.io/client-go/pkg/version", version=KUBERNETES)
 _CONTAINERD = "github.com/containerd/containerd/v2/cmd"
 _NODE = ("kubelet", "kube-controller-manager", "kube-scheduler", "kube-proxy")
+_OPERATOR = "github.com/prometheus-operator/prometheus-operator"
+_CRDS = "example/prometheus-operator-crd/monitoring.coreos.com"
+MONITORING = ("podmonitors", "probes", "prometheuses", "prometheusrules", "servicemonitors")
+"""Kinds of the Prometheus Operator without which it does not run."""
+_DISCOVERY = ("remove_all_sd", "enable_kubernetes_sd")
+"""Of Prometheus' many ways to find targets the one that is used."""
 MODULES = {
     module.name: module
     for module in (
@@ -71,6 +79,13 @@ MODULES = {
         Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
         Module("helm3", {"helm3": "helm.sh/helm/v3/cmd/helm"}, _helm_stamps()),
         Module("helm4", {"helm4": "helm.sh/helm/v4/cmd/helm"}),
+        Module("prometheus", {"prometheus": "github.com/prometheus/prometheus/cmd/prometheus"}, tags=_DISCOVERY),
+        Module(
+            "operator",
+            {name: f"{_OPERATOR}/cmd/{name}" for name in ("operator", "prometheus-config-reloader")},
+            files={f"{name}.crd.yaml": f"{_OPERATOR}:{_CRDS}_{name}.yaml" for name in MONITORING},
+        ),
+        Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
     )
 }
@@ -78,7 +93,7 @@ MODULES = {
 
 def need(*names: str) -> dict[str, Path]:
     """Paths of programs, those built that are not in the cache yet. Raises Missing where Go is not there or fails."""
-    owners = {name: next(module for module in MODULES.values() if name in module.programs) for name in names}
+    owners = {name: next(module for module in MODULES.values() if name in _all(module)) for name in names}
     absent = [name for name in names if not (owners[name].folder() / name).exists()]
     if absent:
         go = shutil.which("go")
@@ -95,26 +110,41 @@ def need(*names: str) -> dict[str, Path]:
     return {name: owners[name].folder() / name for name in names}
 
 
-def _build(go: str, module: Module, program: str) -> None:
-    """Written beside its name and then renamed: a program that is there is whole."""
-    folder, work = module.folder(), cache() / "work"
-    folder.mkdir(parents=True, exist_ok=True)
+def _all(module: Module) -> list[str]:
+    return [*module.programs, *module.files]
+
+
+def _build(go: str, module: Module, name: str) -> None:
+    """Written beside its name and then renamed: what is there is whole."""
+    made = module.folder() / f"{name}.part"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    if name in module.programs:
+        flags = ("-trimpath", "-tags", ",".join(module.tags), "-ldflags", f"-s -w {module.stamps}")
+        _go(go, module, "build", *flags, "-o", str(made), module.programs[name])
+    else:
+        source, _, path = module.files[name].partition(":")
+        _go(go, module, "mod", "download", source)
+        folder = _go(go, module, "list", "-m", "-f", "{{.Dir}}", source).strip()
+        made.write_bytes((Path(folder) / path).read_bytes())
+    made.rename(module.folder() / name)
+
+
+def _go(go: str, module: Module, *words: str) -> str:
+    """stdout of a go command in the module's folder, which writes nothing outside the cache. Raises Missing."""
+    work = cache() / "work"
     own = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -modcacherw"}
-    environment = {**os.environ, **own, "GOMODCACHE": str(work / "mod"), "GOCACHE": str(work / "cache")}
-    made, package = folder / f"{program}.part", module.programs[program]
-    command = [go, "build", "-trimpath", "-ldflags", f"-s -w {module.stamps}"]
     done = subprocess.run(
-        [*command, "-o", str(made), package],
+        [go, *words],
         cwd=SOURCES / module.name,
-        env=environment,
+        env={**os.environ, **own, "GOMODCACHE": str(work / "mod"), "GOCACHE": str(work / "cache")},
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,
         check=False,
     )
     if done.returncode:
-        raise Missing(f"go build {package} failed:\n{done.stderr[-2000:]}")
-    made.rename(folder / program)
+        raise Missing(f"go {words[0]} {words[-1]} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def _stale() -> Iterator[Path]:
@@ -127,7 +157,7 @@ def main() -> None:
     """Build the programs named on the command line, or all; forget what older versions of this file built."""
     for path in _stale():
         shutil.rmtree(path)
-    names = sys.argv[1:] or [name for module in MODULES.values() for name in module.programs]
+    names = sys.argv[1:] or [name for module in MODULES.values() for name in _all(module)]
     try:
         for name, path in need(*names).items():
             print(f"{name:26} {path.stat().st_size >> 20:>4} MiB  {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import select
 import subprocess
@@ -15,16 +14,17 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from tests.deploy.bed import fakes
+from tests.deploy.bed import fakes, prometheus, tools
 from tests.deploy.bed.api import objects
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.inventory import inventory
 from tests.deploy.bed.release import CHART
+from tests.deploy.bed.say import Missing
 from tests.house.tree import ROOT
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
-LAPTOP, EIGHT_GPUS = (yaml.safe_load((CHART / "examples" / f"{n}.yaml").read_text()) for n in ("laptop", "eight-gpus"))
-EVERYTHING = {
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+EVERYTHING: dict[str, dict[str, Any]] = {
     "control": {
         "replicas": 2,
         "config": {"kubernetes": {}},
@@ -50,22 +50,34 @@ EVERYTHING = {
 }
 
 
-def dry_run(cluster: Cluster, values: dict[str, Any]) -> list[str]:
-    """Every object of the chart as the server would take it; the warnings."""
+def dry_run(cluster: Cluster, values: object, *flags: str) -> list[str]:
+    """Every object of the chart, helm's test too, as the server would take it; the warnings."""
     namespace = cluster.namespace("accepted", RESTRICTED)
-    text = cluster.helm("template", "moe", str(CHART), "--namespace", namespace, values=values)
-    found = objects(text)
-    assert {"Deployment", "StatefulSet", "Service", "ConfigMap", "ServiceAccount"} <= {one["kind"] for one in found}
+    text = cluster.helm("template", "moe", str(CHART), "--namespace", namespace, *flags, values=values)
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}  # no controller makes it
+    cluster.api.apply(account, namespace).done()
+    found = [one for one in yaml.safe_load_all(text) if one]
+    assert {"Deployment", "StatefulSet", "Service", "ConfigMap", "ServiceAccount", "Pod"} <= {o["kind"] for o in found}
     answers = [cluster.api.apply(one, namespace, dryRun="All") for one in found]
     for answer in answers:
         answer.done()
     return [warning for answer in answers for warning in answer.warnings]
 
 
-@pytest.mark.parametrize("values", [{}, EIGHT_GPUS, EVERYTHING], ids=["defaults", "eight-gpus", "everything"])
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
 def test_the_server_takes_every_object_without_a_warning(cluster: Cluster, values: dict[str, Any]) -> None:
     """Unknown fields are errors; the namespace warns of whatever Pod Security `restricted` would refuse."""
     assert dry_run(cluster, values) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_server_takes_every_example(cluster: Cluster, example: Path) -> None:
+    """The only warnings are of models on a path of the host."""
+    values = yaml.safe_load(example.read_text())
+    on_host = "hostPath" in values["worker"].get("model", {}).get("volume", {})
+    warnings = dry_run(cluster, values)
+    assert len(warnings) == on_host
+    assert all('volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warning for warning in warnings)
 
 
 def test_an_unknown_field_would_be_refused(cluster: Cluster) -> None:
@@ -74,9 +86,17 @@ def test_an_unknown_field_would_be_refused(cluster: Cluster) -> None:
         dry_run(cluster, wrong)
 
 
-def test_a_model_on_a_host_path_is_what_restricted_warns_of(cluster: Cluster) -> None:
-    (warning,) = dry_run(cluster, LAPTOP)
-    assert 'volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warning
+def test_the_server_takes_the_objects_for_the_prometheus_operator(cluster: Cluster) -> None:
+    """It knows the operator's own types, and helm finds out by itself that it does."""
+    try:
+        tools.need(*prometheus.KINDS)
+    except Missing as error:
+        pytest.skip(str(error))
+    prometheus.teach(cluster)
+    values = EVERYTHING | {"monitoring": {**EVERYTHING["monitoring"], "labels": {"release": "prometheus"}}}
+    text = cluster.helm("template", "moe", str(CHART), "--validate", values=values)
+    assert {"PodMonitor", "PrometheusRule"} <= {one["kind"] for one in objects(text)}
+    assert dry_run(cluster, values, "--validate") == []
 
 
 def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(cluster: Cluster, helm: str) -> None:
@@ -126,32 +146,18 @@ def test_the_control_plane_may_read_nodes_and_nobody_anything_else(cluster: Clus
     assert allowed("moe-control") == [], "the default config reads no nodes"
 
 
-def rules(cluster: Cluster, namespace: str, account: str) -> set[tuple[str, ...]]:
-    """(group, resource, name, verb) of everything that an account is allowed, as the server tells the account."""
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectRulesReview",
-        "spec": {"namespace": namespace},
-    }
-    path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
-    told = cluster.api.ask("POST", path, review, user=f"system:serviceaccount:{namespace}:{account}").done()
-    found = set()
-    for rule in told["status"]["resourceRules"]:
-        names = rule.get("resourceNames") or [""]
-        found |= set(itertools.product(rule.get("apiGroups", ()), rule.get("resources", ()), names, rule["verbs"]))
-    return found
-
-
 def test_the_accounts_are_allowed_what_they_do_and_nothing_else(cluster: Cluster) -> None:
     """Beside what every account is allowed, like asking what it is allowed."""
     namespace = cluster.namespace("rules")
     values = {"control": {"replicas": 2, "config": {"kubernetes": {}}}}
     cluster.helm("install", "moe", str(CHART), "--namespace", namespace, values=values)
-    everybody = rules(cluster, namespace, "anybody")
+    everybody, *theirs = (
+        cluster.api.rules(f"system:serviceaccount:{namespace}:{name}", namespace)
+        for name in ("anybody", "moe-control", "moe-worker")
+    )
     nodes = {("", "nodes", "", verb) for verb in ("get", "list", "watch")}
     lease = {("coordination.k8s.io", "leases", "moe", verb) for verb in ("get", "update")}
-    assert rules(cluster, namespace, "moe-control") - everybody == nodes | lease
-    assert rules(cluster, namespace, "moe-worker") == everybody
+    assert [mine - everybody for mine in theirs] == [nodes | lease, set()]
 
 
 def test_calls_in_the_name_of_the_accounts_are_answered_or_refused(cluster: Cluster) -> None:

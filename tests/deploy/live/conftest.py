@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,18 +71,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def release(images: Images, model: Path) -> Iterator[Release]:
-    """On a real node, installed by helm."""
-    tool = "helm3"
+def node(images: Images) -> Iterator[Node]:
+    """A real node that has our images, in a cluster and a network of its own."""
     try:
         real.demand()
-        given = releases.values(model, images)
-        tools.need(tool, *real.PROGRAMS)
+        tools.need("helm3", *real.PROGRAMS)
     except Missing as error:
         pytest.skip(str(error))
-    with network.private(), Cluster.up(network.NODE) as cluster, Node.up(cluster, images) as node:
+    with network.private(), Cluster.up(network.NODE) as cluster, Node.up(cluster, images) as made:
         for target in ("control", "worker"):
-            node.load(f"localhost/crossdock-{target}:bed")
-        made = Release(cluster, node, given, tool)
-        made.install()
+            made.load(f"localhost/crossdock-{target}:bed")
         yield made
+
+
+@pytest.fixture(scope="module")
+def given(images: Images, model: Path) -> dict[str, Any]:
+    """Values of a release of two control planes and two ranks."""
+    try:
+        return releases.values(model, images)
+    except Missing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def release(given: dict[str, Any], node: Node) -> Release:
+    """On a real node, installed by helm."""
+    made = Release(node.cluster, node, given, "helm3")
+    made.install()
+    return made
