@@ -1,15 +1,18 @@
 """Harm a group at random while clients ask it, and see that no answer is wrong and nothing hangs.
 
-    python -m tests.chaos --seconds 180 --out DIR [--seed N]        (make chaos)
+    python -m tests.chaos --seconds 180 --out DIR [--seed N] [--network proxies]        (make chaos)
 
-One harm after the other, sometimes two at once: kill -9, SIGSTOP, drains and restarts of control planes and workers,
-cut and reset connections, a lease that cannot be reached, is slow, or deleted. After each, the group must serve again
-within SETTLE_S. Exit status 1 if anything was wrong. The seed decides the order of harms; moments are the machine's.
+Every process has a network namespace of its own and lines are really cut, where the machine allows that; proxies stand
+in elsewhere. One harm after the other, sometimes two at once: kill -9, SIGSTOP, drains and restarts of control planes
+and workers, cut and reset connections, a lease that cannot be reached, is slow, or deleted. After each, the group must
+serve again within SETTLE_S. Exit status 1 if anything was wrong. The seed decides the order of harms; moments are the
+machine's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
@@ -23,6 +26,8 @@ from pathlib import Path
 from benchmarks import facts
 from tests.chaos.harms import Harms
 from tests.chaos.load import GAP_S, Load, Tally
+from tests.chaos.netns import NoNamespaces, become
+from tests.chaos.ways import Namespaced, Proxied, Ways
 from tests.chaos.world import World
 from tests.services.replicas import LEASE_S
 
@@ -114,11 +119,11 @@ class Outcome:
     takeovers_s: list[float]
 
 
-def run(seconds: float, seed: int, folder: Path) -> Outcome:
+def run(seconds: float, seed: int, folder: Path, ways: Ways) -> Outcome:
     """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
-    with World(folder) as world:
+    with World(folder, ways) as world:
         load, harms = Load(world.target, world.tensors, NUM_CLIENTS), Harms(world, seed)
         load.start()
         epoch = 1
@@ -162,21 +167,51 @@ def summarise(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def main() -> int:
-    """Run, print, write; the exit status."""
+def network(kind: str) -> tuple[Ways, str]:
+    """The ways of that kind, and why it is not namespaces, "" = it is. This process may start anew, with --inside."""
+    why = "asked for proxies"
+    if kind == "namespaces":
+        why = become("tests.chaos", [*sys.argv[1:], "--network", "inside"])
+    if kind == "inside":
+        try:
+            return Namespaced(), ""
+        except NoNamespaces as error:
+            why = str(error)
+    return Proxied(), why
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Harm a group at random while clients ask it.")
     parser.add_argument("--seconds", type=float, default=180.0, help=f"for how long, at most {MOST_SECONDS}")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the order of harms")
     parser.add_argument("--out", type=Path, help="folder for events.csv and run.json; none: print only")
+    parser.add_argument(
+        "--network",
+        choices=("namespaces", "proxies", "inside"),
+        default="namespaces",
+        help="what lines are; proxies wherever namespaces are not allowed (inside: this process is in one)",
+    )
     arguments = parser.parse_args()
     if not 0 < arguments.seconds <= MOST_SECONDS:
         parser.error(f"--seconds: expected 0..{MOST_SECONDS}, got {arguments.seconds:g}")
+    return arguments
+
+
+def main() -> int:
+    """Run, print, write; the exit status."""
+    arguments = parse()
+    ways, why = network(arguments.network)
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
-    print(f"seed {arguments.seed}; logs in {folder}", flush=True)
-    outcome = run(arguments.seconds, arguments.seed, folder)
-    summary = {"seed": arguments.seed, "seconds": arguments.seconds} | summarise(outcome)
+    print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
+    load_before = os.getloadavg()[0]
+    outcome = run(arguments.seconds, arguments.seed, folder, ways)
+    summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
+    summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
+    summary |= summarise(outcome)
     if arguments.out:
-        found = facts.of_control(sys.argv[1:], summary, "tests.chaos")
+        command = [word for word in sys.argv[1:] if word not in {"--network", "inside"}]
+        found = facts.of_control(command, summary, "tests.chaos")
         facts.keep(arguments.out, "events", Event, outcome.events, found)
     print("; ".join(f"{key} {value}" for key, value in summary.items()))
     return 1 if outcome.tally.wrong else 0

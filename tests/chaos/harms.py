@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from tests.chaos.proxy import Proxy
-from tests.chaos.world import NUM_CONTROLS, NUM_WORKERS, World
+from tests.chaos.netns import Host
+from tests.chaos.ways import NUM_CONTROLS, NUM_WORKERS, Line, Namespaced
+from tests.chaos.world import World
 from tests.services.replicas import Replica
 
 Harm = Callable[[float], str]
@@ -43,6 +44,9 @@ class Harms:
         ]  # fmt: skip
         lease: list[Harm] = [self.cut_lease, self.lose_api, self.slow_api, self.delete_lease]
         self._all = workers + controls + lease
+        if isinstance(world.ways, Namespaced):
+            net = Cuts(world.ways, self._random, self._leader)
+            self._all += [net.isolate_worker, net.isolate_worker, net.orphan_worker, net.isolate_leader, net.one_way]
 
     def choose(self) -> list[Callable[[], str]]:
         """One, or two at once."""
@@ -71,12 +75,12 @@ class Harms:
 
     def cut_worker(self, seconds: float) -> str:
         number = self._worker()
-        return _cut(f"clients cut off from worker {number}", seconds, self._world.worker_lines[number])
+        return _cut(f"clients cut off from worker {number}", seconds, *self._world.ways.to_worker(number))
 
     def reset_worker(self, _: float) -> str:
         number = self._worker()
-        self._world.worker_lines[number].reset()
-        return f"connections to worker {number} reset"
+        many = self._world.ways.reset(number)
+        return f"{many} connections to worker {number} reset"
 
     def kill_leader(self, seconds: float) -> str:
         number = self._leader()
@@ -107,18 +111,17 @@ class Harms:
         return f"restart of control plane {number}"
 
     def cut_leader(self, seconds: float) -> str:
-        number, world = self._leader(), self._world
-        lines = world.control_lines[number], world.lease_lines[number]
-        return _cut(f"leader {number} cut off from all", seconds, *lines)
+        number, ways = self._leader(), self._world.ways
+        return _cut(f"leader {number} cut off from all", seconds, *ways.to_control(number), *ways.to_lease(number))
 
     def cut_control(self, seconds: float) -> str:
         number = self._leader()
         words = f"workers and clients cut off from leader {number}"
-        return _cut(words, seconds, self._world.control_lines[number])
+        return _cut(words, seconds, *self._world.ways.to_control(number))
 
     def cut_lease(self, seconds: float) -> str:
         number = self._leader()
-        return _cut(f"leader {number} cut off from the lease", seconds, self._world.lease_lines[number])
+        return _cut(f"leader {number} cut off from the lease", seconds, *self._world.ways.to_lease(number))
 
     def lose_api(self, seconds: float) -> str:
         self._world.api.away = True
@@ -155,7 +158,44 @@ class Harms:
             os.kill(self._world.supervisor.worker_pids()[number], kind)
 
 
-def _cut(what: str, seconds: float, *lines: Proxy) -> str:
+class Cuts:
+    """What only a real network does: connections that neither close nor answer, in one way or both, lines that go down.
+
+    Args:
+        ways: to be cut.
+        chooser: of whom, how, and how long: up to four times as long as other harms, beyond every keepalive.
+        leader: who leads.
+    """
+
+    def __init__(self, ways: Namespaced, chooser: random.Random, leader: Callable[[], int]) -> None:
+        self._ways, self._random, self._leader = ways, chooser, leader
+
+    def isolate_worker(self, seconds: float) -> str:
+        return self._isolate(self._random.choice(self._ways.machines), seconds)
+
+    def isolate_leader(self, seconds: float) -> str:
+        return self._isolate(self._ways.hosts[self._leader()], seconds)
+
+    def orphan_worker(self, seconds: float) -> str:
+        number = self._random.randrange(NUM_WORKERS)
+        words = f"worker {number} cut off from the control planes"
+        return _cut(words, seconds * self._longer(), *self._ways.from_controls(number))
+
+    def one_way(self, seconds: float) -> str:
+        host = self._random.choice([*self._ways.machines, self._ways.hosts[self._leader()]])
+        way = self._random.choice(("from", "to"))
+        return _cut(f"nothing passes {way} {host.name}", seconds * self._longer(), *self._ways.one_way(host, way))
+
+    def _isolate(self, host: Host, seconds: float) -> str:
+        if self._random.random() < 0.5:
+            return _cut(f"the line of {host.name} down", seconds * self._longer(), *self._ways.plug(host))
+        return _cut(f"nothing passes from or to {host.name}", seconds * self._longer(), *self._ways.around(host))
+
+    def _longer(self) -> float:
+        return self._random.choice((1.0, 1.0, 4.0))
+
+
+def _cut(what: str, seconds: float, *lines: Line) -> str:
     for line in lines:
         line.cut()
     time.sleep(seconds)

@@ -56,14 +56,16 @@ class Proxy:
         """What was held back passes, and everything after it."""
         self._loop.call_soon_threadsafe(self._open.set)
 
-    def reset(self) -> None:
-        """End every connection at once; new ones are taken."""
+    def reset(self) -> int:
+        """End every connection at once, new ones are taken; how many there were, about."""
 
         def abort() -> None:
             for writer in self._writers:
                 writer.transport.abort()
 
+        number = len(self._writers) // 2
         self._loop.call_soon_threadsafe(abort)
+        return number
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

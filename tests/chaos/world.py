@@ -1,4 +1,4 @@
-"""What is harmed: three control planes that share a lease, three workers, and the lines to them, each a proxy."""
+"""What is harmed: three control planes that share a lease, and three workers."""
 
 from __future__ import annotations
 
@@ -6,46 +6,53 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crossdock.common import rpc
 from crossdock.common.config import WorkerConfig
 from crossdock.supervisor import Supervisor, current_view
 from crossdock.v1.control_pb2 import SERVING, GroupView
-from tests.chaos.proxy import Network, Proxy
+from tests.chaos.ways import NUM_WORKERS, Place, Ways
 from tests.services.cluster import write_model
-from tests.services.control_world import lasting_port
 from tests.services.lease_api import LeaseApi
 from tests.services.replicas import Replica
 
-NUM_CONTROLS, NUM_WORKERS = 3, 3
 LEASE_S, FORM_S = 1.5, 120.0
 _LOOK_S = 0.5
+
+
+class Placed(Supervisor):
+    """One whose workers start where `enters` leads: what the command of each begins with."""
+
+    def __init__(self, workers: Sequence[WorkerConfig], log_dir: Path, enters: Sequence[tuple[str, ...]]) -> None:
+        super().__init__(None, workers, log_dir)
+        for child, enter in zip(self.children, enters, strict=True):
+            child._command = [*enter, *child._command]
 
 
 class World:
     """Use in `with`.
 
+    Args:
+        folder: for the model, configs and logs.
+        ways: how all reach each other; closed with this.
+
     Attributes:
+        ways: these.
         api: the server of the lease.
-        controls, control_lines, lease_lines: control planes, and the ways to them and from them to the lease.
-        worker_lines: the ways to the workers.
+        controls: the control planes.
         target: what clients are given.
         tensors: of the model.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.api, self.network = folder, LeaseApi(), Network()
+    def __init__(self, folder: Path, ways: Ways) -> None:
+        self.folder, self.ways, self.api = folder, ways, LeaseApi(ways.api_host)
         self.tensors = write_model(folder / "model")
-        self.controls: list[Replica] = []
-        self.control_lines: list[Proxy] = []
-        self.lease_lines: list[Proxy] = []
-        addresses = [self._add_control(number) for number in range(NUM_CONTROLS)]
-        self.target = ",".join(addresses)
-        self.worker_lines: list[Proxy] = []
-        workers = [self._add_worker(number) for number in range(NUM_WORKERS)]
-        self.supervisor = Supervisor(None, workers, folder / "logs")
+        self.target = ",".join(place.advertised for place in ways.controls)
+        self.controls = [self._control(number, place) for number, place in enumerate(ways.controls)]
+        workers = [self._worker(number, place) for number, place in enumerate(ways.workers)]
+        self.supervisor = Placed(workers, folder / "logs", [place.enter for place in ways.workers])
 
     def __enter__(self) -> World:
         self.supervisor.start()
@@ -53,8 +60,6 @@ class World:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for line in (*self.control_lines, *self.lease_lines, *self.worker_lines):
-            line.mend()
         with contextlib.suppress(ProcessLookupError):
             for pid in self.supervisor.worker_pids():
                 os.kill(pid, signal.SIGCONT)
@@ -62,28 +67,27 @@ class World:
         for replica in self.controls:
             replica.end()
         self.api.__exit__()
-        self.network.close()
+        self.ways.close()
 
-    def _add_control(self, number: int) -> str:
-        advertised, lease_line = (f"127.0.0.1:{lasting_port()}" for _ in range(2))
-        self.lease_lines.append(self.network.proxy(lease_line, f"127.0.0.1:{self.api.server_port}"))
-        kubeconfig = self.api.kubeconfig(self.folder, lease_line)
-        settings = (f"world_size={NUM_WORKERS}", "recover_s=5", f"lease_s={LEASE_S}", f"advertise={advertised}")
-        logs = f"log.file={self.folder / f'control-{number}.log'}"
-        self.controls.append(Replica(f"c{number}", kubeconfig, *settings, logs))
-        self.control_lines.append(self.network.proxy(advertised, self.controls[-1].address))
-        return advertised
+    def _control(self, number: int, place: Place) -> Replica:
+        kubeconfig = self.api.kubeconfig(self.folder, self.ways.lease(number, self.api.server_port))
+        settings = (
+            f"world_size={NUM_WORKERS}",
+            "recover_s=5",
+            f"lease_s={LEASE_S}",
+            f"advertise={place.advertised}",
+            f"log.file={self.folder / f'control-{number}.log'}",
+        )
+        return Replica(f"c{number}", kubeconfig, *settings, listen=place.listen, enter=place.enter)
 
-    def _add_worker(self, number: int) -> WorkerConfig:
-        listen, advertised = (f"127.0.0.1:{lasting_port()}" for _ in range(2))
-        self.worker_lines.append(self.network.proxy(advertised, listen))
+    def _worker(self, number: int, place: Place) -> WorkerConfig:
         return WorkerConfig(
             model=str(self.folder / "model"),
             control=self.target,
             uid=f"w{number}",
             local_rank=number,
-            listen=listen,
-            advertise=advertised,
+            listen=place.listen,
+            advertise=place.advertised,
             max_tokens_per_step=64,
             step_timeout_s=2.0,
             drain_timeout_s=5.0,
@@ -91,8 +95,8 @@ class World:
 
     def leader(self) -> int | None:
         """Number of the control plane that decides, asked directly; None: nobody just now."""
-        for number, replica in enumerate(self.controls):
-            view = look(replica.address)
+        for number, place in enumerate(self.ways.controls):
+            view = look(place.looked_at)
             if view is not None and view.term:
                 return number
         return None

@@ -248,11 +248,12 @@ def lasting_port() -> int:
     return port
 
 
-def spawn(*overrides: str) -> subprocess.Popen[str]:
-    """Start a control plane; http on a free port unless the overrides say otherwise."""
+def spawn(*overrides: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start a control plane, by a command that begins with `enter`; http on a free port unless the overrides say
+    otherwise."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
-        [sys.executable, "-c", _RUN, "http_listen=127.0.0.1:0", *overrides],
+        [*enter, sys.executable, "-c", _RUN, "http_listen=127.0.0.1:0", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

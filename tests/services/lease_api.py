@@ -15,7 +15,10 @@ _BASE = "/".join(("", "apis", "coordination.k8s.io", "v1", "namespaces", "defaul
 
 
 class LeaseApi(ThreadingHTTPServer):
-    """Listens on a free port of 127.0.0.1.
+    """Listens on a free port.
+
+    Args:
+        host: where; 127.0.0.1 unless told.
 
     Attributes:
         lease: the one there is, as JSON; None: none.
@@ -27,8 +30,8 @@ class LeaseApi(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), _Handler)
         self.lease: dict[str, Any] | None = None
         self.away, self.may_create, self.delay_s = False, True, 0.0
         self.writes: list[tuple[str, int]] = []

@@ -26,10 +26,20 @@ election's stops after two thirds of it: on a machine that stands still for a mo
 
 
 class Replica:
-    """One control plane; started again at the same address."""
+    """One control plane; started again at the same address.
 
-    def __init__(self, name: str, kubeconfig: Path, *overrides: str) -> None:
-        self.address = f"127.0.0.1:{lasting_port()}"
+    Args:
+        name: its identity.
+        kubeconfig: of the server of the lease.
+        overrides: more of its config.
+        listen: where it listens; empty: on a port of its own here.
+        enter: what its command begins with.
+    """
+
+    def __init__(
+        self, name: str, kubeconfig: Path, *overrides: str, listen: str = "", enter: tuple[str, ...] = ()
+    ) -> None:
+        self.address, self._enter = listen or f"127.0.0.1:{lasting_port()}", enter
         self._overrides = (
             f"listen={self.address}",
             "election.lease_name=crossdock",
@@ -43,7 +53,7 @@ class Replica:
 
     def start(self) -> None:
         """Start and wait until it listens."""
-        self.process: subprocess.Popen[str] = spawn(*self._overrides)
+        self.process: subprocess.Popen[str] = spawn(*self._overrides, enter=self._enter)
         self.addresses: announce.Addresses = wait_announced(self.process)
 
     def send(self, number: int) -> None:
