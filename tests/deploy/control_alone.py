@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
@@ -26,6 +27,8 @@ def main() -> None:
     for name in ("torch", "numpy", "transformers"):
         if find_spec(name) is not None:
             sys.exit(f"{name}: expected to be absent from the control plane's environment, got it")
+    for name in ("leases", "nodes"):
+        import_module(f"crossdock.control.{name}")
     crossdock = Path(sys.executable).with_name("crossdock")
     ports = ["--set", "listen=127.0.0.1:0", "--set", "http_listen=127.0.0.1:0"]
     begun = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,25 +16,33 @@ _BASE = "/".join(("", "apis", "coordination.k8s.io", "v1", "namespaces", "defaul
 
 
 class LeaseApi(ThreadingHTTPServer):
-    """Listens on a free port.
+    """Listens on a free port, in the clear unless `tls` says how.
 
     Args:
         host: where; 127.0.0.1 unless told.
+        tls: how to answer by TLS.
 
     Attributes:
         lease: the one there is, as JSON; None: none.
         away: every request is answered 500.
         may_create: the account is allowed to.
         delay_s: before each answer.
+        hangs_up: after each answer.
+        token: the only one that is taken; "": any.
+        tokens: of the requests that counted, in order.
         writes: holders of the writes that counted, in order.
     """
 
     daemon_threads = True
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         super().__init__((host, 0), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.lease: dict[str, Any] | None = None
         self.away, self.may_create, self.delay_s = False, True, 0.0
+        self.hangs_up, self.token = False, ""
+        self.tokens: list[str] = []
         self.writes: list[tuple[str, int]] = []
         self._lock, self._version = threading.Lock(), 100
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -78,7 +87,7 @@ class LeaseApi(ThreadingHTTPServer):
             self.lease = None
 
     def kubeconfig(self, folder: Path, address: str = "") -> Path:
-        """A file by which the `kubernetes` client finds this server, or the way to it at `address`."""
+        """A file by which clients find this server, or the way to it at `address`."""
         address = address or f"127.0.0.1:{self.server_port}"
         path = folder / f"kubeconfig-{address.rpartition(':')[2]}"
         config = {
@@ -120,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        if self.server.hangs_up:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
@@ -132,6 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.away or not self.path.startswith(_BASE):
             self._answer(500, {"reason": "InternalError"})
             return True
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if self.server.token not in ("", token):
+            self._answer(401, {"reason": "Unauthorized"})
+            return True
+        self.server.tokens.append(token)
         return False
 
     def do_GET(self) -> None:

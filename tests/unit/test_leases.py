@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
+pytest.importorskip("lightkube", reason="the client comes with the extra [control]")
 
-from crossdock.common.config import ElectionConfig
+from crossdock.common.config import ControlConfig, ElectionConfig
+from crossdock.control import process
 from crossdock.control.election import Lease
 from crossdock.control.leases import ADDRESS, KubernetesLeases
 from tests.services.lease_api import LeaseApi
@@ -79,3 +80,12 @@ def test_a_missing_lease_is_made_by_who_may_and_named_by_who_may_not(api: LeaseA
     api.may_create = True
     assert place.write(MINE, None, TIMEOUT_S) == replace(MINE, version="101")
     assert place.write(MINE, None, TIMEOUT_S) is None, "somebody was faster"
+
+
+def test_without_the_extra_a_control_plane_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    monkeypatch.setattr(process.logs, "setup", lambda config, role: None)
+    assert process.run_control(ControlConfig(election=ElectionConfig())) == process.EXIT_BAD_CONFIG
+    assert "pip install 'crossdock[control]'" in caplog.text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
+pytest.importorskip("lightkube", reason="the client comes with the extra [control]")
+
+from lightkube.core.generic_client import ListAsyncIterable
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Node
+
 from crossdock.common.config import KubernetesConfig
+from crossdock.control import nodes as nodes_module
 from crossdock.control.discovery import Labels
 from crossdock.control.nodes import Nodes, labels_of
 
@@ -24,8 +31,15 @@ WAIT_S = 60.0
 
 
 class Api(ThreadingHTTPServer):
-    """Nodes at resource versions; watches get what is put into `changes`; None ends a watch. What happened before the
-    version `oldest` is forgotten."""
+    """Nodes and what happened to them, at resource versions; a watch tells all that happened after its version. What
+    happened before the version `oldest` is forgotten.
+
+    Attributes:
+        gone: how a watch is answered whose place is forgotten: status of the answer, and of the event within it.
+        broken: everything is answered 500.
+        asked: what was asked for, list or watch, and from which version.
+        watching: how many watches `end_watches` would end.
+    """
 
     daemon_threads = True
 
@@ -34,19 +48,36 @@ class Api(ThreadingHTTPServer):
         self.nodes: dict[str, dict[str, str]] = {}
         self.version = 10
         self.oldest = 0
-        self.changes: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.asked: list[tuple[str, str]] = []
+        self.gone = 200
         self.broken = False
+        self.asked: list[tuple[str, str]] = []
+        self.happened: list[dict[str, Any]] = []
+        self.ended = self.watching = 0
+        self.news = threading.Condition()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def node(self, name: str) -> dict[str, Any]:
         metadata = {"name": name, "labels": self.nodes.get(name, {}), "resourceVersion": str(self.version)}
         return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
 
+    def list(self) -> dict[str, Any]:
+        nodes = [self.node(name) for name in self.nodes]
+        return {"kind": "NodeList", "metadata": {"resourceVersion": str(self.version)}, "items": nodes}
+
     def change(self, kind: str, name: str, **labels: str) -> None:
-        self.version += 1
-        self.nodes[name] = {key.replace("__", "/"): value for key, value in labels.items()}
-        self.changes.put({"type": kind, "object": self.node(name)})
+        with self.news:
+            self.version += 1
+            self.nodes[name] = {key.replace("__", "/"): value for key, value in labels.items()}
+            self.happened.append({"type": kind, "object": self.node(name)})
+            if kind == "DELETED":
+                del self.nodes[name]
+            self.news.notify_all()
+
+    def end_watches(self) -> None:
+        with self.news:
+            self.ended += 1
+            self.watching = 0
+            self.news.notify_all()
 
     def asks(self, what: str) -> int:
         return sum(kind == what for kind, _ in self.asked)
@@ -62,33 +93,47 @@ class _Handler(BaseHTTPRequestHandler):
         watching = "watch" in query
         self.server.asked.append(("watch" if watching else "list", query.get("resourceVersion", [""])[0]))
         if self.server.broken or not url.path.endswith("v1/nodes"):
-            self.send_response(500)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self._answer(500, {"kind": "Status", "code": 500, "message": "out of order"})
         elif watching:
             self._watch(int(query["resourceVersion"][0]))
         else:
-            nodes = [self.server.node(name) for name in self.server.nodes]
-            body = {"kind": "NodeList", "metadata": {"resourceVersion": str(self.server.version)}, "items": nodes}
-            data = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self._answer(200, self.server.list())
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def _watch(self, since: int) -> None:
+        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+        forgotten = since < self.server.oldest
+        if forgotten and self.server.gone == 410:
+            self._answer(410, gone)
+            return
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        if since < self.server.oldest:
-            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+        if forgotten:
             self._tell({"type": "ERROR", "object": gone})
         else:
-            while (change := self.server.changes.get()) is not None:
-                self._tell(change)
+            self._tell_on(since)
         self.wfile.write(b"0\r\n\r\n")
+
+    def _tell_on(self, since: int) -> None:
+        with self.server.news:
+            self.server.watching += 1
+            ended = self.server.ended
+            while ended == self.server.ended:
+                for event in self.server.happened:
+                    version = int(event["object"]["metadata"]["resourceVersion"])
+                    if version > since:
+                        self._tell(event)
+                        since = version
+                self.server.news.wait(WAIT_S)
 
     def _tell(self, change: dict[str, Any]) -> None:
         line = json.dumps(change).encode() + b"\n"
@@ -102,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 def api() -> Iterator[Api]:
     server = Api()
     yield server
-    server.changes.put(None)
+    server.end_watches()
     server.shutdown()
     server.server_close()
 
@@ -142,22 +187,25 @@ def test_labels_are_listed_then_watched(api: Api, config: KubernetesConfig) -> N
         until(lambda: nodes.labels["b"].clique == "u.3")
         api.change("DELETED", "a")
         until(lambda: "a" not in nodes.labels)
-        api.changes.put(None)  # the watch ends: it goes on from the last version
+        api.end_watches()
         until(lambda: api.asks("watch") >= 2)
-        assert api.asked[-1] == ("watch", str(api.version))
-        assert api.asks("list") == 1
+        assert api.asked[:3] == [("list", ""), ("watch", "10"), ("watch", str(api.version))], "it goes on where it was"
     finally:
         nodes.close()
 
 
-def test_a_forgotten_place_in_history_means_a_new_list(api: Api, config: KubernetesConfig) -> None:
+@pytest.mark.parametrize("status", [200, 410])
+def test_a_forgotten_place_in_history_means_a_new_list(api: Api, config: KubernetesConfig, status: int) -> None:
+    api.gone = status
     nodes = Nodes(config)
     assert nodes.start(WAIT_S)
     try:
+        until(lambda: api.watching)
         api.nodes["late"] = {CLIQUE: "u.9"}
         api.version = api.oldest = api.version + 10
-        api.changes.put(None)
+        api.end_watches()
         until(lambda: "late" in nodes.labels)
+        assert nodes.trouble == ""
         assert api.asks("list") == 2
     finally:
         nodes.close()
@@ -168,10 +216,11 @@ def test_without_an_answer_the_last_labels_stay(api: Api, config: KubernetesConf
     nodes = Nodes(config)
     assert nodes.start(WAIT_S)
     try:
+        until(lambda: api.watching)
         api.broken = True
-        api.changes.put(None)
+        api.end_watches()
         until(lambda: nodes.trouble)
-        assert "(500)" in nodes.trouble
+        assert "500" in nodes.trouble
         assert "secret-token" not in nodes.trouble
         assert nodes.labels["a"].clique == "u.1"
         api.broken = False
@@ -179,6 +228,47 @@ def test_without_an_answer_the_last_labels_stay(api: Api, config: KubernetesConf
         until(lambda: "b" in nodes.labels and not nodes.trouble)
     finally:
         nodes.close()
+
+
+class Quiet:
+    """A client of a server that has one node and tells of one more; after that its watches are silent."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def __aenter__(self) -> Quiet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to hang up."""
+
+    def list(self, _: type[Node]) -> ListAsyncIterable[Node]:
+        async def pages() -> AsyncIterator[tuple[str, list[Node]]]:
+            self.asked.append("list")
+            yield "10", [Node(metadata=ObjectMeta(name="a", resourceVersion="7"))]
+
+        return ListAsyncIterable(pages())
+
+    async def watch(self, _: type[Node], *, resource_version: str, **_more: object) -> AsyncIterator[tuple[str, Node]]:
+        self.asked.append(resource_version)
+        if resource_version == "10":
+            yield "ADDED", Node(metadata=ObjectMeta(name="b", labels={CLIQUE: "u.2"}, resourceVersion="11"))
+        await asyncio.Event().wait()
+
+
+def test_a_watch_is_left_after_a_while_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent one is followed by a list, which tells whether the line is dead."""
+    client = Quiet()
+    monkeypatch.setattr(nodes_module, "_WATCH_S", 0.05)
+    monkeypatch.setattr(nodes_module, "connect", lambda kubeconfig: client)
+    nodes = Nodes(KubernetesConfig())
+    assert nodes.start(WAIT_S)
+    try:
+        until(lambda: len(client.asked) >= 4)
+    finally:
+        nodes.close()
+    assert client.asked[:4] == ["list", "10", "11", "list"]
+    assert nodes.trouble == ""
 
 
 def test_nobody_there(config: KubernetesConfig, api: Api) -> None:

@@ -46,6 +46,9 @@ class Leases(Protocol):
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
         """Put `lease` in the place of exactly `seen`; as written, or None: somebody else was faster."""
 
+    def close(self) -> None:
+        """Hang up; nothing is asked after this."""
+
 
 class Elector:
     """Reads and renews the lease in a thread of its own, so that a busy event loop does not lose it.
@@ -105,11 +108,14 @@ class Elector:
         with self._lock:
             back, seen = election.given_back(self._state), self._state.seen
             self._state = replace(self._state, term=0)
-        if back is not None and not self._thread.is_alive():
+        if self._thread.is_alive():
+            return
+        if back is not None:
             try:
                 self._leases.write(back, seen, timeout_s)
             except Exception as error:
                 log.warning("lease not given back", error=error)
+        self._leases.close()
 
     def _run(self) -> None:
         pause_s = self._state.lease_s / RENEWALS_PER_LEASE
@@ -118,7 +124,7 @@ class Elector:
             try:
                 self._round(pause_s)
                 self.trouble = ""
-            except Exception as error:  # the client raises its own errors, urllib3's and the socket's
+            except Exception as error:  # the client raises its own errors and the socket's
                 self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             if before != (self.term, self.leader):
                 self.changed()

@@ -11,24 +11,29 @@ again; the control plane never waits for it after the start. A node's name must 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+
+from lightkube import AsyncClient
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Node
 
 from crossdock.common import log as logs
 from crossdock.common.config import KubernetesConfig
 from crossdock.control.discovery import Labels
+from crossdock.control.kube import connect, status_of
 
 log = logs.get(__name__)
 
 FIRST_LIST_S = 10.0
 """Longest that `start` waits for the first list."""
-_CONNECT_S = 5.0
+_LIST_S = 30.0
 _WATCH_S = 300
-"""A watch ends by itself after this, and is begun again where it was."""
+"""After this a watch is left and begun again where it was, by a new client: token and certificates are read anew."""
 _SPARE_S = 10
+"""So much later the server ends a watch whose reader is gone."""
 _PAUSES_S = (0.2, 30.0)
 _GONE = 410
 
@@ -53,49 +58,50 @@ class Nodes:
 
     Args:
         config: which API server, which labels.
-        connect: makes the API (`kubernetes.client.CoreV1Api`); by default from `config`.
 
     Attributes:
         labels: by node name, the newest; replaced as a whole.
         trouble: why there is no line to the API server just now, "" = there is one.
     """
 
-    def __init__(self, config: KubernetesConfig, connect: Callable[[], Any] | None = None) -> None:
-        self._config, self._connect = config, connect or (lambda: connect_to(config))
+    def __init__(self, config: KubernetesConfig) -> None:
+        self._config = config
         self.labels: Mapping[str, Labels] = {}
         self.trouble = "not started"
-        self._listed, self._stop = threading.Event(), threading.Event()
-        self._watch: Any = None
-        self._thread = threading.Thread(target=self._run, name="crossdock-nodes", daemon=True)
+        self._listed = threading.Event()
+        self._ending: Callable[[], object] = lambda: None
+        self._thread: threading.Thread | None = None
 
     def start(self, wait_s: float = FIRST_LIST_S) -> bool:
         """Begin; whether the first list came within `wait_s`."""
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._run())
+        self._ending = lambda: loop.call_soon_threadsafe(task.cancel)
+        self._thread = threading.Thread(target=_until_cancelled, args=(loop, task), name="crossdock-nodes", daemon=True)
         self._thread.start()
         return self._listed.wait(wait_s)
 
     def close(self) -> None:
         """Stop watching. The thread is a daemon: one that is stuck in the network is not waited for."""
-        self._stop.set()
-        if self._watch is not None:
-            self._watch.stop()
-        self._thread.join(1.0)
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._ending()
+        if self._thread is not None:
+            self._thread.join(1.0)
 
-    def _run(self) -> None:
-        pause_s = _PAUSES_S[0]
-        while not self._stop.is_set():
+    async def _run(self) -> None:
+        pause_s, version = _PAUSES_S[0], ""
+        while True:
             try:
-                api = self._connect()
-                version = self._list(api)
-                pause_s = _PAUSES_S[0]
-                while not self._stop.is_set():
-                    version = self._follow(api, version)
-            except Exception as error:  # the client raises its own errors, urllib3's and the socket's
-                if self._stop.is_set():
-                    return
-                if getattr(error, "status", None) == _GONE:  # this place of the history is forgotten: list anew
+                async with connect(self._config.kubeconfig) as api:
+                    version = version or await self._list(api)
+                    pause_s = _PAUSES_S[0]
+                    version = await self._follow(api, version)
+            except Exception as error:  # lightkube raises its own errors, httpx2's and the socket's
+                version = ""
+                if status_of(error) == _GONE:  # this place of the history is forgotten: list anew
                     continue
-                self._complain(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-                self._stop.wait(pause_s)
+                self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     def _complain(self, trouble: str) -> None:
@@ -103,32 +109,31 @@ class Nodes:
             log.warning("no node labels", why=trouble, kept=len(self.labels))
         self.trouble = trouble
 
-    def _list(self, api: Any) -> str:
-        answer = api.list_node(_preload_content=False, _request_timeout=(_CONNECT_S, 6 * _CONNECT_S))
-        nodes = json.loads(answer.data)
-        self.labels = dict(self._node(node) for node in nodes["items"])
+    async def _list(self, api: AsyncClient) -> str:
+        """Take all of them; the place in the history where that was."""
+        nodes = api.list(Node)
+        try:
+            async with asyncio.timeout(_LIST_S):
+                self.labels = dict([self._node(node) async for node in nodes])
+        except TimeoutError:
+            raise TimeoutError(f"no list of nodes within {_LIST_S:.0f} s") from None
         self.trouble = ""
         self._listed.set()
         log.info("node labels", nodes=len(self.labels))
-        return str(nodes["metadata"]["resourceVersion"])
+        return nodes.resourceVersion
 
-    def _follow(self, api: Any, version: str) -> str:
-        """Take changes until the watch ends; where to go on."""
-        from kubernetes import watch
+    async def _follow(self, api: AsyncClient, version: str) -> str:
+        """Take changes for a while; where to go on, "" = nothing was heard: a list tells whether the line is dead."""
+        heard = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WATCH_S):
+                changes = api.watch(Node, resource_version=version, server_timeout=_WATCH_S + _SPARE_S)
+                async for kind, node in changes:
+                    self._change(kind, node)
+                    heard = str(node.metadata.resourceVersion) if node.metadata else ""
+        return heard
 
-        self._watch = watch.Watch()  # type: ignore[no-untyped-call]
-        timeouts = {"timeout_seconds": _WATCH_S, "_request_timeout": (_CONNECT_S, _WATCH_S + _SPARE_S)}
-        bookmarks = {"allow_watch_bookmarks": True}
-        for event in self._watch.stream(api.list_node, resource_version=version, **timeouts, **bookmarks):
-            node = event["raw_object"]
-            version = node["metadata"]["resourceVersion"]
-            if event["type"] != "BOOKMARK":
-                self._change(event["type"], node)
-            if self._stop.is_set():
-                break
-        return version
-
-    def _change(self, kind: str, node: Mapping[str, Any]) -> None:
+    def _change(self, kind: str, node: Node) -> None:
         name, labels = self._node(node)
         if kind == "DELETED":
             self.labels = {other: known for other, known in self.labels.items() if other != name}
@@ -136,28 +141,11 @@ class Nodes:
             self.labels = {**self.labels, name: labels}
             log.info("node labels changed", node=name)
 
-    def _node(self, node: Mapping[str, Any]) -> tuple[str, Labels]:
-        metadata = node["metadata"]
-        return metadata["name"], labels_of(metadata.get("labels") or {}, self._config)
+    def _node(self, node: Node) -> tuple[str, Labels]:
+        metadata = node.metadata or ObjectMeta()
+        return str(metadata.name), labels_of(metadata.labels or {}, self._config)
 
 
-def connect_to(config: KubernetesConfig) -> Any:
-    """A `CoreV1Api`. Raises what the client raises."""
-    from kubernetes import client
-
-    return client.CoreV1Api(api_client(config.kubeconfig))
-
-
-def api_client(kubeconfig: str) -> Any:
-    """An `ApiClient`: by `kubeconfig`, or with the pod's own service account. Raises what the client raises."""
-    from kubernetes import client
-    from kubernetes import config as access
-
-    settings = client.Configuration()
-    if kubeconfig:
-        access.load_kube_config(kubeconfig, client_configuration=settings)  # type: ignore[no-untyped-call]
-    else:
-        access.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-    with contextlib.suppress(AttributeError):
-        settings.retries = 0  # who calls tries again, and says so
-    return client.ApiClient(settings)
+def _until_cancelled(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
+        loop.run_until_complete(task)

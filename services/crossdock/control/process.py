@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -16,17 +18,18 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.access import door_of
 from crossdock.common.announce import announce
-from crossdock.common.config import ControlConfig, Identity
+from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import SecurityError, security_of
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
-from crossdock.control.leases import KubernetesLeases
-from crossdock.control.nodes import Nodes
 from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from crossdock.control.nodes import Nodes
 
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
@@ -38,8 +41,11 @@ log = logs.get(__name__)
 
 def run_control(config: ControlConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address, or a certificate or
-    token, cannot be used."""
+    token, cannot be used, or the extra `control` is asked for and not installed."""
     logs.setup(config.log, role="control")
+    if (config.election or config.kubernetes) and find_spec("lightkube") is None:
+        log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="lightkube")
+        return EXIT_BAD_CONFIG
     try:
         return asyncio.run(_serve(config))
     except rpc.ListenError as error:
@@ -64,6 +70,8 @@ class _Reign:
         if self._config.election is None:
             self._metrics.leading.set(1)
             return self._make()
+        from crossdock.control.leases import KubernetesLeases
+
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname
         state = State(f"{name}_{secrets.token_hex(4)}", self._config.advertise or address, float(chosen.lease_s))
@@ -106,9 +114,7 @@ async def _serve(config: ControlConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = ControlMetrics()
     security = security_of(config.security)
-    nodes = Nodes(config.kubernetes) if config.kubernetes else None
-    if nodes is not None and not await asyncio.to_thread(nodes.start):
-        log.warning("starting without node labels", why=nodes.trouble)
+    nodes = await _nodes(config.kubernetes) if config.kubernetes else None
     health = rpc.Health([SERVICE_NAME])
     door = door_of(security, config.max_calls_per_s, metrics)
     server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
@@ -132,6 +138,15 @@ async def _serve(config: ControlConfig) -> int:
         if nodes is not None:
             nodes.close()
     return EXIT_OK
+
+
+async def _nodes(config: KubernetesConfig) -> Nodes:
+    from crossdock.control.nodes import Nodes
+
+    nodes = Nodes(config)
+    if not await asyncio.to_thread(nodes.start):
+        log.warning("starting without node labels", why=nodes.trouble)
+    return nodes
 
 
 async def _shut_down(

@@ -22,11 +22,13 @@ from tests.deploy.bed.say import Missing, say
 from tests.deploy.bed.tools import cache
 from tests.house.tree import ROOT
 
-PULLED = "docker.io/library/python:3.12-slim-bookworm"
-MADE = "localhost/base:bookworm"
+PULLED = "docker.io/library/debian:bookworm-slim"
+MADE = "localhost/debian:bookworm-slim"
 TAG = "bed"
-PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
+LEFT_OUT = ("doc", "groff", "info", "linda", "lintian", "locale", "man")
+"""Folders of /usr/share that Debian's slim images do without, but for licences."""
 DEBIAN = "http://deb.debian.org/debian"
+TRUSTED = "/run/host-certificates.crt"
 BUILD_TIMEOUT_S, COMMAND_TIMEOUT_S = 3600, 600
 CONF = """\
 [containers]
@@ -91,7 +93,7 @@ class Images:
             )
         say("no registry answers: making the base image from Debian's packages")
         archive = self.folder / "base.tar"
-        self._run(["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(archive), DEBIAN], 900)
+        self._run(["mmdebstrap", *_slim(), "bookworm", str(archive), DEBIAN], 900)
         self.podman("import", "--quiet", str(archive), MADE)
         archive.unlink()
         return MADE
@@ -134,12 +136,11 @@ class Images:
 
     def _trust(self) -> list[str]:
         """The host's certificates and pip's settings, for hosts behind a registry mirror; no part of the image."""
-        mounts = [Path("/etc/ssl/certs/ca-certificates.crt")]
+        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
         conf = self.folder / "pip.conf"
-        conf.write_text("[global]\ncert = /etc/ssl/certs/ca-certificates.crt\ntimeout = 180\n")
-        return [f"--volume={path}:{path}:ro" for path in mounts if path.exists()] + [
-            f"--volume={conf}:/etc/pip.conf:ro"
-        ]
+        conf.write_text(f"[global]\ntimeout = 180\ncert = {TRUSTED}\n" if certificates.exists() else "")
+        mounts = {TRUSTED: certificates, "/etc/pip.conf": conf}
+        return [f"--volume={path}:{place}:ro" for place, path in mounts.items() if path.exists()]
 
     def _run(self, words: Sequence[str], timeout_s: float, *, check: bool = True) -> str:
         done = subprocess.run(
@@ -148,6 +149,15 @@ class Images:
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words[:6])} ...: exit status {done.returncode}\n{done.stderr[-3000:]}")
         return done.stdout
+
+
+def _slim() -> list[str]:
+    """How mmdebstrap makes what Debian's slim images are: no full perl, no manuals, no lists of packages."""
+    left_out = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in LEFT_OUT]
+    merged = "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"
+    no_lists = "--customize-hook=rm -rf $1/var/lib/apt/lists/*"
+    licences = "--dpkgopt=path-include=/usr/share/doc/*/copyright"
+    return ["--variant=minbase", merged, "--include=usr-is-merged", *left_out, licences, no_lists]
 
 
 def main() -> None:
