@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -246,6 +247,49 @@ def test_a_worker_that_is_cut_off_costs_little_time(workers: list[FakeWorker], m
         line.mend()
     control.kill()
     network.close()
+
+
+def test_a_worker_that_is_cut_off_is_left_out_until_it_answers_again(
+    workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that is: else every SHUN_S some request would wait for it in vain."""
+    monkeypatch.setattr(client, "SHUN_S", 0.0)
+    monkeypatch.setattr(stream, "_QUIET_S", 0.05)
+    monkeypatch.setattr(stream, "_ALIVE_S", 0.5)
+    network, here = Network(), f"127.0.0.1:{lasting_port()}"
+    line, ask = network.proxy(here, workers[0].address), stream.WorkerStream._is_there
+
+    async def is_there(self: stream.WorkerStream, channel: grpc.aio.Channel) -> bool:
+        return self.address != here or await ask(self, channel)
+
+    monkeypatch.setattr(stream.WorkerStream, "_is_there", is_there)
+    view = view_of(workers[:2])
+    view.members[0].address = here
+    control, (x, ids, weights) = FakeControl(view), _batch(5)
+    with contextlib.ExitStack() as end:
+        end.callback(network.close)
+        end.callback(control.kill)
+        service = end.enter_context(Client(control.address))
+        for _ in range(4):
+            service.forward(0, x, ids, weights, timeout_s=TIMEOUT_S)
+        first = service._client._streams[here]
+        line.cut()
+        until(lambda: first.cut_off or service.forward(1, x, ids, weights, timeout_s=TIMEOUT_S) is None)
+        broken_at = first.broken_at
+        for _ in range(8):
+            service.forward(2, x, ids, weights, timeout_s=TIMEOUT_S)
+        assert (first.cut_off, first.broken_at) == (True, broken_at)
+        line.mend()
+        until(lambda: not first.cut_off)
+        number = len(workers[0].seen)
+        until(lambda: len(workers[0].seen) > number or service.forward(3, x, ids, weights, timeout_s=TIMEOUT_S) is None)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_slow_worker_that_is_there_is_waited_for(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:

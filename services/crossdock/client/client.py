@@ -238,9 +238,10 @@ class AsyncClient:
         return self._without_broken(service)
 
     def _without_broken(self, service: Service) -> Service:
-        """Without workers that broke off just now; with all of them if nobody else is left."""
+        """Without workers that broke off just now or are cut off; with all of them if nobody else is left."""
         since = time.monotonic() - SHUN_S
-        broken = {address for address, stream in self._streams.items() if stream.broken_at > since}
+        streams = self._streams.items()
+        broken = {address for address, stream in streams if stream.cut_off or stream.broken_at > since}
         left = tuple(worker for worker in service.workers if worker[1] not in broken)
         return replace(service, workers=left) if left else service
 

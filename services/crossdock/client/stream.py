@@ -2,7 +2,8 @@
 
 Answers come in any order and are matched by id. A stream that breaks fails what was under way on it and is opened
 again by the next request. One that says nothing for a while although requests wait is asked, on the side, whether it is
-there: a line that was cut breaks no connection, and keepalive alone would take twenty seconds.
+there: a line that was cut breaks no connection, and keepalive alone would take twenty seconds. Who does not say so is
+asked again and again, by new connections, and is `cut_off` until it does.
 
 Requests are written by grpc's own task from an outbox: cancelling a request must not cancel the write of a message,
 because grpc would end the whole stream.
@@ -59,12 +60,18 @@ class WorkerStream:
         self._reader: asyncio.Task[None] | None = None
         self._heard_at = 0.0
         self._silent = False
+        self._asking: asyncio.Task[None] | None = None
         self.broken_at = float("-inf")
 
     @property
     def idle(self) -> bool:
         """True while no request is under way."""
         return not self._pending
+
+    @property
+    def cut_off(self) -> bool:
+        """True from when it was found silent until it has said that it is there."""
+        return self._asking is not None and not self._asking.done()
 
     async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
         """What is served there. Raises ClientError."""
@@ -110,16 +117,21 @@ class WorkerStream:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         self._fail(self._closed())  # a reader that had not begun yet told nobody
         await self._channel.close(None)
         await asyncio.gather(*self._former, return_exceptions=True)
 
     def _dial(self) -> None:
-        security = self._security
-        self._version = security.version if security is not None else 0
-        name = security.config.worker_name if security is not None else ""
-        self._channel = rpc.aio_channel(self.address, self._max_message_bytes, security, name)
+        self._version = self._security.version if self._security is not None else 0
+        self._channel = self._channel_to_it()
         self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+
+    def _channel_to_it(self) -> grpc.aio.Channel:
+        name = self._security.config.worker_name if self._security is not None else ""
+        return rpc.aio_channel(self.address, self._max_message_bytes, self._security, name)
 
     def _renew(self) -> None:
         """A channel keeps the certificates it was made with, and a line that may be cut: make another one then."""
@@ -157,16 +169,29 @@ class WorkerStream:
             await asyncio.sleep(_QUIET_S)
             if not self._pending or time.monotonic() - self._heard_at < _QUIET_S:
                 continue
-            if await self._is_there():
+            if await self._is_there(self._channel):
                 self._heard_at = time.monotonic()
             elif reader is not None:
                 self._silent = True
+                if not self.cut_off:
+                    self._asking = asyncio.create_task(self._ask())
                 reader.cancel()
                 return
 
-    async def _is_there(self) -> bool:
+    async def _ask(self) -> None:
+        """Until it says that it is there; each time by a new connection, for the old one may be dead."""
+        there = False
+        while not there:
+            await asyncio.sleep(_QUIET_S)
+            channel = self._channel_to_it()
+            try:
+                there = await self._is_there(channel)
+            finally:
+                await channel.close(None)
+
+    async def _is_there(self, channel: grpc.aio.Channel) -> bool:
         """Whether it says anything at all, if only that it has no health service."""
-        check = health_pb2_grpc.HealthStub(self._channel).Check
+        check = health_pb2_grpc.HealthStub(channel).Check
         try:
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=_ALIVE_S)
         except (rpc.DeadlineExceeded, rpc.Unavailable):
