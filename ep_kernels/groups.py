@@ -1,4 +1,4 @@
-"""Bootstraps: small objects that know who the ranks are and exchange a few opaque bytes once."""
+"""Bootstraps: small objects that know who the ranks are and exchange a few opaque bytes at bring-up."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_deadlines(group: Cluster, caller: Caller) -> None:
     with group.stopped(1):
         error = caller.forward(long, timeout_ms=1).error
     assert error.code == rpc.code_number(grpc.StatusCode.DEADLINE_EXCEEDED)
-    assert "0.001 s" in error.message
+    assert "0.001 s" in error.message or "in the queue" in error.message, "which of the two saw it first"
     batch = Batch.random(3)
     check(caller.forward(batch, timeout_ms=ANSWER_S * 1000), batch, group.tensors)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
@@ -9,7 +13,9 @@ from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, l
 from crossdock.demo.stage import Stage
 from crossdock.worker.device import choose, enter
 from crossdock.worker.lane import HostLane, lane_of
+from crossdock.worker.model import Model
 from ep_kernels import ConfigError
+from tests.groups import LonelyGroup
 
 
 def test_one_gpu_for_each_worker() -> None:
@@ -85,3 +91,29 @@ def test_on_a_cpu_nothing_is_moved() -> None:
     assert landed.rows_per_expert.tolist() == [2, 1]
     assert len(landed.phases_ns) == 3
     assert min(landed.phases_ns) >= 0
+
+
+class Counting(LonelyGroup):
+    """A group of one that notes how often it was asked to gather; the control plane's gathers once in an epoch."""
+
+    asked: ClassVar[int] = 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        Counting.asked += 1
+        return super().all_gather(payload, timeout_s)
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, 128), (7, 7), (0, 0)])
+def test_the_crossover_of_a_worker_is_its_own_or_built_in(
+    configured: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counting, "asked", 0)
+    monkeypatch.setattr("ep_kernels.tuning.recall", lambda *args: pytest.fail("a worker looks for no record"))
+    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
+    checkpoint: Any = SimpleNamespace(spec=spec)
+    group: Any = Counting()
+    with Model(WorkerConfig(model="m", ll_max_tokens=configured), checkpoint).connect(group, 4) as comm:
+        assert comm.ll_max_tokens == expected
+    assert Counting.asked == 1
+    with pytest.raises(ConfigFileError, match="ll_max_tokens"):
+        load(WorkerConfig, None, ["model=m", "ll_max_tokens=-1"])

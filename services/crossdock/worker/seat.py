@@ -31,7 +31,8 @@ class Seat:
 class ControlGroup:
     """A `Group` whose all_gather is PublishRegion, then the table of regions in the next views.
 
-    It gathers once per epoch, which is what a communicator asks for. Used from a thread beside the event loop.
+    It gathers once per epoch, which is what a communicator asks for that is given `ll_max_tokens`. Used from a thread
+    beside the event loop.
     """
 
     def __init__(self, seat: Seat, link: Link, loop: asyncio.AbstractEventLoop) -> None:
