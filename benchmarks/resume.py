@@ -4,7 +4,8 @@
 
 Four workers of this host on the `cpu` transport serve a small random model; one client asks without a pause, and again
 where it is told that the group re-forms. A worker is killed (kill -9), and the supervisor starts it again. Elastic
-groups hold two copies of every expert and go on without it; others wait for it. Then experts are moved, once.
+groups hold two copies of every expert and go on without it; others wait for it. Where there is a spare, one more worker
+waits beside the group and takes the lost one's place, which is the next spare when it is back. Experts are moved, too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from crossdock.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, Rebalan
 
 WORKERS, EXPERTS, TOPK, HIDDEN, TOKENS = 4, 16, 4, 256, 16
 DEADLINE_S = 300.0
+SPARE_ASKS_S = 1.0
+"""How often a spare asks for a place, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Row:
 
     Attributes:
         elastic: whether the group goes on without a lost rank.
+        spare: whether one more worker waits.
         what: "kill" or "move".
         typical_ms: median time of a request while nothing happened.
         resume_s: longest request from the disturbance until the group served again (kill: without the killed worker
@@ -52,6 +56,7 @@ class Row:
     """
 
     elastic: bool
+    spare: bool
     what: str
     typical_ms: float
     resume_s: float
@@ -101,8 +106,8 @@ class Asking:
 class Scene:
     """A group, and what is asked of its control plane."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self.supervisor = supervisor
+    def __init__(self, supervisor: Supervisor, *, elastic: bool, spare: bool) -> None:
+        self.supervisor, self.elastic, self.spare = supervisor, elastic, spare
 
     def view(self) -> GroupView:
         """As it is now."""
@@ -123,9 +128,11 @@ class Scene:
         view = self.view()
         return view.state == SERVING and view.epoch > epoch and not (whole and view.active_ranks)
 
-    def kill(self, number: int, asking: Asking, elastic: bool) -> Row:
+    def kill(self, rank: int, asking: Asking) -> Row:
         """Kill a worker, and wait until all is as before."""
-        self.until(lambda: self.serves(0, whole=True))
+        self.until(lambda: self.serves(0, whole=True) and self._all_listen())
+        time.sleep(2 * SPARE_ASKS_S if self.spare else 0)
+        number = next(int(m.worker.uid.removeprefix("w")) for m in self.view().members if m.rank == rank)
         epoch, typical = self.view().epoch, asking.typical()
         begun, asked = time.monotonic(), len(asking.took)
         os.kill(self.supervisor.worker_pids()[number], signal.SIGKILL)
@@ -133,11 +140,11 @@ class Scene:
         whole = self.until(lambda: self.serves(epoch, whole=True))
         time.sleep(1)
         answered = sum(begun <= at <= whole for at, _ in asking.took[asked:])
-        taken_in = asking.longest(resumed, whole + 0.5, begun_after=resumed) if elastic else 0.0
+        taken_in = asking.longest(resumed, whole + 0.5, begun_after=resumed) if self.elastic else 0.0
         waited = asking.longest(begun, resumed)
-        return row(elastic, "kill", (1e3 * typical, waited, whole - begun, taken_in), answered)
+        return self.row("kill", (1e3 * typical, waited, whole - begun, taken_in), answered)
 
-    def move(self, asking: Asking, elastic: bool) -> Row:
+    def move(self, asking: Asking) -> Row:
         """Move experts, and wait until they are there."""
         with rpc.channel(self.supervisor.control_address) as channel:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
@@ -149,31 +156,34 @@ class Scene:
             started = rpc.call_sync(stub.Rebalance, RebalanceRequest(), timeout_s=60)
             end = self.until(lambda: not started.moves or moved())
         answered = len(asking.took) - asked
-        return row(elastic, "move", (1e3 * typical, asking.longest(begun, end), end - begun, 0.0), answered)
+        return self.row("move", (1e3 * typical, asking.longest(begun, end), end - begun, 0.0), answered)
+
+    def row(self, what: str, figures: tuple[float, float, float, float], answered: int) -> Row:
+        """With figures that are fit to print."""
+        typical_ms, resume_s, whole_s, taken_in_s = (round(one, 3) for one in figures)
+        return Row(self.elastic, self.spare, what, typical_ms, resume_s, whole_s, taken_in_s, answered)
+
+    def _all_listen(self) -> bool:
+        return len(self.supervisor.addresses()) == len(self.supervisor.children)
 
 
-def row(elastic: bool, what: str, figures: tuple[float, float, float, float], answered: int) -> Row:
-    """With figures that are fit to print."""
-    typical_ms, resume_s, whole_s, taken_in_s = (round(one, 3) for one in figures)
-    return Row(elastic, what, typical_ms, resume_s, whole_s, taken_in_s, answered)
-
-
-def measure(folder: Path, kills: int, *, elastic: bool) -> list[Row]:
+def measure(folder: Path, kills: int, *, elastic: bool, spare: bool) -> list[Row]:
     """All rows of one kind of group."""
     placement = PlacementConfig(redundant_experts=EXPERTS, min_copies=2) if elastic else PlacementConfig()
     anywhere = "127.0.0.1:0"
     control = ControlConfig(
         listen=anywhere, http_listen=anywhere, world_size=WORKERS, elastic=elastic, placement=placement
     )
-    workers = [WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}") for rank in range(WORKERS)]
-    with Supervisor(control, workers, folder / f"logs-{elastic}") as supervisor:
+    model, number = str(folder / "model"), WORKERS + spare
+    workers = [WorkerConfig(model=model, local_rank=i, uid=f"w{i}") for i in range(number)]
+    with Supervisor(control, workers, folder / f"logs-{elastic}-{spare}") as supervisor:
         supervisor.wait_serving(DEADLINE_S)
-        scene = Scene(supervisor)
+        scene = Scene(supervisor, elastic=elastic, spare=spare)
         with Asking(supervisor.control_address) as asking:
             scene.until(lambda: len(asking.took) > 200)
-            rows = [scene.move(asking, elastic)]
+            rows = [] if spare else [scene.move(asking)]
             for number in range(kills):
-                rows.append(scene.kill(number % WORKERS, asking, elastic))
+                rows.append(scene.kill(number % WORKERS, asking))
                 print(rows[-1], flush=True)
     return rows
 
@@ -187,7 +197,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint("mixtral", folder / "model", num_layers=2, hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)
-        rows = [row for elastic in (True, False) for row in measure(folder, arguments.kills, elastic=elastic)]
+        kinds = [(elastic, spare) for elastic in (True, False) for spare in (False, True)]
+        rows = [row for kind in kinds for row in measure(folder, arguments.kills, elastic=kind[0], spare=kind[1])]
     for row in rows:
         print(row)
     if arguments.out:

@@ -266,6 +266,7 @@ def cluster(
     folder: Path,
     *,
     num_workers: int = 4,
+    spares: int = 0,
     lease_s: float = 60.0,
     recover_s: float = 200.0,
     guard: SecurityConfig = PLAIN,
@@ -275,7 +276,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Start a group, give it, stop it: the body of a fixture. A guarded one logs all that it does.
 
-    Leases are long, so that nobody is lost but who is meant to be: a successor, or a peer that tells, is sooner.
+    Workers that are `spares` wait beside it. Leases are long, so that nobody is lost but who is meant to be: a
+    successor, or a peer that tells, is sooner.
     """
     log = LogConfig(level="debug" if guard.is_on else "info")
     tensors = write_model(folder / "model")
@@ -293,7 +295,7 @@ def cluster(
     common = {"security": guard, "log": log, "step_timeout_s": STEP_S, **worker}
     workers = [
         WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **common)  # type: ignore[arg-type]
-        for rank in range(num_workers)
+        for rank in range(num_workers + spares)
     ]
     with Supervisor(control, workers, folder / "logs") as supervisor:
         yield Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))

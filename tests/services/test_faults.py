@@ -150,6 +150,44 @@ def test_kill_9_of_one_worker_ten_times_in_a_row(group: Cluster) -> None:
                 check(caller.forward(batch), batch, group.tensors)
 
 
+def lose(group: Cluster, first: tuple[int, ...], later: tuple[int, ...] = ()) -> None:
+    """kill -9 of some ranks at once under load, and of others once the group re-forms without the first. Nobody
+    restarts but them, nobody else is named, and all ranks serve again."""
+    group = group.now()
+    victims, before, epoch = {*first, *later}, group.supervisor.worker_pids(), group.view.epoch
+    indices = {group.place(rank) for rank in victims}
+    with Load(group, tuple(rank for rank in range(4) if rank not in victims)) as load:
+        load.wait_good(10)
+        with group.killed(*first):
+            load.wait_error()
+            if later:
+                group.until(lambda view: view.epoch > epoch and view.state != SERVING)
+                with group.killed(*later):
+                    assert group.look().state != SERVING
+        after = group.until(lambda view: view.epoch > epoch and view.state == SERVING)
+        load.wait_good(10)
+    assert load.broken == []
+    assert load.slowest_s < DEADLINE_S
+    for error in load.errors:
+        assert error.code == UNAVAILABLE, error
+        assert error.lost_ranks, error
+        assert victims.issuperset(error.lost_ranks), error
+    pids = group.supervisor.worker_pids()
+    assert {i for i in range(4) if pids[i] != before[i]} == indices
+    for rank in range(4):
+        batch = Batch.random(9)
+        with after.caller(rank) as caller:
+            check(caller.forward(batch), batch, group.tensors)
+
+
+def test_kill_9_of_two_workers_at_once(group: Cluster) -> None:
+    lose(group, (1, 2))
+
+
+def test_kill_9_of_a_worker_while_the_group_re_forms_without_another_one(group: Cluster) -> None:
+    lose(group, (0,), (3,))
+
+
 def test_kill_9_of_the_control_plane_disturbs_nobody(group: Cluster) -> None:
     group = group.now()
     pids, control = group.supervisor.worker_pids(), group.supervisor.control_pid

@@ -187,6 +187,25 @@ def test_a_worker_that_dies_while_the_leader_stands_still_is_replaced(replicas: 
     assert replicas.serving() > epoch
 
 
+def test_a_worker_and_the_leader_killed_at_once_are_both_replaced(replicas: Replicas, group: Cluster) -> None:
+    """The leader stands still from before the worker's end until its own: it never knew."""
+    epoch, former = replicas.serving(), replicas.leader()
+    before = group.supervisor.worker_pids()
+    with Client(replicas.target) as client:
+        client.describe(ANSWER_S)
+        former.send(signal.SIGSTOP)
+        os.kill(before[1], signal.SIGKILL)
+        former.send(signal.SIGKILL)
+        former.end()
+        batch = Batch.random(20)
+        y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=FORM_S)
+        former.start()
+    torch.testing.assert_close(y.double(), batch.expected(group.tensors), rtol=1e-4, atol=1e-5)
+    assert replicas.serving() > epoch
+    after = group.supervisor.worker_pids()
+    assert (after[0], after[1] != before[1]) == (before[0], True)
+
+
 def test_a_leader_that_hears_of_a_later_term_stops(replicas: Replicas) -> None:
     later = replicas.api.term + 10_000
 

@@ -34,6 +34,8 @@ keep a server busy for seconds, and giving up would cost everybody an epoch. Two
 are given to large groups."""
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a broken line is tried again."""
+_SPARE_S = 1.0
+"""Longest pause of a spare before it asks again whether there is a place."""
 
 LEASE_KEY = "crossdock-lease-key"
 """Metadata of every call: a secret of this process, by which the control plane knows that it is the same again."""
@@ -59,6 +61,7 @@ class Link:
 
     Attributes:
         trouble: why there is no line just now, or empty.
+        spare: the group has no place for this worker just now; it goes on asking.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Link:
         self._loaded = False
         self._lease_s = 3.0
         self.trouble = ""
+        self.spare = False
         self._beat_now = asyncio.Event()
         self._register_again = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,6 +117,10 @@ class Link:
             if self._refused is not None:
                 raise self._refused
             return self._view
+
+    async def heard(self) -> None:
+        """Wait until the control plane has answered: a view came, or there is no place. Raises JoinRefused."""
+        await self.wait(lambda view: view.version > 0 or self.spare)
 
     async def table(self, epoch: int) -> Sequence[bytes] | None:
         """The regions of all ranks in `epoch`, as soon as all are in; None: that epoch is over. Raises JoinRefused."""
@@ -188,7 +196,9 @@ class Link:
             await self._turn(None)
         while self._refused is None:
             try:
-                await self._register()
+                if not await self._register():
+                    await asyncio.sleep(_SPARE_S * random.uniform(0.5, 1.0))
+                    continue
                 pause_s, self.trouble = _RETRY_S[0], ""
                 await self._follow()
             except (rpc.AlreadyExists, rpc.FailedPrecondition, rpc.InvalidArgument) as error:
@@ -215,14 +225,27 @@ class Link:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return ((LEASE_KEY, self._key), (TERM_KEY, str(self._term)))
 
-    async def _register(self) -> None:
+    async def _register(self) -> bool:
+        """Whether the group has a place for this worker. Raises rpc.CallError."""
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
         if self._prior is not None:
             request.prior.CopyFrom(self._prior)
-        response: control_pb2.RegisterResponse = await self._call("Register", request, _CALL_S)
-        self._lease_s = response.lease_s
+        try:
+            response: control_pb2.RegisterResponse = await self._call("Register", request, _CALL_S)
+        except rpc.ResourceExhausted as error:
+            await self._stand_by(str(error))
+            return False
+        self.spare, self._lease_s = False, response.lease_s
         _log.info("registered", epoch=response.epoch, lease_s=response.lease_s)
+        return True
+
+    async def _stand_by(self, why: str) -> None:
+        if not self.spare:
+            _log.info("waiting as a spare", why=why)
+        async with self._changed:
+            self.spare, self.trouble = True, why
+            self._changed.notify_all()
 
     async def _follow(self) -> None:
         """Take views until the stream ends (raises CallError) or `_beat` wants to register again."""

@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import grpc.aio
 import torch
@@ -102,18 +103,20 @@ class _Process:
         self._health = rpc.Health([SERVICE_NAME])
         self._status = Status(self._metrics, self._tell_health)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spare: Callable[[], str] = lambda: ""
 
     async def run(self) -> int:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
         server, address = await self._listen()
         try:
-            http = serve_http(self._config.http_listen, self._metrics.registry, self._status.ready)
+            http = serve_http(self._config.http_listen, self._metrics.registry, self._ready)
         except ListenError:
             await server.stop(0)
             raise
         await server.start()
         registration = self._registration(address, http.address)
         self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
+        self._spare = lambda: f"spare: {self._link.trouble}" if self._link.spare else ""
         self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
         self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
@@ -130,7 +133,7 @@ class _Process:
         self._link.start()
         life = asyncio.create_task(self._session.run())
         stop = asyncio.create_task(self._stop.wait())
-        joined = asyncio.create_task(asyncio.wait_for(self._link.wait(lambda view: view.version > 0), JOIN_TIMEOUT_S))
+        joined = asyncio.create_task(asyncio.wait_for(self._link.heard(), JOIN_TIMEOUT_S))
         try:
             await asyncio.wait({life, stop, joined}, return_when=asyncio.FIRST_COMPLETED)
             if joined.done() and not life.done() and not stop.done():
@@ -152,6 +155,11 @@ class _Process:
                 task.cancel()
             await asyncio.gather(life, stop, joined, return_exceptions=True)
         return EXIT_DRAINED
+
+    def _ready(self) -> tuple[bool, str]:
+        """What /readyz says; of a spare, why there is no place."""
+        is_ready, text = self._status.ready()
+        return is_ready, text if self._status.is_serving else self._spare() or text
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
         door = door_of(self._security, self._config.max_calls_per_s, self._metrics)
