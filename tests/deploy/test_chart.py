@@ -53,6 +53,8 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("monitoring", {"podMonitor": "auto"}),
         ("monitoring", {"interval": "15"}),
         ("image", {"pullPolicy": "Sometimes"}),
+        ("tls", {"duration": "a day"}),
+        ("tls", {"issuer": {"nmae": "a"}}),
     ],
 )
 def test_wrong_values_are_refused(part: str, wrong: dict[str, Any]) -> None:
@@ -187,6 +189,38 @@ def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_pa
 
 
 @needs_helm
+def test_tls_is_told_to_every_part_and_certificates_are_made_where_there_is_an_issuer(tmp_path: Path) -> None:
+    on = ("--set", "tls.enabled=true", "--set", "control.config.security.access.client_names={crossdock-client}")
+    made, issued = render(*on), render(*on, "--set", "tls.issuer.name=mine")
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    (tmp_path / "h.yaml").write_text(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
+    control = load(ControlConfig, tmp_path / "c.yaml").security
+    assert control.access.client_names == ("crossdock-client",)
+    for security in (control, load(HostConfig, tmp_path / "h.yaml").worker.security):
+        assert security.requires_certs
+        assert (security.control_name, security.worker_name) == ("crossdock-control", "crossdock-worker")
+    pods = {
+        part: made[name]["spec"]["template"]["spec"]
+        for part, name in (("control", "Deployment/moe-control"), ("worker", "StatefulSet/moe-worker"))
+    }
+    for part, pod in {**pods, "client": made["Pod/moe-serving"]["spec"]}.items():
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        assert volumes["tls"]["secret"]["secretName"] == f"moe-{part}-tls"
+        assert "/etc/crossdock-tls" in [one["mountPath"] for one in pod["containers"][0]["volumeMounts"]]
+    assert made["Pod/moe-serving"]["spec"]["containers"][0]["args"][-2:] == [
+        "--security",
+        "/etc/crossdock/security.yaml",
+    ]
+    certificates = {name for name in issued if name.startswith("Certificate/")}
+    assert certificates == {f"Certificate/moe-{part}-tls" for part in ("control", "worker", "client")}
+    assert {issued[name]["spec"]["issuerRef"]["name"] for name in certificates} == {"mine"}
+    assert "server auth" not in issued["Certificate/moe-client-tls"]["spec"]["usages"], (
+        "a client must not pose as a server"
+    )
+    assert not [name for name in made if name.startswith("Certificate/")]
+
+
+@needs_helm
 def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
     plain, reading = render(), render("--set-json", "control.config.kubernetes={}")
     assert not [name for name in plain if name.startswith(("ClusterRole", "Role"))]
@@ -206,6 +240,11 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
         ("worker.stopTimeoutSeconds=30", "expected more than worker.config.drain_timeout_s, which is 30, got 30"),
         ("worker.gpus=2", "worker.gpus: expected 0 or worker.numWorkers, which is 4, got 2"),
         ("worker.config.transport=nvlink", "expected worker.gpus or worker.resourceClaims beside it"),
+        ("tls.issuer.name=mine", "tls.issuer: expected tls.enabled beside it, got false"),
+        (
+            "tls.enabled=true,worker.config.security.cert_file=mine",
+            "worker.config.security.cert_file: expected none beside tls.enabled, got mine",
+        ),
         ("worker.numWorkers=0", "numWorkers"),
         ("worker.nmuWorkers=3", "nmuWorkers"),
         ("control.config.lease_s=none", "lease_s"),

@@ -50,6 +50,9 @@ def values_schema() -> str:
             "control": _record(config=references[0], **_CONTROL, **_POD),
             "serviceAccount": _record(create=_SWITCH, name=_TEXT, annotations=_TEXTS),
             "worker": _record(config=references[1], **_WORKER, **_POD),
+            "tls": _record(
+                enabled=_SWITCH, issuer=_ISSUER, duration={"type": "string", "pattern": "^([0-9]+(s|m|h))+$"}
+            ),
             "networkPolicy": _record(enabled=_SWITCH, clients=_OBJECTS, scrapers=_OBJECTS),
             "monitoring": _MONITORING,
         },
@@ -85,6 +88,7 @@ _POD = {
     "podAnnotations": _TEXTS,
     "podLabels": _TEXTS,
 }
+_ISSUER = _record(name=_TEXT, kind=_TEXT, group=_TEXT)
 _CONTROL = {"replicas": _NATURAL, "extraVolumes": _OBJECTS, "extraVolumeMounts": _OBJECTS}
 _CLAIM = {**_record(name=_TEXT, resourceClaimName=_TEXT, resourceClaimTemplateName=_TEXT), "required": ["name"]}
 _WORKER: dict[str, Any] = {

@@ -73,8 +73,28 @@ prometheus.io/path: /metrics
 {{- get (get .Values.control.config "election" | default dict) "lease_name" | default (include "crossdock.name" .) -}}
 {{- end -}}
 
+{{/* What every part is told of TLS, as YAML; its Secret is mounted there. */}}
+{{- define "crossdock.security" -}}
+cert_file: /etc/crossdock-tls/tls.crt
+key_file: /etc/crossdock-tls/tls.key
+ca_file: /etc/crossdock-tls/ca.crt
+control_name: crossdock-control
+worker_name: crossdock-worker
+{{- end -}}
+
+{{/* The volume of a part's Secret. Takes (list . part). */}}
+{{- define "crossdock.tlsVolume" -}}
+- name: tls
+  secret:
+    secretName: {{ include "crossdock.name" (index . 0) }}-{{ index . 1 }}-tls
+    defaultMode: 288
+{{- end -}}
+
 {{- define "crossdock.controlConfig" -}}
 {{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" .Values.worker.numWorkers -}}
+{{- if .Values.tls.enabled -}}
+{{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
+{{- end -}}
 {{- if include "crossdock.elects" . -}}
 {{- $election := get .Values.control.config "election" | default dict -}}
 {{- $own = merge $own (dict "election" (merge (dict "lease_name" (include "crossdock.lease" .) "namespace" .Release.Namespace) $election)) -}}
@@ -86,6 +106,9 @@ prometheus.io/path: /metrics
 {{- $control := printf "%s-control:7400" (include "crossdock.name" .) -}}
 {{- $model := printf "/models/%s" .Values.worker.model.path | trimSuffix "/" -}}
 {{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" -}}
+{{- if .Values.tls.enabled -}}
+{{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
+{{- end -}}
 {{- $worker := merge $own .Values.worker.config -}}
 {{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}
 {{- $worker = merge (dict "transport" "nvlink") $worker -}}
@@ -124,6 +147,15 @@ prometheus.io/path: /metrics
 {{- end -}}
 {{- if and (eq (get $worker.config "transport" | toString) "nvlink") (not $worker.gpus) (not $worker.resourceClaims) -}}
 {{- fail "worker.config.transport nvlink: expected worker.gpus or worker.resourceClaims beside it, got neither" -}}
+{{- end -}}
+{{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
+{{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}
+{{- end -}}
+{{- range $part := list "control" "worker" -}}
+{{- $security := get (index $.Values $part).config "security" | default dict -}}
+{{- if and $.Values.tls.enabled (hasKey $security "cert_file") -}}
+{{- fail (printf "%s.config.security.cert_file: expected none beside tls.enabled, got %v" $part $security.cert_file) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.elects" .) -}}
 {{- fail "serviceAccount.name: expected an account that may get and update the Lease (control planes stand for election and serviceAccount.create is false), got none" -}}

@@ -1,4 +1,4 @@
-"""A client, run inside a pod: `python ask.py TARGET MODEL SECONDS` asks a group and checks every answer.
+"""A client, run inside a pod: `python ask.py TARGET MODEL SECONDS [SECURITY]` asks a group and checks every answer.
 
 For about SECONDS (at least once), or until SIGTERM, rows of random tokens go through layer 1 of the Qwen3 MoE
 checkpoint in MODEL; the same is computed here from the experts' weights. Prints a line `asking` after the first answer,
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from crossdock.client import Client, ClientError
+from crossdock.common.security import load_security
 
 LAYER, NUM_TOKENS, SEED = 1, 24, 7
 TIMEOUT_S, PAUSE_S = 60.0, 0.05
@@ -35,7 +36,7 @@ def experts(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return [tuple(weights[f"{prefix}{e}.{part}.weight"] for part in parts) for e in range(count)]  # type: ignore[misc]
 
 
-def main(target: str, model: str, seconds: str) -> None:
+def main(target: str, model: str, seconds: str, security: str = "") -> None:
     """Ask until the time is over."""
     config = json.loads((Path(model) / "config.json").read_text())
     known, topk = experts(Path(model)), config["num_experts_per_tok"]
@@ -43,7 +44,7 @@ def main(target: str, model: str, seconds: str) -> None:
     answers, failures, worst, ends = 0, collections.Counter[str](), 0.0, time.monotonic() + float(seconds)
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    with Client(target) as client:
+    with Client(target, security=load_security(security or None)) as client:
         while not answers + sum(failures.values()) or (time.monotonic() < ends and not told.is_set()):
             x = torch.randn(NUM_TOKENS, config["hidden_size"], generator=generator)
             scores, ids = torch.rand(NUM_TOKENS, len(known), generator=generator).topk(topk)

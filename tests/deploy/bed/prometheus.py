@@ -125,17 +125,6 @@ def with_config(cluster: Cluster, image: str, files: dict[str, str]) -> Promethe
     return Prometheus(cluster, "plain")
 
 
-def teach(cluster: Cluster) -> None:
-    """Let the API server know the operator's types."""
-    for path in tools.need(*KINDS).values():
-        cluster.api.apply(yaml.load(path.read_text(), yaml.CSafeLoader)).done()
-
-    def known() -> bool:
-        return all(cluster.api.ask("GET", f"/apis/monitoring.coreos.com/v1/{name}").fine for name in tools.MONITORING)
-
-    cluster.eventually("the types are served", known)
-
-
 def with_operator(cluster: Cluster, image: str) -> Prometheus:
     """Start the operator, and let it make a Prometheus of what has the labels FOUND_BY, in any namespace."""
     path = cluster.authority.path

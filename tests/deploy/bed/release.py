@@ -134,10 +134,19 @@ class Release:
         worker = self.given["worker"]
         mounts = [{"name": "ask", "mountPath": "/usr/local/ask"}, {"name": "model", "mountPath": "/models"}]
         volumes = [{"name": "ask", "configMap": {"name": "ask"}}, {"name": "model", **worker["model"]["volume"]}]
+        command = ["python", "/usr/local/ask/ask.py", "moe-control:7400", "/models", str(seconds)]
+        if self.given.get("tls", {}).get("enabled"):
+            command.append("/etc/crossdock/security.yaml")
+            mounts += [
+                {"name": "config", "mountPath": "/etc/crossdock"},
+                {"name": "tls", "mountPath": "/etc/crossdock-tls"},
+            ]
+            volumes += [{"name": "config", "configMap": {"name": "moe-control"}}]
+            volumes += [{"name": "tls", "secret": {"secretName": "moe-client-tls"}}]
         container = {
             "name": "ask", "image": "localhost/crossdock-worker:bed", "env": worker["extraEnv"],
             "volumeMounts": [*mounts, *worker["extraVolumeMounts"]],
-            "command": ["python", "/usr/local/ask/ask.py", "moe-control:7400", "/models", str(seconds)],
+            "command": command,
         }  # fmt: skip
         spec = {"restartPolicy": "Never", "nodeName": NAME, "containers": [container]}  # also where it is cordoned
         spec["volumes"] = [*volumes, *worker["extraVolumes"]]

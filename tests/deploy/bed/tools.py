@@ -68,6 +68,9 @@ _OPERATOR = "github.com/prometheus-operator/prometheus-operator"
 _CRDS = "example/prometheus-operator-crd/monitoring.coreos.com"
 MONITORING = ("podmonitors", "probes", "prometheuses", "prometheusrules", "servicemonitors")
 """Kinds of the Prometheus Operator without which it does not run."""
+CERTIFYING = ("certificaterequests", "certificates", "clusterissuers", "issuers")
+"""Kinds of cert-manager."""
+_CERT_MANAGER = "github.com/cert-manager/cert-manager"
 _DISCOVERY = ("remove_all_sd", "enable_kubernetes_sd")
 """Of Prometheus' many ways to find targets the one that is used."""
 MODULES = {
@@ -84,6 +87,13 @@ MODULES = {
             "operator",
             {name: f"{_OPERATOR}/cmd/{name}" for name in ("operator", "prometheus-config-reloader")},
             files={f"{name}.crd.yaml": f"{_OPERATOR}:{_CRDS}_{name}.yaml" for name in MONITORING},
+        ),
+        Module(
+            "cert-manager",
+            {"cert-manager": "crossdock.test/cert-manager"},
+            files={
+                f"{name}.crd.yaml": f"{_CERT_MANAGER}:deploy/crds/cert-manager.io_{name}.yaml" for name in CERTIFYING
+            },
         ),
         Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),

@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from tests.deploy.bed import fakes, prometheus, tools
+from tests.deploy.bed import certificates, fakes, kinds, prometheus
 from tests.deploy.bed.api import objects
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.inventory import inventory
@@ -80,6 +80,16 @@ def test_the_server_takes_every_example(cluster: Cluster, example: Path) -> None
     assert all('volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warning for warning in warnings)
 
 
+def test_the_server_takes_the_objects_for_cert_manager(cluster: Cluster) -> None:
+    try:
+        kinds.teach(cluster, certificates.KINDS)
+    except Missing as error:
+        pytest.skip(str(error))
+    for one in yaml.safe_load_all(certificates.ISSUERS.read_text()):
+        cluster.api.apply(one, "default", dryRun="All").done()
+    assert dry_run(cluster, EVERYTHING | certificates.values()) == []
+
+
 def test_an_unknown_field_would_be_refused(cluster: Cluster) -> None:
     wrong = {"worker": {"extraVolumes": [{"name": "a", "emptyDirr": {}}]}}
     with pytest.raises(AssertionError, match="emptyDirr"):
@@ -89,10 +99,9 @@ def test_an_unknown_field_would_be_refused(cluster: Cluster) -> None:
 def test_the_server_takes_the_objects_for_the_prometheus_operator(cluster: Cluster) -> None:
     """It knows the operator's own types, and helm finds out by itself that it does."""
     try:
-        tools.need(*prometheus.KINDS)
+        kinds.teach(cluster, prometheus.KINDS)
     except Missing as error:
         pytest.skip(str(error))
-    prometheus.teach(cluster)
     values = EVERYTHING | {"monitoring": {**EVERYTHING["monitoring"], "labels": {"release": "prometheus"}}}
     text = cluster.helm("template", "moe", str(CHART), "--validate", values=values)
     assert {"PodMonitor", "PrometheusRule"} <= {one["kind"] for one in objects(text)}

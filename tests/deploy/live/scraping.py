@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
-from tests.deploy.bed import prometheus, tools
+from tests.deploy.bed import kinds, prometheus, tools
 from tests.deploy.bed.images import Images
 from tests.deploy.bed.node import Node
 from tests.deploy.bed.prometheus import FILES, FOUND_BY, Prometheus
@@ -54,7 +54,7 @@ def bed(given: dict[str, Any], node: Node, images: Images) -> Bed:
     cluster, image = node.cluster, prometheus.build(images)
     node.load(image)
     cluster.namespace(NAMESPACE)
-    prometheus.teach(cluster)
+    kinds.teach(cluster, prometheus.KINDS)
     prometheus.give_rights(cluster, NAMESPACE)
     monitoring = {"interval": "5s", "labels": FOUND_BY}
     release = Release(cluster, node, {**given, "monitoring": monitoring}, "helm3")

@@ -1,0 +1,44 @@
+"""cert-manager in the cluster: its controllers as a process, and the issuer of deploy/cert-manager.yaml."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+
+from tests.deploy.bed import kinds, tools
+from tests.deploy.bed.cluster import Cluster
+from tests.house.tree import ROOT
+
+ISSUERS = ROOT / "deploy" / "cert-manager.yaml"
+KINDS = tuple(f"{name}.crd.yaml" for name in tools.CERTIFYING)
+PROGRAMS = ("cert-manager", *KINDS)
+
+
+def values() -> dict[str, Any]:
+    """Values of the chart that take that issuer."""
+    return {"tls": {"enabled": True, "issuer": {"name": "crossdock", "kind": "Issuer"}}}
+
+
+def start(cluster: Cluster, namespace: str) -> None:
+    """Start it, and make the issuer in a namespace; wait until its authority is there."""
+    kinds.teach(cluster, KINDS)
+    command = [str(tools.need("cert-manager")["cert-manager"]), f"--kubeconfig={cluster.kubeconfig}"]
+    cluster.processes.start("cert-manager", command, {**os.environ, "NO_PROXY": cluster.address})
+    for one in yaml.safe_load_all(ISSUERS.read_text()):
+        cluster.api.apply(one, namespace).done()
+    cluster.eventually(
+        "the authority is made", lambda: is_ready(cluster, namespace, "crossdock-ca"), instead=_log(cluster)
+    )
+
+
+def is_ready(cluster: Cluster, namespace: str, name: str) -> bool:
+    """Whether a Certificate is."""
+    found = cluster.api.ask("GET", f"/apis/cert-manager.io/v1/namespaces/{namespace}/certificates/{name}")
+    conditions = found.body.get("status", {}).get("conditions", ()) if found.fine else ()
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def _log(cluster: Cluster) -> Any:
+    return lambda: cluster.processes.tail("cert-manager")

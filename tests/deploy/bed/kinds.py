@@ -1,0 +1,22 @@
+"""Types that others' controllers bring: the Prometheus Operator's and cert-manager's own definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from tests.deploy.bed import tools
+from tests.deploy.bed.cluster import Cluster
+
+
+def teach(cluster: Cluster, names: Sequence[str]) -> None:
+    """Let the API server know types (NAME.crd.yaml of the tools), and wait until it serves them. Raises Missing."""
+    made = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in tools.need(*names).values()]
+    for one in made:
+        cluster.api.apply(one).done()
+    paths = [
+        f"/apis/{one['spec']['group']}/{one['spec']['versions'][-1]['name']}/{one['spec']['names']['plural']}"
+        for one in made
+    ]
+    cluster.eventually("the types are served", lambda: all(cluster.api.ask("GET", path).fine for path in paths))
