@@ -11,6 +11,7 @@ for those who look.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -80,6 +81,9 @@ class Fabric:
             files = "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv4/conf/*/rp_filter"
             forward = f"echo 1 > {files[0]} && for file in {files[1]}; do echo 0 > $file; done"
             _run(*self._router, "sh", "-c", forward)
+            tried = self.cut(f"to {self.host('tried', 254).address}")
+            tried.cut()
+            tried.mend()
         except BaseException:
             self.close()
             raise
@@ -89,7 +93,7 @@ class Fabric:
         return self._join("home", number, (), os.getpid())
 
     def host(self, name: str, number: int) -> Host:
-        """Another host; `number` 1 to 254, once each."""
+        """Another host; `number` 1 to 253, once each."""
         enter = self._hold()
         return self._join(name, number, enter, self._holders[-1].pid)
 
@@ -131,18 +135,26 @@ class Fabric:
         """End it all. Idempotent."""
         for holder in self._holders:
             holder.kill()
-            holder.communicate()
+            with contextlib.suppress(BrokenPipeError):
+                holder.communicate()
         self._holders.clear()
 
     def _hold(self) -> tuple[str, ...]:
         """A new namespace, of a process that ends with this one; what to put before a command."""
-        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise NoNamespaces(f"unshare: {error.strerror}") from None
         self._holders.append(holder)
         assert holder.stdin is not None
         assert holder.stdout is not None
-        holder.stdin.write(b"\n")
-        holder.stdin.flush()
-        if holder.stdout.read(1) != b"\n":
+        try:
+            holder.stdin.write(b"\n")
+            holder.stdin.flush()
+            is_there = holder.stdout.read(1) == b"\n"
+        except BrokenPipeError:
+            is_there = False
+        if not is_there:
             raise NoNamespaces("unshare --net: refused")
         return ("nsenter", f"--net=/proc/{holder.pid}/ns/net", "--")
 
