@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.gpu.measure import PAIRS, WARMUP, Stopwatch, captured, per_pair
+from benchmarks.gpu.measure import PAIRS, WARMUP, Stopwatch, per_pair
 from benchmarks.gpu.peers import Peers
+from crossdock.tune.measure import captured
 from ep_kernels import jit
 from ep_kernels.device import abi
 from ep_kernels.transports.nvlink import driver

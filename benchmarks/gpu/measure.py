@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.cases import Case, draw
 from benchmarks.gpu import Backend, Inputs, check
+from crossdock.tune.measure import captured
 
 SETS, PAIRS, WARMUP = 12, 10, 8
 SPIN_US = 400
@@ -201,20 +202,6 @@ class Bench:
         for place, (inputs, out) in enumerate(zip(statics, outs, strict=True)):
             self.verify(out, inputs, f"pair {place} of the last replay")
         return per_pair(self.watch.times())
-
-
-def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """`work` as a graph. It runs once before, on a stream of its own."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph
 
 
 def per_pair(times: dict[str, Times]) -> dict[str, Times]:

@@ -139,7 +139,7 @@ def _on_host(work: Callable[[], None]) -> Run:
 
 
 def _on_gpu(work: Callable[[], None]) -> Run:
-    graph = _captured(work)
+    graph = captured(work)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def run(renew: Callable[[], None]) -> float:
@@ -154,8 +154,8 @@ def _on_gpu(work: Callable[[], None]) -> Run:
     return run
 
 
-def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The work as a graph. It runs once before, beside the capture's own stream."""
+def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`work` as a graph. It runs once before, on a stream of its own."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
