@@ -52,8 +52,11 @@ class Experts:
     def __call__(self, received: Any) -> torch.Tensor:
         """Rows [N, H] of a GROUPED dispatch through their experts."""
         out = received[0]
-        ends = out.offsets[1:]
-        gate, up = torch._grouped_mm(out.tokens, self.up, offs=ends).chunk(2, dim=1)
+        return self.of_rows(out.tokens, out.offsets[1:])
+
+    def of_rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Rows [N, H], those of one expert together, through their experts; `ends`: int32 [L], where each one's end."""
+        gate, up = torch._grouped_mm(rows, self.up, offs=ends).chunk(2, dim=1)
         inner = torch.nn.functional.silu(gate, inplace=False).mul_(up)
         return torch._grouped_mm(inner, self.down, offs=ends)
 

@@ -1,0 +1,139 @@
+"""What it costs the experts of a layer to work in pieces, which is what lets communication run beside them. One GPU.
+
+    python -m benchmarks.gpu.pieces --out FOLDER [--iterations 20]
+
+A rank's share of a layer in bf16: rows that have arrived, random experts (`layer.Experts`: H 7168, 2048 columns
+between the products), E 256, K 8 over R ranks, uniform routing. `form`:
+
+* `whole`: one grouped product up, one down.
+* `tokens`: the rows in so many parts, each with rows of every expert, as where the tokens of a batch travel part by
+  part (overlap of operations). Each part reads all weights again.
+* `experts`: so many chunks of experts, as where combine begins with the rows of some while others are still at work
+  (overlap of blocks). Chunks are cut at rows that the host knows, since a grouped product begins at row 0.
+
+`sms_left` multiprocessors are left to the communication, where torch can do that. Times: events, L2 flushed, median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import facts
+from benchmarks.gpu.layer import INNER, Experts, LeftAlone
+from benchmarks.gpu.measure import FLUSH_BYTES, events, sleep
+
+HIDDEN, NUM_EXPERTS, TOPK = 7168, 256, 8
+RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096)
+FORMS = (("whole", 1), ("tokens", 2), ("tokens", 4), ("experts", 2), ("experts", 4), ("experts", 8))
+SMS_LEFT = (0, 24)
+WARMUP, SPIN_US = 3, 800
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of pieces.csv.
+
+    Attributes:
+        ranks, tokens: R, and T per rank.
+        rows: N, of the measured rank.
+        form, pieces: how the experts work.
+        sms_left: multiprocessors that the products leave alone.
+        p50_us, least_us: of the iterations.
+    """
+
+    ranks: int
+    tokens: int
+    rows: int
+    form: str
+    pieces: int
+    sms_left: int
+    p50_us: float
+    least_us: float
+
+
+def drawn(ranks: int, tokens: int, seed: int) -> list[int]:
+    """Rows per expert of rank 0, of tokens with K distinct uniform experts each."""
+    own = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.rand(ranks * tokens, NUM_EXPERTS, generator=own).topk(TOPK, dim=1).indices
+    return torch.bincount(ids.flatten(), minlength=NUM_EXPERTS)[: NUM_EXPERTS // ranks].tolist()
+
+
+def parts_of(experts: Experts, counts: list[int], form: str, pieces: int) -> list[Callable[[], torch.Tensor]]:
+    """Calls that work on each piece of the rows."""
+    chunk = len(counts) // pieces
+    rows = torch.randn(sum(counts), HIDDEN, device="cuda").to(torch.bfloat16)
+    calls, begin = list[Callable[[], torch.Tensor]](), 0
+    for number in range(pieces):
+        if form == "experts":
+            mine = counts[number * chunk : (number + 1) * chunk]
+            some = Experts(*(weights[number * chunk : (number + 1) * chunk] for weights in (experts.up, experts.down)))
+        else:
+            mine = [count * (number + 1) // pieces - count * number // pieces for count in counts]
+            some = experts
+        ends = torch.tensor(mine).cumsum(0).to("cuda", torch.int32)
+        calls.append(partial(some.of_rows, rows[begin : begin + sum(mine)], ends))
+        begin += sum(mine)
+    return calls
+
+
+def timed(calls: list[Callable[[], torch.Tensor]], iterations: int, flushed: torch.Tensor) -> list[float]:
+    """Microseconds of all calls one after the other, per iteration."""
+    taken = []
+    for number in range(WARMUP + iterations):
+        begin, end = events(2)
+        flushed.zero_()
+        sleep(SPIN_US)
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        if number >= WARMUP:
+            taken.append(begin.elapsed_time(end) * 1e3)
+    return taken
+
+
+def measured(iterations: int, seed: int) -> list[Row]:
+    """Every case; printed as it comes."""
+    found, flushed = list[Row](), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for ranks in RANKS:
+        experts = Experts.drawn(NUM_EXPERTS // ranks, HIDDEN, INNER, seed)
+        for tokens in TOKENS:
+            counts = drawn(ranks, tokens, seed + tokens)
+            for sms_left in SMS_LEFT:
+                for form, pieces in FORMS:
+                    with LeftAlone(sms_left):
+                        taken = timed(parts_of(experts, counts, form, pieces), iterations, flushed)
+                    case = (ranks, tokens, sum(counts), form, pieces, sms_left)
+                    found.append(Row(*case, round(statistics.median(taken), 1), round(min(taken), 1)))
+                    print(*case, found[-1].p50_us, flush=True)
+        del experts
+    return found
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pieces", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
+    options = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        parser.error("expected a GPU, this machine has none")
+    rows = measured(options.iterations, options.seed)
+    config: dict[str, object] = {"iterations": options.iterations, "seed": options.seed, "device": "cuda"}
+    facts.keep(options.out, "pieces", Row, rows, facts.of_this_run(config, options.commit))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
