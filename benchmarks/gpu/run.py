@@ -39,6 +39,9 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     timeout = datetime.timedelta(seconds=DEADLINE_S)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    seeds = [options.seed]  # by default of the clock, which ranks look at one after the other
+    dist.broadcast_object_list(seeds, src=0)
+    options.seed = seeds[0]
     session = Session(options, store, rank, size, device)
     try:
         session.run()
