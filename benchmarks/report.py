@@ -304,7 +304,7 @@ class Layer:
     """A whole MoE layer; see `gpu/layer.py`.
 
     Attributes:
-        level: "experts", "sequential" or "op".
+        level: "experts", "sequential", "op" or "op_shared".
         gpu_us: as in Sample.
         sms: multiprocessors of the communication.
     """

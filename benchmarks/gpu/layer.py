@@ -5,6 +5,7 @@ multiprocessors that the communication may fill:
 * `sequential`: one operation after the other.
 * `op`: the tokens in two halves; while the experts are at one half, the other one is dispatched or combined on a stream
   of its own. The products leave the multiprocessors of the communication alone (torch's carveout, where torch has it).
+* `op_shared`: the same, and the products leave none alone.
 
 Experts are random. The halves' results must be those of the whole within rounding: a product may sum in another order
 when it has other rows.
@@ -104,7 +105,7 @@ class Layer:
         total, sms = WARMUP + iterations, max(backend.sms.values())
         for number in range(total):
             inputs = bench.sets[number % SETS]
-            whole, in_two = (backend.result(inputs).fill_(float("nan")) for _ in range(2))
+            whole, in_two, shared = (backend.result(inputs).fill_(float("nan")) for _ in range(3))
             timed = partial(watch.time, flush=True, spin_us=SPIN_US)
             timed("sequential", partial(self.sequential, inputs, whole))
             received = backend.dispatch(inputs)
@@ -112,8 +113,10 @@ class Layer:
             self._dropped(received)
             with LeftAlone(sms):
                 timed("op", partial(self.halves, halved(inputs), in_two))
+            timed("op_shared", partial(self.halves, halved(inputs), shared))
             if number >= total - SETS:
                 self._compare(whole, in_two, number)
+                self._compare(whole, shared, number)
         return watch.times()
 
     def _dropped(self, received: Any) -> None:

@@ -31,10 +31,10 @@ from benchmarks.gpu.layer import INNER, Experts, LeftAlone
 from benchmarks.gpu.measure import FLUSH_BYTES, events, sleep
 
 HIDDEN, NUM_EXPERTS, TOPK = 7168, 256, 8
-RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096)
+RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096, 8192, 16384)
 FORMS = (("whole", 1), ("tokens", 2), ("tokens", 4), ("experts", 2), ("experts", 4), ("experts", 8))
 SMS_LEFT = (0, 24)
-WARMUP, SPIN_US = 3, 800
+WARMUP, SPIN_US = 3, 1000
 
 
 @dataclass(frozen=True, slots=True)
