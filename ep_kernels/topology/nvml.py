@@ -157,12 +157,24 @@ def _nvlink_gbps(ask: _Asker, device: Any, link: int) -> float:
     return 0.0
 
 
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t of nvml.h. Some releases of nvidia-ml-py give the cluster 80 bytes where the driver writes
+    16, and so read what follows from behind the answer."""
+
+    _fields_ = (
+        ("clusterUuid", ctypes.c_uint8 * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+    )
+
+
 def _fabric(ask: _Asker, device: Any) -> Fabric | None:
     nvml = ask.nvml
 
     def answer() -> Any:
-        info = nvml.c_nvmlGpuFabricInfo_t()
-        nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info) if isinstance(info, ctypes.Structure) else info)
+        info = _FabricInfo()
+        nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info))
         return info
 
     info = ask.of(answer, None)

@@ -76,14 +76,19 @@ class _Opened:
     target: Any
 
 
+def address_of(raw: bytes) -> str:
+    """The PCI address in a buffer of the driver: what lies behind its zero is the buffer's."""
+    return raw.partition(b"\0")[0].decode().lower()[-len("0000:00:00.0") :]
+
+
 def _open(device: int) -> _Opened:
-    address = _call("cuDeviceGetPCIBusId", 32, device).rstrip(b"\0").decode().lower()
+    address = address_of(_call("cuDeviceGetPCIBusId", 32, device))
     context = _call("cuDevicePrimaryCtxRetain", device)
     _call("cuCtxSetCurrent", context)
     source, target = _call("cuMemAlloc", _NUM_BYTES), _call("cuMemAlloc", _NUM_BYTES)
     _call("cuMemsetD8", source, _PATTERN, _NUM_BYTES)
     _call("cuCtxSynchronize")
-    return _Opened(device, address[-12:], context, source, target)
+    return _Opened(device, address, context, source, target)
 
 
 def _try(src: _Opened, dst: _Opened) -> tuple[bool, float, str]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,14 +196,12 @@ class PaperNvml:
         value = SimpleNamespace(uiVal=self.host.gpus[device].link_mbps)
         return [SimpleNamespace(nvmlReturn=3, value=value), SimpleNamespace(nvmlReturn=0, value=value)]
 
-    def c_nvmlGpuFabricInfo_t(self) -> Any:
-        return SimpleNamespace(clusterUuid=bytes(16), cliqueId=0, state=0, status=0)
-
     def nvmlDeviceGetGpuFabricInfo(self, device: int, info: Any) -> None:
         gpu = self.host.gpus[device]
         if gpu.fabric_state is None:
             raise PaperNvmlError("Not Supported")
-        info.clusterUuid, info.cliqueId, info.state = gpu.cluster, gpu.clique, gpu.fabric_state
+        written = struct.pack("=16sIIB3x", gpu.cluster, 0, gpu.clique, gpu.fabric_state)  # as nvml.h lays it out
+        ctypes.memmove(info, written, len(written))
 
     def nvmlDeviceGetEccMode(self, device: int) -> list[int]:
         return [1, 1]

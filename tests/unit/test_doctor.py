@@ -159,11 +159,10 @@ def answer(rank: int, **changes: Any) -> dict[str, Any]:
     step = {
         "wrong": False,
         "error": 0.0,
-        "dispatch_us": [500.0] * 3,
-        "combine_us": [600.0] * 3,
+        "took_us": [500.0] * 3,
         "remote_bytes": 171_000_000,
     }
-    steps = {"latency": {**step, "dispatch_us": [6.0] * 3, "combine_us": [5.0] * 3}, "bandwidth": step}
+    steps = {"latency": {**step, "took_us": [11.0] * 3}, "bandwidth": step}
     for path, value in changes.items():
         name, field = path.split("__")
         steps[name] = {**steps[name], field: value}
@@ -174,8 +173,8 @@ def answer(rank: int, **changes: Any) -> dict[str, Any]:
     ("changes", "check", "level"),
     [
         ({"latency__wrong": True}, "nvlink-pass", Level.FAIL),
-        ({"latency__combine_us": [90.0] * 3}, "nvlink-latency", Level.WARN),
-        ({"bandwidth__dispatch_us": [1700.0] * 3}, "nvlink-bandwidth", Level.WARN),
+        ({"latency__took_us": [90.0] * 3}, "nvlink-latency", Level.WARN),
+        ({"bandwidth__took_us": [1700.0] * 3}, "nvlink-bandwidth", Level.WARN),
     ],
 )
 def test_the_answers_of_a_pass(changes: dict[str, Any], check: str, level: Level) -> None:
@@ -185,7 +184,7 @@ def test_the_answers_of_a_pass(changes: dict[str, Any], check: str, level: Level
 
 
 def test_the_wait_for_a_rank_that_comes_late_is_not_the_pass() -> None:
-    late = answer(1, latency__combine_us=[5.0, 500.0, 500.0]), answer(0, latency__combine_us=[900.0, 5.0, 5.0])
+    late = answer(1, latency__took_us=[11.0, 500.0, 500.0]), answer(0, latency__took_us=[900.0, 11.0, 11.0])
     assert not bad(trial.judge_trial("nvlink", late, 478.0))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_kernels.topology import Nic, NumaNode, parse_cpu_list, probe
+from ep_kernels.topology import Nic, NumaNode, parse_cpu_list, peers, probe
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -70,3 +70,9 @@ def test_this_host() -> None:
 )
 def test_cpu_lists(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpu_list(text) == cpus
+
+
+def test_what_lies_behind_an_address_is_no_part_of_it() -> None:
+    """cuda-bindings fill the buffer with blanks before the driver writes into it."""
+    for raw in (b"0000:1B:00.0\0" + 19 * b" ", b"00000000:1B:00.0\0\0\0", b"0000:1b:00.0"):
+        assert peers.address_of(raw) == "0000:1b:00.0"

@@ -2,21 +2,22 @@
 
     python -m crossdock.doctor.rank TRANSPORT RANK SIZE STORE
 
-Experts here return their rows unchanged, so a token must come back as it was sent times the sum of its weights.
+Experts here return their rows unchanged, so a token must come back as it was sent times the sum of its weights. That is
+looked at first; then the same operations are timed, as `crossdock tune` does it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from crossdock.tune.measure import prepared
 from ep_kernels import EpError, Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 _TOPK, _EXPERTS_PER_RANK, _SEED = 4, 8, 1234
@@ -26,24 +27,27 @@ _TOLERANCE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kind of step: its mode and layout, tokens per rank, columns, and how often it is run."""
+    """One kind of step: its mode and layout, tokens per rank, columns; what is timed (a dispatch with its combine, or
+    alone), so many in a row, in so many rounds."""
 
     name: str
     mode: Mode
     layout: Layout
     tokens: int
     hidden: int
+    combines: bool
+    in_a_row: int
     rounds: int
 
 
 STEPS = {
     "cpu": (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, 50),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, 12),
+        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
+        Step("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
     ),
     "nvlink": (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, 200),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, 30),
+        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
+        Step("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
     ),
 }
 
@@ -82,57 +86,35 @@ def run_step(step: Step, group: StoreGroup, transport: str, device: torch.device
     ids = ids.to(torch.int32)
     config = MoEConfig(
         group=group, num_experts=num_experts, hidden_size=step.hidden, topk=_TOPK, max_tokens_per_rank=step.tokens,
-        mode=step.mode, layout=step.layout, transport=transport, timeout_s=20.0,
-        exact_shapes=step.layout is not Layout.FLAT,
+        mode=step.mode, layout=step.layout, transport=transport, timeout_s=20.0, exact_shapes=False,
     )  # fmt: skip
     with MoECommunicator(config) as comm:
-        times: list[tuple[float, float]] = []
-        error = 0.0
-        for _ in range(step.rounds):
-            answer, dispatch_s, combine_s = _pair(comm, x, ids, weights, device)
-            times.append((dispatch_s, combine_s))
         expected = x.float() * weights.sum(-1, keepdim=True)
-        error = float((answer.float() - expected).abs().max() / expected.abs().max())
-    kept = times[len(times) // 2 :]
-    remote = _remote_rows(ids, group.rank, group.size)
+        error = float((_answer(comm, x, ids, weights).float() - expected).abs().max() / expected.abs().max())
+        run = prepared(partial(_repeat, comm, x, ids, weights, step), device.type)
+        times = [run(lambda: None) / step.in_a_row for _ in range(step.rounds)]
+        comm.check()
     return {
         "wrong": not error <= _TOLERANCE,
         "error": error,
-        "dispatch_us": [pair[0] * 1e6 for pair in kept],
-        "combine_us": [pair[1] * 1e6 for pair in kept],
-        "remote_bytes": remote * step.hidden * 2,
+        "took_us": times[len(times) // 2 :],
+        "remote_bytes": _remote_rows(ids, group.rank, group.size) * step.hidden * 2,
     }
 
 
-def _pair(
-    comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, float, float]:
-    """A dispatch and its combine: (answer, seconds of each)."""
-    mark = _marker(device)
-    begin = mark()
+def _answer(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What comes home [T, H]."""
     out, handle = comm.dispatch(x, ids, weights)
-    sent = mark()
     assert out.topk_weights is not None
     rows = (out.tokens.float() * out.topk_weights.sum(-1, keepdim=True)).to(torch.bfloat16)
-    weighted = mark()
-    answer = comm.combine(rows, handle)
-    end = mark()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return answer, begin.elapsed_time(sent) / 1e3, weighted.elapsed_time(end) / 1e3
-    return answer, sent - begin, end - weighted
+    return comm.combine(rows, handle)
 
 
-def _marker(device: torch.device) -> Callable[[], Any]:
-    if device.type == "cpu":
-        return time.perf_counter
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    return mark
+def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: Step) -> None:
+    for _ in range(step.in_a_row):
+        out, handle = comm.dispatch(x, ids, weights)
+        if step.combines:
+            comm.combine(out.tokens, handle)
 
 
 def _remote_rows(ids: torch.Tensor, rank: int, size: int) -> int:

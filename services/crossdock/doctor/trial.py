@@ -104,7 +104,7 @@ def judge_trial(
     words = f"{len(answers)} ranks, every token came back as it was sent"
     yield judge(f"{transport}-pass", not wrong, f"wrong answers on ranks {wrong}" if wrong else words, cause, cure)
     yield from _handles(answers)
-    pair_us = _took_us(answers, "latency", "dispatch_us") + _took_us(answers, "latency", "combine_us")
+    pair_us = _took_us(answers, "latency")
     what = f"one token: {pair_us:.0f} us for dispatch and combine (expected at most {expected.pair_us:.0f})"
     cure = "run this on an idle host; fewer ranks than cores; check clocks and CPU limits"
     yield judge(
@@ -113,16 +113,16 @@ def judge_trial(
     yield _bandwidth(transport, answers, links_gbps, expected)
 
 
-def _took_us(answers: Sequence[Mapping[str, Any]], step: str, field: str) -> float:
+def _took_us(answers: Sequence[Mapping[str, Any]], step: str) -> float:
     """Of the rank that came last in each round: the others' times hold their wait for it. The median of all rounds."""
-    rounds = zip(*(answer["steps"][step][field] for answer in answers), strict=True)
+    rounds = zip(*(answer["steps"][step]["took_us"] for answer in answers), strict=True)
     return float(statistics.median(min(times) for times in rounds))
 
 
 def _bandwidth(
     transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expectation
 ) -> Finding:
-    took_us = _took_us(answers, "bandwidth", "dispatch_us")
+    took_us = _took_us(answers, "bandwidth")
     rates = [answer["steps"]["bandwidth"]["remote_bytes"] / took_us / 1e3 for answer in answers]
     least = expected.share_of_links * links_gbps or expected.gbps
     slowest = min(range(len(rates)), key=rates.__getitem__)

@@ -11,6 +11,7 @@ from html import escape
 
 from crossdock.control.discovery import CPU, WORDS, Device
 from crossdock.topo.sources import Picture
+from crossdock.topo.words import counted
 
 _COLOURS = ("#7fb3d5", "#f5b041", "#82c99a", "#d98880", "#bb9fd6", "#8fd3d1", "#f1a7c3", "#c0ca75")
 _NONE = "#d5d8dc"
@@ -101,7 +102,8 @@ def _headline(picture: Picture) -> str:
     gpu = next((topology.gpu(number) for number in range(len(topology.devices)) if topology.gpu(number)), None)
     model = f" x {gpu.name.removeprefix('NVIDIA ')}" if gpu else ""
     gpus = sum(device.gpu != CPU for device in topology.devices)
-    return f"{len(topology.hosts)} hosts, {gpus}{model or ' GPUs'}, {len(topology.domains)} NVLink domains"
+    domains = counted(len(topology.domains), "NVLink domain")
+    return f"{counted(len(topology.hosts), 'host')}, {gpus}{model or ' GPUs'}, {domains}"
 
 
 def _legend(picture: Picture) -> Iterator[tuple[str, str]]:

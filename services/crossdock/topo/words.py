@@ -61,9 +61,9 @@ def as_tables(picture: Picture) -> RenderableType:
     topology = picture.topology
     num_gpus = sum(device.gpu != CPU for device in topology.devices)
     parts = [
-        _count(len(topology.hosts), "host"),
-        _count(num_gpus, "GPU"),
-        _count(len(topology.domains), "NVLink domain"),
+        counted(len(topology.hosts), "host"),
+        counted(num_gpus, "GPU"),
+        counted(len(topology.domains), "NVLink domain"),
     ]
     headline = Text.assemble((", ".join(parts), "bold"), (f"  {picture.title}", "dim"))
     found = ways(picture)
@@ -78,7 +78,8 @@ def as_tables(picture: Picture) -> RenderableType:
     return Group(*shown)
 
 
-def _count(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """1 host, 2 hosts."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
