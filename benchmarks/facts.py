@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy", "triton", "deep_ep")
+LIBRARIES = ("cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy", "triton", "deep_ep", "vllm")
 
 
 def write(folder: Path, facts: dict[str, object]) -> None:
