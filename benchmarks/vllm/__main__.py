@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
+import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,18 @@ import torch
 
 import benchmarks.vllm as package
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, cases
+from benchmarks.vllm import QWEN3, Refused, cases, launch, plan
+
+OLDEST = (0, 26)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 where nothing can be measured here."""
     options = parsed(arguments)
     try:
-        check(num_gpus_needed=1)
-        return experts(options)
+        runs = plan.runs_of(options.backends, eager=options.eager)
+        check(1 if options.experts else options.ranks)
+        return experts(options) if options.experts else steps(options, runs)
     except Refused as refused:
         print(f"benchmarks.vllm: {refused}", file=sys.stderr)
         return 2
@@ -37,31 +43,67 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="times that each figure is taken")
     parser.add_argument("--decode", type=int, default=32, help="sequences per rank in a decode step")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens per rank of a prefill")
-    parser.add_argument("--experts", action="store_true", help="the expert kernels alone, on one GPU")
-    parser.add_argument("--replays", type=int, default=20, help="with --experts: timed graphs per run")
+    whole = parser.add_argument_group("whole engines")
+    whole.add_argument("--backends", default=plan.USUAL, help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
+    whole.add_argument("--eager", action="store_true", help="no CUDA graphs at all")
+    whole.add_argument("--max-num-batched-tokens", type=int, default=0, help="of a rank in a step (0: vLLM's choice)")
+    whole.add_argument("--memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    whole.add_argument("--deadline", type=float, default=600.0, help="seconds of one engine, with its start")
+    alone = parser.add_argument_group("expert kernels")
+    alone.add_argument("--experts", action="store_true", help="the expert kernels alone, on one GPU")
+    alone.add_argument("--replays", type=int, default=20, help="timed graphs per run")
     options = parser.parse_args(arguments)
-    if options.experts and QWEN3.experts % options.ranks:
-        parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts, got {options.ranks}")
+    if QWEN3.experts % options.ranks or options.ranks < 2:
+        parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts above 1, got {options.ranks}")
+    if not 0 < options.decode <= plan.MOST_SEQUENCES:
+        parser.error(f"--decode: expected 1 to {plan.MOST_SEQUENCES} sequences, got {options.decode}")
+    if options.prefill < plan.PROMPT or options.prefill % plan.PROMPT:
+        parser.error(f"--prefill: expected a multiple of prompts of {plan.PROMPT} tokens, got {options.prefill}")
     return options
 
 
 def check(num_gpus_needed: int) -> None:
     """Raises Refused where vLLM or a GPU is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Refused("needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none")
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        raise Refused("needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none") from None
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        raise Refused(f"needs vLLM >= 0.26, this one is {version}")
     found = torch.cuda.device_count()
     if found < num_gpus_needed:
         raise Refused(f"needs {num_gpus_needed} NVIDIA GPUs, this machine has {found}")
 
 
+def versions() -> tuple[str, str, str]:
+    """Of vLLM, torch and triton."""
+    vllm, triton = metadata.version("vllm"), metadata.version("triton")
+    return vllm, torch.__version__, triton
+
+
+def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
+    """One engine after the other; 1 where one gave no times."""
+    gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
+    sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
+    earlier = facts.without(facts.standing(options.out), ["vllm-steps"])
+    rows: list[plan.Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
+        for run in runs:
+            print(f"{run.name}: starting {options.ranks} ranks", flush=True)
+            arguments = plan.engine_arguments(run, name, options.memory, options.max_num_batched_tokens)
+            outcome = launch.measured(run, sizes, arguments, options.out / "logs" / run.name)
+            rows += plan.rows_of(run, options.ranks, outcome, (vllm, torch_version, gpu))
+            print(plan.table(rows), flush=True)
+            write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
+    return 1 if any(row.fault for row in rows) else 0
+
+
 def experts(options: argparse.Namespace) -> int:
     """Measure every case, write after each, so that a late failure costs no earlier figure."""
-    import triton
-    import vllm
-
     from benchmarks.vllm import kernels
 
-    where = cases.Where(torch.cuda.get_device_name(0), vllm.__version__, torch.__version__, triton.__version__)
+    where = cases.Where(torch.cuda.get_device_name(0), *versions())
     earlier = facts.without(facts.standing(options.out), ["vllm-experts"])
     weights = kernels.weights_of(QWEN3, QWEN3.experts // options.ranks, "cuda")
     rows: list[cases.Row] = []
