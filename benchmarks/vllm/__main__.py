@@ -55,6 +55,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if QWEN3.experts % options.ranks or options.ranks < 2:
         parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts above 1, got {options.ranks}")
+    if options.experts:
+        return options
     if not 0 < options.decode <= plan.MOST_SEQUENCES:
         parser.error(f"--decode: expected 1 to {plan.MOST_SEQUENCES} sequences, got {options.decode}")
     if options.prefill < plan.PROMPT or options.prefill % plan.PROMPT:
