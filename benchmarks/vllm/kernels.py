@@ -74,7 +74,7 @@ class Experts(ABC):
         self._device = weights[0].device.type
         self.num_local = len(weights[0])
         sizes = {"max_num_tokens": case.slots, "num_dispatchers": ranks} if case.slots else {}
-        config = _layer_config(model, ranks, case, self._device)
+        config = layer_config(model, ranks, case, self._device)
         self.kernel: Any = select_unquantized_moe_backend(config)[1](config, FusedMoEQuantConfig.make(), **sizes)
         self.sets = [self.drawn(number) for number in range(SETS)]
         self._place()
@@ -207,7 +207,7 @@ class Batched(Experts):
         return total.index_add_(0, token, tokens.weights[token, k, None] * out[expert, slot].float())
 
 
-def _layer_config(model: Model, ranks: int, case: Case, device: str) -> Any:
+def layer_config(model: Model, ranks: int, case: Case, device: str) -> Any:
     """As an engine's layer has it on rank 0. Triton is what vLLM takes on Hopper; elsewhere it may take kernels that
     want other weights."""
     parallel = FusedMoEParallelConfig.make_no_parallel()
