@@ -74,7 +74,7 @@ def check(num_gpus_needed: int) -> None:
         raise Refused(f"needs vLLM >= 0.26, this one is {version}")
     found = torch.cuda.device_count()
     if found < num_gpus_needed:
-        raise Refused(f"needs {num_gpus_needed} NVIDIA GPUs, this machine has {found}")
+        raise Refused(f"needs NVIDIA GPUs: {num_gpus_needed}, this machine has {found}")
 
 
 def versions() -> tuple[str, str, str]:

@@ -55,6 +55,7 @@ def measured(
     run: Run, sizes: Sizes, arguments: dict[str, object], folder: Path, command: Sequence[str] = ENGINE
 ) -> Outcome:
     """One engine, from its start to its end. `folder` gets each rank's log and result."""
+    folder = folder.resolve()  # the ranks work elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     wait = timedelta(seconds=sizes.deadline_s)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]

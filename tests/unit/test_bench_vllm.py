@@ -75,7 +75,7 @@ def test_sizes_that_do_not_fit_are_refused(words: list[str], capsys: pytest.Capt
     [
         (None, 8, "needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none"),
         ("0.25.1", 8, "needs vLLM >= 0.26, this one is 0.25.1"),
-        ("0.26.0", 1, "needs 2 NVIDIA GPUs, this machine has 1"),
+        ("0.26.0", 1, "needs NVIDIA GPUs: 2, this machine has 1"),
     ],
 )
 def test_it_says_what_is_missing(
@@ -258,7 +258,8 @@ def test_engines_are_measured_and_one_that_fails_is_a_row(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path / "path", root, root / "services"))))
     pretend(monkeypatch, "0.26.0", 2)
     out = tmp_path / "out"
-    words = ["--out", str(out), "--backends", "ag,ag+eager", "--runs", "2", "--decode", "3", "--prefill", "1024"]
+    monkeypatch.chdir(tmp_path)
+    words = ["--out", "out", "--backends", "ag,ag+eager", "--runs", "2", "--decode", "3", "--prefill", "1024"]
     assert bench.main(words) == 1, "one of the two gave no times"
     with (out / "vllm-steps.csv").open(newline="", encoding="utf-8") as file:
         lines: list[dict[str, Any]] = list(csv.DictReader(file))
