@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def check(num_gpus_needed: int) -> None:
     """Raises Refused where vLLM or a GPU is missing."""
-    try:
-        version = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        raise Refused("needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none") from None
+    version = facts.version("vllm")
+    if version is None:
+        raise Refused("needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         raise Refused(f"needs vLLM >= 0.26, this one is {version}")
     found = torch.cuda.device_count()
@@ -79,8 +77,7 @@ def check(num_gpus_needed: int) -> None:
 
 def versions() -> tuple[str, str, str]:
     """Of vLLM, torch and triton."""
-    vllm, triton = metadata.version("vllm"), metadata.version("triton")
-    return vllm, torch.__version__, triton
+    return facts.version("vllm") or "", torch.__version__, facts.version("triton") or ""
 
 
 def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
