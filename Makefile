@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -105,6 +105,10 @@ bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv
 	NCCL_NVLS_ENABLE=0 $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
 	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(if $(CASES),--cases $(CASES)) $(ARGS)
+
+# PYTHON: of an environment that has vLLM and Crossdock.
+bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS=--experts for its experts alone, 1 GPU)
+	$(PYTHON) -m benchmarks.vllm --out docs/results/$$(date +%F)-vllm $(ARGS)
 
 native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy", "triton", "deep_ep")
+LIBRARIES = ("cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy", "triton", "deep_ep", "vllm")
 
 
 def write(folder: Path, facts: dict[str, object]) -> None:
@@ -105,7 +105,7 @@ def of_gpus(num_gpus: int) -> dict[str, object]:
         "num_gpus": num_gpus,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+        "libraries": {name: found for name in LIBRARIES if (found := version(name))},
     }
     try:
         import pynvml
@@ -127,7 +127,8 @@ def _clocks(nvml: Any, index: int) -> dict[str, object]:
     return found
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed distribution."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from crossdock.common.config import HostConfig, load, split_address
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.v1.control_pb2 import GroupState
 from tests.house.tree import ROOT
 
@@ -129,11 +129,16 @@ def test_a_container_is_given_longer_to_stop_than_the_supervisor_takes(host: Hos
         assert int(worker["stop_grace_period"].removesuffix("s")) > host.stop_timeout_s > host.worker.drain_timeout_s
 
 
+def alerts() -> list[dict[str, Any]]:
+    """Of all groups."""
+    return [rule for group in read("deploy/prometheus/rules.yaml")["groups"] for rule in group["rules"]]
+
+
 def test_alerts_name_metrics_and_states_that_exist() -> None:
     exported = set()
-    for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics()):
+    for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics(), FrameworkMetrics()):
         exported |= {metric.name for metric in metrics.declarations()}
-    for rule in read("deploy/prometheus/rules.yaml")["groups"][0]["rules"]:
+    for rule in alerts():
         named = set(re.findall(r"\bcrossdock_\w+", rule["expr"] + rule["annotations"].get("description", "")))
         assert named, rule["alert"]
         assert {re.sub(r"_(bucket|count|sum)$", "", name) for name in named} <= exported, rule["alert"]
@@ -150,7 +155,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     tested = set(re.findall(r"alertname: (\w+)", (RULES.parent / "rules_test.yaml").read_text()))
-    assert tested == {rule["alert"] for rule in read("deploy/prometheus/rules.yaml")["groups"][0]["rules"]}
+    assert tested == {rule["alert"] for rule in alerts()}
 
 
 def test_hadolint_finds_nothing_to_complain_about() -> None:

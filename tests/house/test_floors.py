@@ -51,7 +51,7 @@ FLOORS: dict[str, set[str]] = {
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
 
-ANYTHING = ("crossdock.cli", "crossdock.cli_tune", "crossdock.__main__", "benchmarks")
+ANYTHING = ("crossdock.cli", "crossdock.cli_tune", "crossdock.__main__", "benchmarks", "benchmarks.vllm")
 
 RESERVED: dict[str, set[str]] = {
     "torch": {
@@ -65,11 +65,12 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.deep_ep",
         "crossdock.vllm_plugin",
         "benchmarks",
+        "benchmarks.vllm",
     },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo"},
     "transformers": {"crossdock.client", "crossdock.demo"},
-    "vllm": {"crossdock.vllm_plugin"},
+    "vllm": {"crossdock.vllm_plugin", "benchmarks.vllm"},
     "grpc": {
         "crossdock.common",
         "crossdock.control",
@@ -88,7 +89,8 @@ RESERVED: dict[str, set[str]] = {
     "marshal": set(),
     "shelve": set(),
 }
-"""Packages that live on exactly these floors. Nothing of the product unpickles anything."""
+"""Packages that live on exactly these floors. Nothing of the product unpickles anything. Of vLLM the product knows the
+plugin alone; `benchmarks.vllm` measures vLLM itself."""
 
 DATA_PLANE_NEEDS = {"torch", "msgspec", "pynvml", "cuda"}
 

@@ -1,0 +1,55 @@
+"""vLLM's MoE backends, measured in vLLM itself: a step of the whole engine, and its expert kernels alone.
+
+    python -m benchmarks.vllm --out DIR [--backends ag,deepep_v2,ll] [--ranks N]     (make bench-vllm; two or more GPUs)
+    python -m benchmarks.vllm --experts --out DIR                                    (one GPU)
+
+The layers have the shapes of Qwen3-30B-A3B, and weights that nobody trained. Needs vLLM >= 0.26 beside Crossdock.
+`plan.py` says what is run, `launch.py` starts an engine's ranks, `engine.py` is one of them; `cases.py` and
+`kernels.py` are the experts. Only `engine.py` and `kernels.py` import vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Layers, H, columns between an expert's two products, E, K; as Qwen3-30B-A3B has them, but for the layers."""
+
+    layers: int = 16
+    hidden: int = 2048
+    inner: int = 768
+    experts: int = 128
+    topk: int = 8
+
+
+QWEN3 = Model()
+
+
+class Refused(Exception):
+    """What is asked for cannot be measured here; the text says why."""
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows below their headings, words to the left and figures to the right."""
+    table = [list(columns), *map(list, rows)]
+    widths = [max(len(row[n]) for row in table) for n in range(len(columns))]
+    right = [all(_is_figure(row[n]) for row in rows) for n in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if far else cell.ljust(width) for cell, width, far in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in table
+    )
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or cell.replace(".", "").replace("-", "").isdigit()
+
+
+def cells(row: object, columns: Sequence[str]) -> list[str]:
+    """These fields of a row, as text."""
+    values = asdict(row)  # type: ignore[call-overload]
+    return [str(values[name]) for name in columns]

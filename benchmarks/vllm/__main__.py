@@ -1,0 +1,136 @@
+"""Measure vLLM's backends, or its expert kernels alone; print, write. See the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import benchmarks.vllm as package
+from benchmarks import facts
+from benchmarks.vllm import QWEN3, Refused, cases, launch, plan
+
+OLDEST = (0, 26)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 where nothing can be measured here."""
+    options = parsed(arguments)
+    try:
+        runs = plan.runs_of(options.backends, eager=options.eager)
+        check(1 if options.experts else options.ranks)
+        return experts(options) if options.experts else steps(options, runs)
+    except Refused as refused:
+        print(f"benchmarks.vllm: {refused}", file=sys.stderr)
+        return 2
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=package.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the csv and run.json")
+    parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
+    parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, a GPU each")
+    parser.add_argument("--runs", type=int, default=3, help="times that each figure is taken")
+    parser.add_argument("--decode", type=int, default=32, help="sequences per rank in a decode step")
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens per rank of a prefill")
+    whole = parser.add_argument_group("whole engines")
+    whole.add_argument("--backends", default=plan.USUAL, help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
+    whole.add_argument("--eager", action="store_true", help="no CUDA graphs at all")
+    whole.add_argument("--max-num-batched-tokens", type=int, default=0, help="of a rank in a step (0: vLLM's choice)")
+    whole.add_argument("--memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    whole.add_argument("--deadline", type=float, default=600.0, help="seconds of one engine, with its start")
+    alone = parser.add_argument_group("expert kernels")
+    alone.add_argument("--experts", action="store_true", help="the expert kernels alone, on one GPU")
+    alone.add_argument("--replays", type=int, default=20, help="timed graphs per run")
+    options = parser.parse_args(arguments)
+    if QWEN3.experts % options.ranks or options.ranks < 2:
+        parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts above 1, got {options.ranks}")
+    if options.experts:
+        return options
+    if not 0 < options.decode <= plan.MOST_SEQUENCES:
+        parser.error(f"--decode: expected 1 to {plan.MOST_SEQUENCES} sequences, got {options.decode}")
+    if options.prefill < plan.PROMPT or options.prefill % plan.PROMPT:
+        parser.error(f"--prefill: expected a multiple of prompts of {plan.PROMPT} tokens, got {options.prefill}")
+    return options
+
+
+def check(num_gpus_needed: int) -> None:
+    """Raises Refused where vLLM or a GPU is missing."""
+    version = facts.version("vllm")
+    if version is None:
+        raise Refused("needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        raise Refused(f"needs vLLM >= 0.26, this one is {version}")
+    found = torch.cuda.device_count()
+    if found < num_gpus_needed:
+        raise Refused(f"needs NVIDIA GPUs: {num_gpus_needed}, this machine has {found}")
+
+
+def versions() -> tuple[str, str, str]:
+    """Of vLLM, torch and triton."""
+    return facts.version("vllm") or "", torch.__version__, facts.version("triton") or ""
+
+
+def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
+    """One engine after the other; 1 where one gave no times."""
+    gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
+    sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
+    earlier = facts.without(facts.standing(options.out), ["vllm-steps"])
+    rows: list[plan.Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
+        for run in runs:
+            print(f"{run.name}: starting {options.ranks} ranks", flush=True)
+            arguments = plan.engine_arguments(run, name, options.memory, options.max_num_batched_tokens)
+            outcome = launch.measured(run, sizes, arguments, options.out / "logs" / run.name)
+            rows += plan.rows_of(run, options.ranks, outcome, (vllm, torch_version, gpu))
+            print(plan.table(rows), flush=True)
+            write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
+    return 1 if any(row.fault for row in rows) else 0
+
+
+def experts(options: argparse.Namespace) -> int:
+    """Measure every case, write after each, so that a late failure costs no earlier figure."""
+    from benchmarks.vllm import kernels
+
+    where = cases.Where(torch.cuda.get_device_name(0), *versions())
+    earlier = facts.without(facts.standing(options.out), ["vllm-experts"])
+    weights = kernels.weights_of(QWEN3, QWEN3.experts // options.ranks, "cuda")
+    rows: list[cases.Row] = []
+    for case in cases.cases_of(options.decode, options.prefill):
+        made = kernels.made(case, QWEN3, options.ranks, weights)
+        taken = list(kernels.times_us(made, options.runs, options.replays))
+        name, sizes = type(made.kernel).__name__, made.block_sizes()
+        rows += cases.rows_of(case, QWEN3, options.ranks, name, sizes, taken, where)
+        print(rows[-1], flush=True)
+        write(options, "vllm-experts", cases.Row, rows, earlier, 1)
+        del made
+        torch.cuda.empty_cache()
+    print(cases.table(rows))
+    return 0
+
+
+def write(
+    options: argparse.Namespace, name: str, kind: type, rows: Sequence[Any], earlier: Sequence[Any], num_gpus: int
+) -> None:
+    """The table, and run.json, which goes on telling of the folder's other tables."""
+    config = {key: value for key, value in vars(options).items() if key not in ("out", "commit")}
+    found = facts.of_control(sys.argv[1:], config | {"model": asdict(QWEN3)}, "benchmarks.vllm")
+    if options.commit:
+        found["commit"] = options.commit
+    facts.keep(
+        options.out, name, kind, rows, found | facts.of_gpus(num_gpus) | ({"earlier": earlier} if earlier else {})
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What is run of whole engines, and what their times mean. Pure: no vLLM here, no GPU.
+
+One engine at a time, a process per data-parallel rank, experts spread over all ranks. A figure is the wall time of
+`LLM.generate`, which the ranks begin together, on prompts that are new each time:
+
+* decode: a batch that generates LONG tokens each, less one that generates SHORT, per token of the difference;
+* prefill: prompts of PROMPT tokens that generate one token each, whole.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.vllm import Model, Refused, aligned
+
+SHORT, LONG = 16, 272
+"""New tokens of a decode batch; their difference is what one figure divides by."""
+START = 32
+"""Tokens of its prompts."""
+PROMPT = 512
+MOST_SEQUENCES, MOST_LENGTH, VOCABULARY = 32, 1024, 4096
+SAID_LINES, SAID_CHARACTERS = 3, 600
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One of vLLM's, and who stands behind it.
+
+    Attributes:
+        slot: as `--all2all-backend` names it.
+        tier: "built in", or what CROSSDOCK_VLLM is: "native", "deep_ep".
+        manager: class that vLLM's log must name, or somebody else was measured.
+        graphs: whether vLLM runs it in CUDA graphs.
+    """
+
+    slot: str
+    tier: str
+    manager: str
+    graphs: bool = True
+
+
+BACKENDS = {
+    "ag": Backend("allgather_reducescatter", "built in", "AgRsAll2AllManager"),
+    "deepep_v2": Backend("deepep_v2", "native", "GraphManager"),
+    "ll": Backend("deepep_low_latency", "native", "LowLatencyManager"),
+    "ht": Backend("deepep_high_throughput", "native", "HighThroughputManager", graphs=False),
+    "ll1": Backend("deepep_low_latency", "deep_ep", "DeepEPLLAll2AllManager"),
+    "ht1": Backend("deepep_high_throughput", "deep_ep", "DeepEPHTAll2AllManager", graphs=False),
+}
+"""By their names on the command line."""
+USUAL = "ag,deepep_v2,ll,ag+eager,ht1"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A backend in one mode."""
+
+    backend: Backend
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """For people and files."""
+        return f"{self.backend.slot}-{self.backend.tier}-{self.mode}".replace(" ", "-")
+
+
+def runs_of(names: str, *, eager: bool) -> list[Run]:
+    """As the command line asks: names with commas, `+eager` behind one that is not to use graphs. Raises Refused."""
+    found = []
+    for name in filter(None, names.split(",")):
+        known, _, mode = name.partition("+")
+        if known not in BACKENDS or mode not in ("", "eager"):
+            raise Refused(f"--backends: expected some of {','.join(BACKENDS)}, each with +eager or not, got {name!r}")
+        backend = BACKENDS[known]
+        found.append(Run(backend, "eager" if eager or mode or not backend.graphs else "graphs"))
+    return list(dict.fromkeys(found))
+
+
+def config_json(model: Model) -> dict[str, Any]:
+    """A checkpoint's config.json: attention as in Qwen3-30B-A3B, a small vocabulary."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
+        "num_hidden_layers": model.layers, "hidden_size": model.hidden, "moe_intermediate_size": model.inner,
+        "num_experts": model.experts, "num_experts_per_tok": model.topk, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": 3 * model.hidden,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": False,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096,
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+
+
+def engine_arguments(run: Run, model_folder: str, memory: float, most_tokens: int) -> dict[str, Any]:
+    """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency."""
+    eager = run.mode == "eager"
+    how = (
+        {"enforce_eager": True} if eager else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    )
+    return {
+        "model": model_folder, "load_format": "dummy", "skip_tokenizer_init": True, "generation_config": "vllm",
+        "enable_expert_parallel": True, "all2all_backend": run.backend.slot, "enable_prefix_caching": False,
+        "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "gpu_memory_utilization": memory,
+        "disable_log_stats": True, "seed": 0, **how, **({"max_num_batched_tokens": most_tokens} if most_tokens else {}),
+    }  # fmt: skip
+
+
+def environment(run: Run, rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What a rank's process is told beside what it inherits: by these vLLM knows a rank of an offline engine."""
+    return {
+        "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks),
+        "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port), "VLLM_LOGGING_LEVEL": "INFO",
+        "CROSSDOCK_VLLM": "off" if run.backend.tier == "built in" else run.backend.tier,
+    }  # fmt: skip
+
+
+def step_ms(short_s: float, long_s: float) -> float:
+    """Milliseconds of a decode step, from the times of a short batch and of a long one."""
+    return 1e3 * (long_s - short_s) / (LONG - SHORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one engine: what each rank wrote, or why there is nothing; `rank` is the one that failed, if one did."""
+
+    results: Sequence[Mapping[str, Any]] = ()
+    fault: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One time of one rank; or, with a fault and no time, a backend that gave none.
+
+    Attributes:
+        sorted_run: its place among the rank's times.
+        most_tokens: of a rank in one step (`max_num_batched_tokens`).
+    """
+
+    backend: str
+    tier: str
+    mode: str
+    rank: int | None
+    step: str
+    sorted_run: int | None
+    ms: float | None
+    ranks: int
+    most_tokens: int | None
+    vllm: str
+    torch: str
+    gpu: str
+    fault: str
+
+
+def rows_of(run: Run, ranks: int, outcome: Outcome, versions: tuple[str, str, str]) -> list[Row]:
+    """All times of an engine, each rank's fastest first."""
+    backend = run.backend
+    if outcome.fault:
+        failed = (outcome.rank, "", None, None, ranks, None, *versions, outcome.fault)
+        return [Row(backend.slot, backend.tier, run.mode, *failed)]
+    return [
+        Row(
+            backend.slot, backend.tier, run.mode, rank, step, place, round(ms, 3), ranks, result["most_tokens"],
+            *versions, "",
+        )
+        for rank, result in enumerate(outcome.results)
+        for step in ("decode", "prefill")
+        for place, ms in enumerate(sorted(result[step]))
+    ]  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each engine: the median time of its slowest rank."""
+    lines = []
+    for key in dict.fromkeys((row.backend, row.tier, row.mode) for row in rows):
+        mine = [row for row in rows if (row.backend, row.tier, row.mode) == key]
+        most = mine[0].most_tokens
+        lines.append([*key, str(most or ""), *(_slowest(mine, step) for step in ("decode", "prefill")), mine[0].fault])
+    return aligned(["backend", "tier", "mode", "most_tokens", "decode_ms", "prefill_ms", "fault"], lines)
+
+
+def _slowest(rows: Sequence[Row], step: str) -> str:
+    times: dict[int | None, list[float]] = {}
+    for row in rows:
+        if row.step == step and row.ms is not None:
+            times.setdefault(row.rank, []).append(row.ms)
+    return f"{max(map(statistics.median, times.values())):.1f}" if times else ""
+
+
+_ERROR = re.compile(r"(Error|Timeout|Exception)\b.*:")
+
+
+def said(log: str) -> str:
+    """What a log says of its process's end: the first error, for others follow from it, and the last lines."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    first = next((line for line in lines if _ERROR.search(line)), None)
+    kept = dict.fromkeys([*([first] if first else []), *lines[-SAID_LINES:]])
+    return " | ".join(kept)[:SAID_CHARACTERS] or "its log is empty"

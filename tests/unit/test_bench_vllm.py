@@ -1,0 +1,277 @@
+"""The bench of vLLM's backends without vLLM or a GPU: what is run, what times mean, what is said where nothing runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import facts
+from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, plan
+from benchmarks.vllm import __main__ as bench
+from benchmarks.vllm.plan import Outcome
+
+AG = plan.Run(plan.BACKENDS["ag"], "graphs")
+VERSIONS = ("0.26.0", "2.11.0", "H200")
+
+# What is asked for.
+
+
+def test_the_usual_runs_are_those_that_are_published() -> None:
+    found = [(run.backend.slot, run.backend.tier, run.mode) for run in plan.runs_of(plan.USUAL, eager=False)]
+    path = Path(__file__).parents[2] / "docs/results/2026-11-22-h200x2/vllm-steps.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        published = [(line["backend"], line["tier"], line["mode"]) for line in csv.DictReader(file)]
+    assert found == list(dict.fromkeys(published))
+
+
+def test_eager_turns_graphs_off_and_names_each_run_once() -> None:
+    assert [run.name for run in plan.runs_of("ll,ag,ag+eager", eager=True)] == [
+        "deepep_low_latency-native-eager",
+        "allgather_reducescatter-built-in-eager",
+    ]
+
+
+@pytest.mark.parametrize("names", ["deepep", "ag+graphs", "ag,,x"])
+def test_an_unknown_backend_is_refused_with_the_known_ones(names: str) -> None:
+    with pytest.raises(Refused, match="expected some of ag,deepep_v2,ll,ht,ll1,ht1"):
+        plan.runs_of(names, eager=False)
+
+
+def test_an_engine_is_told_its_backend_and_its_mode() -> None:
+    for run in plan.runs_of("ag,deepep_v2,ht1,ll+eager", eager=False):
+        given = plan.engine_arguments(run, "folder", 0.5, 0)
+        assert given["all2all_backend"] == run.backend.slot
+        assert given.get("enforce_eager", False) == (run.mode == "eager") == ("compilation_config" not in given)
+        assert "max_num_batched_tokens" not in given
+        assert plan.environment(run, 1, 2, 5)["CROSSDOCK_VLLM"] == run.backend.tier.replace("built in", "off")
+    assert plan.engine_arguments(AG, "folder", 0.5, 512)["max_num_batched_tokens"] == 512
+    assert plan.LONG + plan.START <= plan.MOST_LENGTH
+    assert plan.PROMPT + 1 <= plan.MOST_LENGTH
+
+
+@pytest.mark.parametrize("words", [["--ranks", "3"], ["--ranks", "1"], ["--decode", "33"], ["--prefill", "1000"]])
+def test_sizes_that_do_not_fit_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parsed(["--out", "x", *words])
+    assert "expected" in capsys.readouterr().err
+
+
+# Where nothing can be measured.
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "expected"),
+    [
+        (None, 8, "needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none"),
+        ("0.25.1", 8, "needs vLLM >= 0.26, this one is 0.25.1"),
+        ("0.26.0", 1, "needs NVIDIA GPUs: 2, this machine has 1"),
+    ],
+)
+def test_it_says_what_is_missing(
+    version: str | None, gpus: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pretend(monkeypatch, version, gpus)
+    assert bench.main(["--out", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"benchmarks.vllm: {expected}\n"
+    assert not (tmp_path / "new").exists()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, gpus: int) -> None:
+    """This vLLM and so many GPUs."""
+
+    def version_of(name: str) -> str:
+        if name != "vllm":
+            return "3.6.0"
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(facts, "of_gpus", lambda _: {})
+
+
+# Figures.
+
+
+def test_a_decode_step_is_the_difference_of_two_batches() -> None:
+    assert plan.step_ms(0.5, 0.5 + 256 * 0.004) == pytest.approx(4.0)
+
+
+def test_a_table_shows_the_median_of_the_slowest_rank() -> None:
+    results = [
+        {"decode": [5.0, 3.0, 40.0], "prefill": [200.0, 201.0, 199.0], "most_tokens": 256},
+        {"decode": [4.0, 6.0, 7.0], "prefill": [1.0, 2.0, 3.0], "most_tokens": 256},
+    ]
+    rows = plan.rows_of(AG, 2, Outcome(results), VERSIONS)
+    assert [(row.rank, row.step, row.sorted_run, row.ms) for row in rows[:4]] == [
+        (0, "decode", 0, 3.0), (0, "decode", 1, 5.0), (0, "decode", 2, 40.0), (0, "prefill", 0, 199.0),
+    ]  # fmt: skip
+    broken = plan.rows_of(plan.runs_of("ll", eager=False)[0], 2, Outcome(fault="rank 1 ended with 9", rank=1), VERSIONS)
+    headings, first, second = plan.table([*rows, *broken]).splitlines()
+    assert headings.split() == ["backend", "tier", "mode", "most_tokens", "decode_ms", "prefill_ms", "fault"]
+    assert first.split() == ["allgather_reducescatter", "built", "in", "graphs", "256", "6.0", "200.0"]
+    assert second.split()[-5:] == ["rank", "1", "ended", "with", "9"]
+
+
+def test_what_a_log_says_begins_with_the_first_error() -> None:
+    log = "loading\nPeerTimeout: rank 1 is gone\n\nfollow\nRuntimeError: Engine core failed\nbye\n"
+    assert plan.said(log) == "PeerTimeout: rank 1 is gone | follow | RuntimeError: Engine core failed | bye"
+    assert plan.said("\n") == "its log is empty"
+    assert len(plan.said("x" * 9999)) == plan.SAID_CHARACTERS
+
+
+def test_columns_are_aligned() -> None:
+    assert aligned(["a", "count"], [["xx", "1"], ["x", "-20.5"]]) == "a   count\nxx      1\nx   -20.5"
+
+
+# The expert kernels' cases.
+
+
+def test_each_batched_prefill_stands_beside_a_standard_one_of_as_many_tokens() -> None:
+    found = cases.cases_of(32, 8192)
+    batched = [case for case in found if case.step == "prefill" and case.slots]
+    assert [(case.slots, case.engine_steps) for case in batched] == [(256, 32), (1024, 8)]
+    for case in batched:
+        assert case.tokens * case.engine_steps == 8192
+        assert cases.Case("prefill", case.tokens, 0, case.engine_steps) in found
+    assert [case.slots for case in found if case.step == "decode"] == [0, 256, 32]
+    assert all(case.tokens <= (case.slots or 8192) for case in found)
+
+
+def test_a_row_counts_all_layers_and_all_steps() -> None:
+    case = cases.Case("prefill", 256, 256, 32)
+    rows = cases.rows_of(case, QWEN3, 2, "Experts", "m=64", [30.0, 10.0, 20.0], cases.Where("H200", "1", "2", "3"))
+    assert [row.layer_us for row in rows] == [10.0, 20.0, 30.0]
+    assert rows[0].total_ms == pytest.approx(10.0 * 16 * 32 / 1e3)
+    assert rows[0].rows == 256 * 8
+    assert cases.table(rows).splitlines()[1].split()[6] == "20.0"
+
+
+# An engine's processes; a script stands for them.
+
+SIZES = launch.Sizes(ranks=2, decode=2, prefill=1, runs=1, deadline_s=20)
+BEGIN = "import json, os, sys, time; order = json.loads(sys.argv[1]); "
+WRITE = "open(order['result'], 'w').write(json.dumps([order['rank'], os.environ['VLLM_DP_RANK']])); "
+SAY = "print('Using AgRsAll2AllManager all2all manager.'); "
+
+
+def started(script: str, folder: Path, sizes: launch.Sizes = SIZES) -> Outcome:
+    return launch.measured(AG, sizes, {}, folder, (sys.executable, "-c", BEGIN + script))
+
+
+def test_each_rank_is_told_who_it_is_and_gives_its_result(tmp_path: Path) -> None:
+    assert started(SAY + WRITE, tmp_path) == Outcome([[0, "0"], [1, "1"]])  # type: ignore[list-item]
+
+
+def test_a_rank_that_dies_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    script = (
+        "open(order['result'] + '.pid', 'w').write(str(os.getpid())); "
+        "order['rank'] and sys.exit('ValueError: no such thing') or time.sleep(600)"
+    )
+    begun = time.monotonic()
+    outcome = started(script, tmp_path)
+    assert (outcome.fault, outcome.rank) == ("rank 1 ended with 1: ValueError: no such thing", 1)
+    assert time.monotonic() - begun < SIZES.deadline_s
+    waiting = tmp_path / "rank-0.json.pid"
+    if waiting.exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(waiting.read_text()), 0)
+
+
+def test_an_engine_that_hangs_ends_with_its_deadline(tmp_path: Path) -> None:
+    hasty = launch.Sizes(ranks=2, decode=2, prefill=1, runs=1, deadline_s=1)
+    outcome = started("print('compiling', flush=True); time.sleep(600)", tmp_path, hasty)
+    assert outcome.fault.startswith("ranks [0, 1] gave nothing within 1 s: ")
+
+
+def test_a_backend_that_is_not_ours_is_no_result(tmp_path: Path) -> None:
+    outcome = started(WRITE, tmp_path)
+    assert outcome.fault == "something else was measured: no rank's log says that it uses AgRsAll2AllManager"
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    started_pid = int(process.stdout.readline())
+    process.stdout.close()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    launch.stop([process], patient=False)
+    assert not _runs(started_pid)
+
+
+def _runs(pid: int) -> bool:
+    """Not ended: a zombie that nobody waits for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# The whole program, over a package that stands for vLLM.
+
+STAND_IN = """
+import time
+class SamplingParams:
+    def __init__(self, **given):
+        self.new = given["max_tokens"]
+class Thing:
+    def __init__(self, **given):
+        self.__dict__.update(given)
+class LLM:
+    def __init__(self, **given):
+        print("Using AgRsAll2AllManager all2all manager.", flush=True)
+        if given["enforce_eager" if "enforce_eager" in given else "seed"]:
+            raise ValueError("no eager here")
+        config = Thing(scheduler_config=Thing(max_num_batched_tokens=77))
+        self.llm_engine, self.seen = Thing(vllm_config=config), set()
+    def generate(self, prompts, how, use_tqdm):
+        ids = {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
+        assert len(ids) == len(prompts) and not ids & self.seen, "prompts that the prefix cache knows"
+        self.seen |= ids
+        time.sleep(how.new / 1000)
+        return [Thing(outputs=[Thing(token_ids=[0] * how.new)]) for _ in prompts]
+"""
+
+
+def test_engines_are_measured_and_one_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "vllm.py").write_text(STAND_IN)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path / "path", root, root / "services"))))
+    pretend(monkeypatch, "0.26.0", 2)
+    out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    words = ["--out", "out", "--backends", "ag,ag+eager", "--runs", "2", "--decode", "3", "--prefill", "1024"]
+    assert bench.main(words) == 1, "one of the two gave no times"
+    with (out / "vllm-steps.csv").open(newline="", encoding="utf-8") as file:
+        lines: list[dict[str, Any]] = list(csv.DictReader(file))
+    measured, broken = lines[:-1], lines[-1]
+    assert {(line["rank"], line["step"], line["sorted_run"]) for line in measured} == {
+        (rank, step, run) for rank in "01" for step in ("decode", "prefill") for run in "01"
+    }
+    assert all(float(line["ms"]) >= 1.0 for line in measured if line["step"] == "prefill"), "a millisecond per token"
+    assert all(line["most_tokens"] == "77" and line["vllm"] == "0.26.0" for line in measured)
+    assert (broken["mode"], broken["ms"]) == ("eager", "")
+    assert "ValueError: no eager here" in broken["fault"]
+    assert "no eager here" in capsys.readouterr().out
+    run = json.loads((out / "run.json").read_text())
+    assert run["command"].startswith("python -m benchmarks.vllm")
+    assert run["config"]["model"]["experts"] == 128
