@@ -67,7 +67,7 @@ def _key(table: str, line: dict[str, str]) -> tuple[str, ...]:
 def _line(ratio: float, table: str, old: dict[str, str], new: dict[str, str]) -> str:
     spread = max(float(line["spread_pct"] or 0) for line in (old, new))
     noise = " ~" if abs(ratio - 1) * 100 <= spread else ""
-    case = " ".join(filter(None, (new[name] for name in KEY if name not in ("hidden", "experts", "topk", "ranks"))))
+    case = " ".join(filter(None, (new[name] for name in KEY if name not in ("experts", "topk", "ranks"))))
     return f"{ratio:6.3f}{noise:2} {old['p50_us']:>9} -> {new['p50_us']:>9} us  {table}: {case} ({new['sms']} SMs)"
 
 

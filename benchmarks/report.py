@@ -341,7 +341,8 @@ def title(case: Case) -> str:
     """The case in a few words."""
     sms = f" {case.num_sms} SMs" if case.num_sms else ""
     types = f"{case.dtype_of('dispatch')}+{case.dtype_of('combine')}"
-    return f"{case.mode.value} {case.layout.value} T={case.tokens} {types} {case.routing}{sms} {case.form}".strip()
+    size = f"T={case.tokens}" + ("" if case.hidden == Case.hidden else f" H={case.hidden}")
+    return f"{case.mode.value} {case.layout.value} {size} {types} {case.routing}{sms} {case.form}".strip()
 
 
 def write(folder: Path, name: str, lines: Sequence[Line]) -> None:

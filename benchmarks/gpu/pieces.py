@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.pieces --out FOLDER [--iterations 20]
 
-A rank's share of a layer in bf16: rows that have arrived, random experts (`layer.Experts`: H 7168, 2048 columns
-between the products), E 256, K 8 over R ranks, uniform routing. `form`:
+A rank's share of a layer in bf16: rows that have arrived, random experts of two shapes (`layer.INNER`), K 8 over R
+ranks, uniform routing. `form`:
 
 * `whole`: one grouped product up, one down.
 * `tokens`: the rows in so many parts, each with rows of every expert, as where the tokens of a batch travel part by
@@ -17,6 +17,7 @@ between the products), E 256, K 8 over R ranks, uniform routing. `form`:
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from benchmarks import facts
 from benchmarks.gpu.layer import INNER, Experts, LeftAlone
 from benchmarks.gpu.measure import FLUSH_BYTES, events, sleep
 
-HIDDEN, NUM_EXPERTS, TOPK = 7168, 256, 8
+TOPK = 8
 RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096, 8192, 16384)
 FORMS = (("whole", 1), ("tokens", 2), ("tokens", 4), ("experts", 2), ("experts", 4), ("experts", 8))
 SMS_LEFT = (0, 24)
@@ -42,6 +43,7 @@ class Row:
     """A line of pieces.csv.
 
     Attributes:
+        hidden, experts: H and E.
         ranks, tokens: R, and T per rank.
         rows: N, of the measured rank.
         form, pieces: how the experts work.
@@ -49,6 +51,8 @@ class Row:
         p50_us, least_us: of the iterations.
     """
 
+    hidden: int
+    experts: int
     ranks: int
     tokens: int
     rows: int
@@ -59,17 +63,17 @@ class Row:
     least_us: float
 
 
-def drawn(ranks: int, tokens: int, seed: int) -> list[int]:
+def drawn(num_experts: int, ranks: int, tokens: int, seed: int) -> list[int]:
     """Rows per expert of rank 0, of tokens with K distinct uniform experts each."""
     own = torch.Generator("cpu").manual_seed(seed)
-    ids = torch.rand(ranks * tokens, NUM_EXPERTS, generator=own).topk(TOPK, dim=1).indices
-    return torch.bincount(ids.flatten(), minlength=NUM_EXPERTS)[: NUM_EXPERTS // ranks].tolist()
+    ids = torch.rand(ranks * tokens, num_experts, generator=own).topk(TOPK, dim=1).indices
+    return torch.bincount(ids.flatten(), minlength=num_experts)[: num_experts // ranks].tolist()
 
 
 def parts_of(experts: Experts, counts: list[int], form: str, pieces: int) -> list[Callable[[], torch.Tensor]]:
     """Calls that work on each piece of the rows."""
     chunk = len(counts) // pieces
-    rows = torch.randn(sum(counts), HIDDEN, device="cuda").to(torch.bfloat16)
+    rows = torch.randn(sum(counts), experts.down.shape[2], device="cuda").to(torch.bfloat16)
     calls, begin = list[Callable[[], torch.Tensor]](), 0
     for number in range(pieces):
         if form == "experts":
@@ -104,17 +108,16 @@ def timed(calls: list[Callable[[], torch.Tensor]], iterations: int, flushed: tor
 def measured(iterations: int, seed: int) -> list[Row]:
     """Every case; printed as it comes."""
     found, flushed = list[Row](), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for ranks in RANKS:
-        experts = Experts.drawn(NUM_EXPERTS // ranks, HIDDEN, INNER, seed)
+    for (hidden, num_experts), ranks in itertools.product(INNER, RANKS):
+        experts = Experts.drawn(num_experts // ranks, hidden, INNER[hidden, num_experts], seed)
         for tokens in TOKENS:
-            counts = drawn(ranks, tokens, seed + tokens)
-            for sms_left in SMS_LEFT:
-                for form, pieces in FORMS:
-                    with LeftAlone(sms_left):
-                        taken = timed(parts_of(experts, counts, form, pieces), iterations, flushed)
-                    case = (ranks, tokens, sum(counts), form, pieces, sms_left)
-                    found.append(Row(*case, round(statistics.median(taken), 1), round(min(taken), 1)))
-                    print(*case, found[-1].p50_us, flush=True)
+            counts = drawn(num_experts, ranks, tokens, seed + tokens)
+            for sms_left, (form, pieces) in itertools.product(SMS_LEFT, FORMS):
+                with LeftAlone(sms_left):
+                    taken = timed(parts_of(experts, counts, form, pieces), iterations, flushed)
+                case = (hidden, num_experts, ranks, tokens, sum(counts), form, pieces, sms_left)
+                found.append(Row(*case, round(statistics.median(taken), 1), round(min(taken), 1)))
+                print(*case, found[-1].p50_us, flush=True)
         del experts
     return found
 

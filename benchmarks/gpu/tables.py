@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 6
 LL_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 24, 64, 132), "quick": (8, 32, 132)}
 SWEEP_TOKENS = (512, 4096, 8192)
 LAYER_SMS = {"full": (16, 24, 32, 64), "core": (24, 64), "quick": (24,)}
+LAYER_SHAPES = ((7168, 256), (2048, 128))
+"""(H, E); `layer.INNER` has the rest."""
 LAYER_TOKENS = {"full": (1024, 4096), "core": (4096,), "quick": (1024,)}
 LL_SMS_TOKENS = (8, 128)
 OVERLAP_TOKENS = {Mode.LL: 128, Mode.HT: 1024}
@@ -119,10 +122,10 @@ def _sweep(ranks: int, extent: str) -> Iterator[Measured]:
 
 
 def _layer(ranks: int, extent: str) -> Iterator[Measured]:
-    for tokens in LAYER_TOKENS[extent]:
-        for num_sms in LAYER_SMS[extent]:
-            case = Case(Mode.HT, Layout.GROUPED, ranks, tokens, num_sms=num_sms, form="bounded")
-            yield Measured(case, (Loop("layer", True),), ("crossdock",))
+    shapes = [Case(Mode.HT, Layout.GROUPED, ranks, hidden=hidden, experts=experts) for hidden, experts in LAYER_SHAPES]
+    for shape, tokens, num_sms in itertools.product(shapes, LAYER_TOKENS[extent], LAYER_SMS[extent]):
+        case = replace(shape, tokens=tokens, num_sms=num_sms, form="bounded")
+        yield Measured(case, (Loop("layer", True),), ("crossdock",))
 
 
 def _auto(ranks: int, extent: str) -> Iterator[Measured]:
