@@ -18,6 +18,9 @@ from ep_kernels.transports.nvlink import launch
 
 log = logging.getLogger(__name__)
 
+OLDEST_GPU = 9
+"""Major compute capability: mbarriers with bulk copies, and launches that overlap, came with Hopper."""
+
 
 def call(name: str, *args: Any) -> Any:
     """`cuda.<name>(*args)`; its values (one, a tuple, or None). Raises TransportError with the driver's own words."""
@@ -33,10 +36,13 @@ def _check(name: str, status: Any) -> None:
 
 
 def architecture(device: int) -> str:
-    """sm_90a, sm_100a, ... of a device."""
+    """sm_90a, sm_100a, ... of a device. Raises TransportError where it is older than the kernels' instructions."""
     kind = cuda.CUdevice_attribute
     major = call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    if major < OLDEST_GPU:
+        need = f"compute capability {OLDEST_GPU}.0 (Hopper) or newer"
+        raise TransportError(f"nvlink: device {device}: expected {need}, got {major}.{minor}")
     return f"sm_{major}{minor}a"
 
 
