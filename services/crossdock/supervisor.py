@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.child import Child
+from crossdock.child import EXIT_HOPELESS, Child
 from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses
@@ -41,6 +41,10 @@ _REFUSED_S = 0.1
 
 class SupervisorError(RuntimeError):
     """The group cannot come up, or did not within the deadline; the message says which process and its last words."""
+
+
+class HopelessError(SupervisorError):
+    """A part gave up because its configuration or its model can never work."""
 
 
 class Watched(ABC):
@@ -180,7 +184,8 @@ class Supervisor(Watched):
         """See `Watched`."""
         for child in self.children:
             if child.hopeless:
-                raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
+                kind = HopelessError if child.exit_status == EXIT_HOPELESS else SupervisorError
+                raise kind(f"{child.hopeless}:\n{child.tail()}")
 
     def silent(self) -> str:
         """See `Watched`."""
