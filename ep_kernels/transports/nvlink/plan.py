@@ -104,7 +104,8 @@ def sizes_of(c: MoEConfig) -> Sizes:
     }
     shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
     most = grouped if layout is Layout.EXPERT_MAJOR else 0
-    _check_limits(c, max(shape.num_partials * c.max_tokens_per_rank, most, *capacities))
+    records = ranks * c.max_tokens_per_rank * c.topk
+    _check_limits(c, max(records, shape.num_partials * c.max_tokens_per_rank, most, *capacities))
     return Sizes(
         shape.num_keys, num_local, num_local if layout.per_expert else ranks, columns, dtype, shape.scale_bytes,
         shape.row_bytes, capacity, capacities, output_rows.get(layout, (capacity,)), shape,
@@ -149,7 +150,7 @@ def _check_limits(c: MoEConfig, most_rows: int) -> None:
     if c.group.size > MAX_RANKS:
         raise ConfigError("group", f"at most {MAX_RANKS} ranks with transport nvlink", c.group.size)
     if most_rows >= 1 << 31:
-        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
+        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows, or records, per buffer", c.max_tokens_per_rank)
 
 
 def _dispatch_units(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:
