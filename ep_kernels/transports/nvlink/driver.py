@@ -46,11 +46,6 @@ def architecture(device: int) -> str:
     return f"sm_{major}{minor}a"
 
 
-def can_access(device: int, peer: int) -> bool:
-    """Whether `device` can read and write the memory of `peer`."""
-    return device == peer or bool(call("cuDeviceCanAccessPeer", device, peer))
-
-
 class Function(launch.Kernel):
     """One kernel, loaded.
 
