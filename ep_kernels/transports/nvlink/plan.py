@@ -47,9 +47,9 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: docs/results/2026-11-21-h200x4/auto.csv (grouped), taken before LL's rows travelled as lines, which made LL
-faster: LL was ahead at 512 (199 against 244 us) and still at 2048, the largest step measured (675 against 787). Kept at
-512 until HT is tuned and the other layouts are measured."""
+Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (154 against 176 us) and still at 2048,
+the largest step measured (529 against 551). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
+grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
 DISPATCH_SENDERS = {(False, False): 0.2, (False, True): 0.35, (True, False): 0.3, (True, True): 0.3}
