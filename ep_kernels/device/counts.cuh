@@ -4,8 +4,8 @@
 // Counters that are told: rows per (rank, local expert), then rows per rank; where rows are not grouped per expert, only the
 // latter. Among blocks pair p of block b lies at [p][b], so that a warp reads 32 blocks at once.
 //
-// Memory contract: 16 aligned bytes, one store and one load (as heads of LL). seq grows for the life of the region, so a tag is
-// never met again; what is mapped is blank before any peer writes.
+// Memory contract: 16 aligned bytes, one store and one load (as heads of LL), which PTX promises of .b128. seq grows for the life of
+// the region, so a tag is never met again; what is mapped is blank before any peer writes.
 #pragma once
 
 constexpr u64 kNoCounts = ~0ull;  // a peer brought a handle: no counts

@@ -30,15 +30,18 @@ __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// 16 bytes, relaxed at system scope: part of a line that carries its own tag.
+// 16 bytes, relaxed at system scope: part of a line that carries its own tag. One access, as PTX has it of .b128; a vector of two
+// would be two, though the instruction is the same.
 __device__ __forceinline__ void store_pair(u8* address, u64 low, u64 high) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(low), "l"(high) : "memory");
+  asm volatile("{\n .reg .b128 pair;\n mov.b128 pair, {%1, %2};\n st.relaxed.sys.global.b128 [%0], pair;\n}"
+               ::"l"(address), "l"(low), "l"(high) : "memory");
 }
 
 template <class T>
 __device__ __forceinline__ T load_pair(const u8* address) {
   T value;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(address) : "memory");
+  asm volatile("{\n .reg .b128 pair;\n ld.relaxed.sys.global.b128 pair, [%2];\n mov.b128 {%0, %1}, pair;\n}"
+               : "=l"(value.low), "=l"(value.high) : "l"(address) : "memory");
   return value;
 }
 
@@ -98,10 +101,6 @@ __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
   u64 value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
-}
-
-__device__ __forceinline__ void store_release_gpu(u64* address, u64 value) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {

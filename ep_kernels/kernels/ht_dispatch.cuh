@@ -154,13 +154,13 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   const Halves halves = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
   HtScratch scratch = carve_ht(world, shared);
   Sender sender = {open_pipe(args.work, shared), 0, -1, pieces_per_row(args), false};
+  const u64 stop = ptx::load_volatile(&world.state->aborted);
+  const u64 seq = halves.sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
   load_active(world);
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
   if (threadIdx.x == 0) *scratch.next_unit = *scratch.next_arrival = *scratch.warps_sent = *scratch.lacking = 0;
-  __syncthreads();
-  const u64 stop = ptx::load_volatile(&world.state->aborted);
-  const u64 seq = halves.sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
-  if (stop != STOP_RUNNING) return deliver_nothing(args, team, scratch, false);
+  // One answer for the block: another block may stop the rank just now, and barriers want all threads.
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return deliver_nothing(args, team, scratch, false);
   const u64 number = record_number(world, args.work.halves, args.op), start = ptx::now_ns();
   scratch.origin = origin_of(args, seq);
   Outcome outcome = READY;

@@ -52,6 +52,7 @@ class Child:
     Attributes:
         addresses: where it listens, or None while it does not.
         restarts: times it was started again.
+        exit_status: of the process that ended last, or None.
         hopeless: why it will not be started again, or "".
     """
 
@@ -61,6 +62,7 @@ class Child:
         self.name, self.log_path = name, log_path
         self.addresses: Addresses | None = None
         self.restarts = 0
+        self.exit_status: int | None = None
         self.hopeless = ""
         self._command = list(command)
         self._on_change = on_change or (lambda _child: None)
@@ -119,7 +121,7 @@ class Child:
         delay_s = _FIRST_DELAY_S
         while not self._stopping.is_set():
             begun = time.monotonic()
-            code = self._run_once()
+            code = self.exit_status = self._run_once()
             if self._stopping.is_set():
                 return
             never = not self._has_listened

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
-_USAGE_ERRORS = ("ListenError", "CheckpointError", "ConfigError", "OptionError", "SecurityError")
+_USAGE_ERRORS = (
+    "AddressError", "CheckpointError", "ConfigError", "HopelessError", "ListenError", "OptionError", "SecurityError",
+)  # fmt: skip
 PIPE_WIDTH = 132
 DEFAULT_TARGET = "127.0.0.1:7400"
 

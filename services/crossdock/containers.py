@@ -27,7 +27,7 @@ from crossdock.common.log import get
 from crossdock.common.security import security_of
 from crossdock.common.settings import DockerConfig
 from crossdock.parts import Owner, Part, changed, control_address, parts_of, with_ports
-from crossdock.supervisor import SupervisorError, Watched
+from crossdock.supervisor import HopelessError, SupervisorError, Watched
 
 log = get(__name__)
 
@@ -232,7 +232,8 @@ class _Kept:
                 self._ends, self._delay_s = 0, _FIRST_DELAY_S
             self._ends += 1
             if code == EXIT_HOPELESS or self._ends >= _EARLY_ENDS:
-                raise SupervisorError(f"{name} gave up with exit status {code}:\n{self.tail()}")
+                kind = HopelessError if code == EXIT_HOPELESS else SupervisorError
+                raise kind(f"{name} gave up with exit status {code}:\n{self.tail()}")
             log.warning("container ended", container=name, exit_status=code, restart_in_s=self._delay_s)
             self._due = now + self._delay_s
             self._delay_s = min(2 * self._delay_s, _LONGEST_DELAY_S)

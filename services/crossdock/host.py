@@ -44,7 +44,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     Raises:
         ConfigFileError: the model's directory is not there, or an image or the SDK for containers.
         ConnectionError: no daemon answers that could run containers.
-        SupervisorError: the group could not come up.
+        SupervisorError: the group could not come up; HopelessError: it never can, with this configuration or model.
         ListenError: `http_listen` cannot be listened on.
     """
     if not Path(config.worker.model).is_dir():

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.child import Child
+from crossdock.child import EXIT_HOPELESS, Child
 from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses
@@ -41,6 +41,10 @@ _REFUSED_S = 0.1
 
 class SupervisorError(RuntimeError):
     """The group cannot come up, or did not within the deadline; the message says which process and its last words."""
+
+
+class HopelessError(SupervisorError):
+    """A part gave up because its configuration or its model can never work."""
 
 
 class Watched(ABC):
@@ -134,10 +138,12 @@ class Supervisor(Watched):
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
         self._ports: list[socket.socket] = []
+        self._listens: dict[str, str] = {}
         if control is not None:
             fixed = msgspec.structs.replace(
                 control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
             )
+            self._listens = {"control.listen": fixed.listen, "control.http_listen": fixed.http_listen}
             address = configs.reachable_from_here(fixed.listen)
             workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
             self._control = self._child("control", "control", fixed)
@@ -172,7 +178,10 @@ class Supervisor(Watched):
         return {child.name: _reachable(child.addresses) for child in self.children if child.addresses}
 
     def start(self) -> None:
-        """Start every process; returns at once, see `wait_serving`."""
+        """Start every process; returns at once, see `wait_serving`. Raises HopelessError, and starts none, where
+        something listens already: if that is a control plane, our workers would take the seats of its own."""
+        for field, listen in self._listens.items():
+            _check_free(field, listen)
         for child in self.children:
             child.start()
 
@@ -180,7 +189,8 @@ class Supervisor(Watched):
         """See `Watched`."""
         for child in self.children:
             if child.hopeless:
-                raise SupervisorError(f"{child.hopeless}:\n{child.tail()}")
+                kind = HopelessError if child.exit_status == EXIT_HOPELESS else SupervisorError
+                raise kind(f"{child.hopeless}:\n{child.tail()}")
 
     def silent(self) -> str:
         """See `Watched`."""
@@ -227,6 +237,17 @@ class Supervisor(Watched):
     def _note(self, child: Child) -> None:
         self.metrics.up.labels(process=child.name).set(child.addresses is not None)
         self.metrics.restarts.labels(process=child.name).set(child.restarts)
+
+
+def _check_free(field: str, listen: str) -> None:
+    host, port = configs.split_address(listen)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            words = f"expected an address where nothing listens yet, got {listen}: {error.strerror}"
+            raise HopelessError(f"{field}: {words}") from None
 
 
 def _reachable(where: Addresses) -> Addresses:

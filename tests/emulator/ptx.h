@@ -21,7 +21,6 @@ inline u64 load_volatile(const u64* at) { return loaded(at); }
 inline void hurry(const i32*) {}
 inline void store_release_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_sys(u64* at, u64 value) { stored(at, value); }
-inline void store_release_gpu(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_block(u64* at, u64 value) { stored(at, value); }
 inline void store_volatile(u64* at, u64 value) { stored(at, value); }
 inline u64 add_release_sys(u64* at, u64 value) { return added(at, value); }

@@ -86,6 +86,8 @@ def test_version_names_what_it_stands_on() -> None:
         (["demo", "--family", "dense"], "qwen3_moe, mixtral, deepseek_v3"),
         (["demo", "--transport", "pigeon"], "pigeon"),
         (["demo", "--workers", "0"], "--workers"),
+        (["status", "--target", "nowhere"], "host:port"),
+        (["topo", "--target", "a:1,b"], "host:port"),
         (["tune", "--transport", "pigeon"], "pigeon"),
         (["tune", "--transport", "cpu", "--topk", "300"], "topk"),
         (["no-such-command"], "no-such-command"),
@@ -140,4 +142,12 @@ def test_up_says_why_a_model_cannot_be_served() -> None:
     done = crossdock_command("up", "--model", "no-such-folder", "--workers", "1", "--listen", "127.0.0.1:0")
     assert done.returncode == 2
     assert "no-such-folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_ends_as_the_worker_did_that_cannot_serve_the_model(tmp_path: Path) -> None:
+    """A folder that holds no checkpoint: the worker finds out, `up` has its exit status."""
+    done = crossdock_command("up", "--model", str(tmp_path), "--workers", "1", "--listen", "127.0.0.1:0")
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
     assert "Traceback" not in done.stderr

@@ -90,6 +90,9 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             run.chosen("nvlink", ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert run.chosen("auto", 3) == ("cpu", 3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(run.OptionError, match="--transport nvlink: expected a CUDA device for each rank, got none"):
+        run.chosen("nvlink", None)
 
 
 @pytest.mark.parametrize("dtype", PAYLOADS)

@@ -20,7 +20,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from crossdock.common.config import ControlConfig, WorkerConfig, split_address
-from crossdock.supervisor import Supervisor, SupervisorError
+from crossdock.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.v1.expert_pb2 import DescribeResponse
 from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
@@ -178,6 +178,20 @@ def test_a_chosen_port_is_nobody_elses_while_the_control_plane_is_away(tmp_path:
     held = list(group._ports)
     group.stop()
     assert [port.fileno() for port in held] == [-1, -1]
+
+
+@pytest.mark.parametrize("field", ["listen", "http_listen"])
+def test_nothing_is_started_where_something_listens_already(tmp_path: Path, field: str) -> None:
+    """Workers of a second `up` would find the control plane of the first, and take the seats of its workers."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "127.0.0.1:{1}".format(*taken.getsockname())
+        control = ControlConfig(**{"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0", field: address})
+        group = Supervisor(control, [WorkerConfig(model="m")], tmp_path)
+        with pytest.raises(HopelessError, match=f"control.{field}: expected .* got {address}: Address already in use"):
+            group.start()
+        with pytest.raises(RuntimeError, match="expected a started process"):
+            group.worker_pids()
+        group.stop()
 
 
 def test_a_server_that_is_no_control_plane_is_not_asked_in_a_tight_loop(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_no_gpu(tmp_path: Path) -> None:
         ({"num_nvlinks": 0, "nvlink_gbps": 0.0, "nvlink_domain": ""}, "0 of 18 NVLinks are up"),
         ({"fabric_state": "in progress"}, "NVLink fabric: in progress; is the fabric manager running?"),
         ({"fabric_error": "Unknown Error"}, "NVLink fabric: Unknown Error"),
+        ({"capability": "8.0"}, "compute capability 8.0: the kernels need 9.0 (Hopper) or newer"),
     ],
 )
 def test_a_gpu_in_trouble_is_in_no_domain(tmp_path: Path, change: dict[str, object], why: str) -> None:

@@ -78,6 +78,18 @@ def test_one_sick_gpu(tmp_path: Path, change: dict[str, Any], check: str, level:
     assert found[check].what.startswith("GPU 3: ")
 
 
+@pytest.mark.parametrize(("needs_gpus", "level"), [(True, Level.FAIL), (False, Level.WARN)])
+def test_gpus_older_than_the_kernels(tmp_path: Path, needs_gpus: bool, level: Level) -> None:
+    host = facts_of(hgx_h100(), tmp_path)
+    for gpu in host.gpus:
+        gpu.capability = "8.0"
+    found = bad(hardware.judge_host(host, needs_gpus=needs_gpus))
+    assert found["capability"].level is level
+    assert "compute capability 8.0" in found["capability"].what
+    assert "nvlink" not in found, "nothing is wrong with the links"
+    assert run.choose("auto", host) == ("cpu", 2)
+
+
 def test_a_power_cap_is_no_finding(tmp_path: Path) -> None:
     host = facts_of(hgx_h100(), tmp_path)
     host.gpus[0].held_back_by.append("power cap")

@@ -47,6 +47,18 @@ def test_no_kind_at_all_gives_every_reason(machine: dict[Kind, str]) -> None:
         memory.choose_kind(0)
 
 
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_region_that_does_not_fit_is_told_with_its_size(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    def call(name: str, *args: object) -> object:
+        if name in ("cuMemCreate", "cuMemAlloc"):
+            raise TransportError(f"{name}: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        return {"cuMemGetAllocationGranularity": 2 << 20, "cuMemGetInfo": (3 << 30, 80 << 30)}[name]
+
+    monkeypatch.setattr(memory, "call", call)
+    with pytest.raises(TransportError, match=r"a region of 4\.5 GiB .* device 2, where 3\.0 of 80\.0 GiB are free"):
+        memory.allocate(kind, 9 << 29, 2)
+
+
 def test_a_handle_that_opens_nowhere_is_told() -> None:
     with pytest.raises(TransportError, match=r"\w"):  # the driver's words: no driver, no device, or a bad handle
         memory._open_elsewhere(bytes(64), 0)

@@ -304,6 +304,15 @@ def test_too_many_experts_are_refused() -> None:
         plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
 
 
+def test_what_kernels_count_in_32_bits_is_bounded() -> None:
+    """A received row has a record for each k, and HT dispatch numbers all of them."""
+    most = (1 << 31) // (8 * 32)
+    few = {"size": 8, "topk": 32, "mode": Mode.HT, "layout": Layout.FLAT, "max_recv_rows": 1024}
+    plan.sizes_of(config(**few, max_tokens_per_rank=most - 1))
+    with pytest.raises(ConfigError, match="max_tokens_per_rank: expected fewer than 2"):
+        plan.sizes_of(config(**few, max_tokens_per_rank=most))
+
+
 def test_header_is_what_ctypes_says() -> None:
     text = abi.header()
     for record in (abi.State, abi.World, abi.DispatchArgs, abi.CombineArgs):
@@ -325,6 +334,7 @@ def test_header_is_what_ctypes_says() -> None:
         ("order", "kTileEntries", plan.TILE_BYTES // 10),
         ("lines", "kLineMetas", abi.LINE_METAS),
         ("clock", "kNumOpWords", abi.OP_WORDS),
+        ("rows", "kStageExtra", plan.STAGE_EXTRA),
     ],
 )
 def test_numbers_that_both_sides_name_agree(file: str, name: str, value: int) -> None:

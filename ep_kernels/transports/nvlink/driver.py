@@ -18,6 +18,10 @@ from ep_kernels.transports.nvlink import launch
 
 log = logging.getLogger(__name__)
 
+OLDEST_GPU = 9
+"""Major compute capability: mbarriers with bulk copies, and launches that overlap, came with Hopper."""
+_ATTRIBUTE = cuda.CUdevice_attribute
+
 
 def call(name: str, *args: Any) -> Any:
     """`cuda.<name>(*args)`; its values (one, a tuple, or None). Raises TransportError with the driver's own words."""
@@ -33,16 +37,13 @@ def _check(name: str, status: Any) -> None:
 
 
 def architecture(device: int) -> str:
-    """sm_90a, sm_100a, ... of a device."""
-    kind = cuda.CUdevice_attribute
-    major = call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-    minor = call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    """sm_90a, sm_100a, ... of a device. Raises TransportError where it is older than the kernels' instructions."""
+    major = call("cuDeviceGetAttribute", _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    minor = call("cuDeviceGetAttribute", _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    if major < OLDEST_GPU:
+        need = f"compute capability {OLDEST_GPU}.0 (Hopper) or newer"
+        raise TransportError(f"nvlink: device {device}: expected {need}, got {major}.{minor}")
     return f"sm_{major}{minor}a"
-
-
-def can_access(device: int, peer: int) -> bool:
-    """Whether `device` can read and write the memory of `peer`."""
-    return device == peer or bool(call("cuDeviceCanAccessPeer", device, peer))
 
 
 class Function(launch.Kernel):
@@ -67,9 +68,16 @@ _loaded: dict[tuple[jit.Variant, int, int], Function] = {}
 
 
 def load(compiler: jit.Compiler, variant: jit.Variant, device: int, shared_bytes: int) -> Function:
-    """A variant, ready to launch on `device`; loaded once per process."""
+    """A variant, ready to launch on `device`; loaded once per process. Raises TransportError: GPUs for workstations,
+    for one, have less than half of the shared memory that HT's kernels take."""
     key = (variant, device, shared_bytes)
     if key not in _loaded:
+        most = call("cuDeviceGetAttribute", _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+        if shared_bytes > most:
+            need = (
+                f"a device whose blocks may have {shared_bytes} bytes of shared memory, as {variant.kernel} takes here"
+            )
+            raise TransportError(f"nvlink: device {device}: expected {need}, got one with {most}")
         _loaded[key] = _load(compiler, variant, architecture(device), shared_bytes)
     return _loaded[key]
 

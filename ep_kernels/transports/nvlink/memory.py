@@ -47,6 +47,7 @@ _PROBE_BYTES = 1 << 20
 _PROBE_TIMEOUT_S = 60
 _IPC_UNIT = 2 << 20
 """Whole pages of the driver, so that an IPC handle shares nothing else of this process."""
+_GIB = 1 << 30
 
 
 class Mapping:
@@ -170,6 +171,22 @@ class Region:
             self.fd = -1
         if hasattr(self, "mapping"):
             del self.mapping
+
+
+def allocate(kind: Kind, num_bytes: int, device: int) -> Region:
+    """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and what takes
+    less."""
+    try:
+        return Region(kind, num_bytes, device)
+    except TransportError as error:
+        if "OUT_OF_MEMORY" not in str(error):
+            raise
+        free, total = (amount / _GIB for amount in call("cuMemGetInfo"))
+        raise TransportError(
+            f"nvlink: a region of {num_bytes / _GIB:.1f} GiB does not fit into device {device}, where {free:.1f} of "
+            f"{total:.1f} GiB are free; smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, "
+            "and `crossdock memory` shows what it consists of"
+        ) from error
 
 
 def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Mapping:

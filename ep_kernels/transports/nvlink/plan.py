@@ -47,9 +47,9 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: docs/results/2026-11-21-h200x4/auto.csv (grouped), taken before LL's rows travelled as lines, which made LL
-faster: LL was ahead at 512 (199 against 244 us) and still at 2048, the largest step measured (675 against 787). Kept at
-512 until HT is tuned and the other layouts are measured."""
+Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (154 against 176 us) and still at 2048,
+the largest step measured (529 against 551). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
+grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
 DISPATCH_SENDERS = {(False, False): 0.2, (False, True): 0.35, (True, False): 0.3, (True, True): 0.3}
@@ -104,7 +104,8 @@ def sizes_of(c: MoEConfig) -> Sizes:
     }
     shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
     most = grouped if layout is Layout.EXPERT_MAJOR else 0
-    _check_limits(c, max(shape.num_partials * c.max_tokens_per_rank, most, *capacities))
+    records = ranks * c.max_tokens_per_rank * c.topk
+    _check_limits(c, max(records, shape.num_partials * c.max_tokens_per_rank, most, *capacities))
     return Sizes(
         shape.num_keys, num_local, num_local if layout.per_expert else ranks, columns, dtype, shape.scale_bytes,
         shape.row_bytes, capacity, capacities, output_rows.get(layout, (capacity,)), shape,
@@ -149,7 +150,7 @@ def _check_limits(c: MoEConfig, most_rows: int) -> None:
     if c.group.size > MAX_RANKS:
         raise ConfigError("group", f"at most {MAX_RANKS} ranks with transport nvlink", c.group.size)
     if most_rows >= 1 << 31:
-        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows per buffer", c.max_tokens_per_rank)
+        raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows, or records, per buffer", c.max_tokens_per_rank)
 
 
 def _dispatch_units(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:

@@ -82,7 +82,7 @@ class NvlinkTransport:
         self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms))
         self._load(driver)
         kind, _ = memory.choose_kind(self._device.index)
-        self._region = memory.Region(kind, self._engine.region_bytes, self._device.index)
+        self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
         self._open.append(self._region)
         for begin, end in self._engine.blank_bytes:
             self._region.mapping.view(begin, (end - begin,), torch.uint8).zero_()

@@ -1,8 +1,7 @@
 """One typed, frozen config per program: a YAML file, then `--set path=value`, then the checks of the types.
 
 The only readers of the environment in the repository are `Identity.from_env` and `FrameworkConfig.from_env`, and
-nothing writes it.
-Unknown keys are refused with their path. `helm/crossdock/values.schema.json` is generated from these types.
+nothing writes it. Unknown keys are refused with their path. The chart's schema is generated from these types.
 """
 
 from __future__ import annotations
@@ -24,20 +23,24 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 MAX_PORT = 65535
 
 
+class AddressError(ValueError):
+    """Not host:port."""
+
+
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[::1]:port". Raises ValueError for anything else."""
+    """Host and port of "host:port" or "[::1]:port". Raises AddressError for anything else."""
     host, separator, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         host = ""
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
-        raise ValueError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
+        raise AddressError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
     return host, int(port)
 
 
 def split_targets(targets: str) -> tuple[str, ...]:
-    """The addresses of "host:port,host:port". Raises ValueError if one of them is none."""
+    """The addresses of "host:port,host:port". Raises AddressError if one of them is none."""
     found = tuple(target.strip() for target in targets.split(","))
     for target in found:
         split_address(target)

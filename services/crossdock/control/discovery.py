@@ -22,6 +22,8 @@ CPU = -1
 WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe distances from near to far, in the words of `nvidia-smi topo`; `ep_kernels.topology.distance` explains them."""
 FAR = len(WORDS)
+OLDEST_GPU = 9
+"""Major compute capability from which on the kernels of `nvlink` run: Hopper."""
 _ONE_SWITCH = 4
 _BITS = 8e9
 
@@ -193,7 +195,19 @@ def gpu_trouble(gpu: pb.Gpu) -> str:
         return f"NVLink fabric: {gpu.fabric_error}"
     if gpu.max_nvlinks and not gpu.num_nvlinks:
         return f"0 of {gpu.max_nvlinks} NVLinks are up"
-    return "" if gpu.num_nvlinks or gpu.nvlink_domain else "it has no NVLink"
+    if not gpu.num_nvlinks and not gpu.nvlink_domain:
+        return "it has no NVLink"
+    return (
+        f"compute capability {gpu.capability}: the kernels need {OLDEST_GPU}.0 (Hopper) or newer"
+        if too_old(gpu)
+        else ""
+    )
+
+
+def too_old(gpu: pb.Gpu) -> bool:
+    """Whether no kernel of `nvlink` runs on it; one that does not tell is believed."""
+    major = gpu.capability.partition(".")[0]
+    return major.isdecimal() and int(major) < OLDEST_GPU
 
 
 def _devices(number: int, host: pb.HostFacts, labels: Labels) -> list[Device]:

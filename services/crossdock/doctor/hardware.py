@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from crossdock.control.discovery import Topology, gpu_trouble, join, nic_trouble
+from crossdock.control.discovery import OLDEST_GPU, Topology, gpu_trouble, join, nic_trouble, too_old
 from crossdock.doctor.records import Finding, Level, fail, good, judge, untried, warn
 from crossdock.v1 import topology_pb2 as pb
 
@@ -40,7 +40,7 @@ def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
     """Everything that facts alone tell. needs_gpus: a host without GPUs is then a failure."""
     yield _driver(host, needs_gpus=needs_gpus)
     if host.gpus:
-        yield from _gpus(host)
+        yield from _gpus(host, needs_gpus=needs_gpus)
         yield _domain(join([host]))
     yield from _nics(host)
 
@@ -96,13 +96,18 @@ def _driver(host: pb.HostFacts, *, needs_gpus: bool) -> Finding:
     return fail("driver", host.no_gpus_reason, "transport nvlink needs GPUs", cure)
 
 
-def _gpus(host: pb.HostFacts) -> Iterator[Finding]:
+def _gpus(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
+    old = [gpu for gpu in host.gpus if too_old(gpu) and (needs_gpus or gpu.max_nvlinks)]
+    if old:
+        what = f"GPU {', '.join(str(gpu.index) for gpu in old)}: compute capability {old[0].capability}"
+        cause = f"the kernels of nvlink need {OLDEST_GPU}.0 (Hopper) or newer"
+        yield (fail if needs_gpus else warn)("capability", what, cause, "take newer GPUs, or transport cpu")
     for gpu in host.gpus:
         trouble = gpu_trouble(gpu)
         if gpu.mig:
             cure = f"`nvidia-smi -i {gpu.index} -mig 0`, or leave this GPU out"
             yield warn("mig", f"GPU {gpu.index}: MIG is on", trouble, cure)
-        elif trouble and gpu.max_nvlinks:
+        elif trouble and gpu.max_nvlinks and not too_old(gpu):
             cure = "start nvidia-fabricmanager and look at its log; `nvidia-smi nvlink -s`; reset the GPUs"
             yield fail("nvlink", f"GPU {gpu.index}: {trouble}", "no peer can be reached over NVLink", cure)
         elif gpu.num_nvlinks < gpu.max_nvlinks:

@@ -46,6 +46,8 @@ def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
     if transport == "auto":
         transport = "nvlink" if num_gpus > 1 else "cpu"
     num_ranks = (num_gpus if transport == "nvlink" else CPU_RANKS) if ranks is None else ranks
+    if transport == "nvlink" and not num_gpus:
+        raise OptionError("--transport nvlink: expected a CUDA device for each rank, got none")
     if transport == "nvlink" and not 1 <= num_ranks <= num_gpus:
         raise OptionError(f"--ranks: expected a GPU for each rank, got {num_ranks} ranks and {num_gpus} GPUs")
     return transport, num_ranks
