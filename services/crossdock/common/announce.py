@@ -16,16 +16,23 @@ class Addresses:
     Attributes:
         address: its gRPC server.
         http_address: its /metrics, /livez, /readyz.
+        https: these take TLS only.
     """
 
     address: str
     http_address: str
+    https: bool = False
 
 
-def announce(address: str, http_address: str) -> None:
+def announce(address: str, http_address: str, *, https: bool) -> None:
     """Print the line on stdout, once, when both servers listen. A closed stdout is no reason to stop serving."""
     with contextlib.suppress(OSError):
-        print(READY_WORD, json.dumps(asdict(Addresses(address, http_address))), flush=True)
+        print(READY_WORD, json.dumps(asdict(Addresses(address, http_address, https))), flush=True)
+
+
+def metrics_url(http_address: str, *, https: bool) -> str:
+    """Where the metrics of a process are."""
+    return f"http{'s' if https else ''}://{http_address}/metrics"
 
 
 def parse(line: str) -> Addresses | None:
