@@ -22,7 +22,7 @@ import torch
 
 from crossdock.common import log, rpc
 from crossdock.common.access import door_of
-from crossdock.common.announce import announce
+from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
@@ -196,7 +196,7 @@ class _Process:
             local_rank=config.local_rank,
             gpu_uuid=uuid_of(self._model.device),
             address=config.advertise or address,
-            http_address=http.address,
+            http_address=seen_from_outside(http.address, config.advertise, identity.hostname),
             https=http.https,
             transport=config.transport,
             abi=self._model.capabilities.abi,
