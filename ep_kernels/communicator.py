@@ -46,10 +46,10 @@ class MoECommunicator(Member):
     def __init__(self, config: MoEConfig) -> None:
         config = _settled(config)
         super().__init__(config, create(config))
-        self._experts = config.resolved_expert_map
+        self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = self._transport.capabilities.device_type
         on_host = self._device == "cpu"  # a GPU is not read for what cannot be
-        may = on_host or may_overflow(config, self.num_local_experts)
+        may = on_host or may_overflow(config, self._num_local_experts)
         self._reads_dropped = config.overflow is Overflow.RAISE and may
         self._num_begun = {"dispatch": 0, "combine": 0}
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
@@ -72,7 +72,7 @@ class MoECommunicator(Member):
     @property
     def num_local_experts(self) -> int:
         """L, experts (copies) of this rank."""
-        return self._experts.num_local_experts(self.rank)
+        return self._num_local_experts
 
     @property
     def ll_max_tokens(self) -> int:

@@ -22,6 +22,7 @@ from ep_kernels.errors import (
     PeerTimeout,
     TransportError,
 )
+from ep_kernels.routing import ExpertMap
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
@@ -156,6 +157,12 @@ def test_bring_up_in_order(made: list[Script]) -> None:
     comm = MoECommunicator(config())
     assert made[0].calls == ["allocate", "import_regions", "barrier"]
     assert (comm.rank, comm.size, comm.num_local_experts, comm.epoch) == (0, 2, 2, 0)
+
+
+def test_the_number_of_local_experts_is_counted_once(made: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = MoECommunicator(config())
+    monkeypatch.setattr(ExpertMap, "num_local_experts", lambda *_: pytest.fail("went through the whole map again"))
+    assert comm.num_local_experts == 2
 
 
 @pytest.mark.parametrize("step", ["allocate", "import_regions", "barrier"])
