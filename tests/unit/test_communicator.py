@@ -279,6 +279,10 @@ def test_another_shape_or_device_has_measured_nothing(
     assert MoECommunicator(config(**fields)).ll_max_tokens == 16
 
 
+def test_a_communicator_names_its_device_as_records_are_kept(made: list[Script]) -> None:
+    assert MoECommunicator(config()).device_name == "scripted"
+
+
 def test_configured_crossover_wins(made: list[Script], tmp_path: Path) -> None:
     assert MoECommunicator(config(**tuned(tmp_path, 5), ll_max_tokens=9)).ll_max_tokens == 9
     assert len(made) == 1, "nothing was asked"
