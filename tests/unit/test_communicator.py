@@ -41,6 +41,7 @@ class Script:
         self.fail: dict[str, BaseException] = {}
         self.dropped, self.crossover, self.epoch = 0, 16, config.group.epoch
         self.device = "scripted"
+        self.allocated_for: int | None = -1
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -52,8 +53,9 @@ class Script:
             raise AttributeError(name)
         return lambda *args: self._call(name)
 
-    def allocate(self) -> bytes:
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
         self._call("allocate")
+        self.allocated_for = ll_max_tokens
         return b"ticket"
 
     def ll_max_tokens(self) -> int:
@@ -255,10 +257,10 @@ def test_what_this_machine_has_measured_is_the_crossover(made: list[Script], tmp
 
 
 def test_the_regions_are_allocated_for_the_crossover_that_was_agreed_on(made: list[Script], tmp_path: Path) -> None:
-    MoECommunicator(config(**tuned(tmp_path, 5)))
-    asked, lived = made
-    assert (asked.config.ll_max_tokens, asked.calls) == (None, ["close"])
-    assert (lived.config.ll_max_tokens, lived.calls) == (5, ["allocate", "import_regions", "barrier"])
+    comm = MoECommunicator(config(**tuned(tmp_path, 5)))
+    (lived,) = made
+    assert (lived.config.ll_max_tokens, comm.config.ll_max_tokens, lived.allocated_for) == (None, 5, 5)
+    assert lived.calls == ["allocate", "import_regions", "barrier"]
 
 
 @pytest.mark.parametrize(("here", "there", "agreed"), [(5, 7, 5), (5, None, 5), (None, 7, 7), (None, None, 16)])
@@ -283,9 +285,17 @@ def test_a_communicator_names_its_device_as_records_are_kept(made: list[Script])
     assert MoECommunicator(config()).device_name == "scripted"
 
 
-def test_configured_crossover_wins(made: list[Script], tmp_path: Path) -> None:
-    assert MoECommunicator(config(**tuned(tmp_path, 5), ll_max_tokens=9)).ll_max_tokens == 9
-    assert len(made) == 1, "nothing was asked"
+def test_configured_crossover_wins(made: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = tuned(tmp_path, 5)
+    monkeypatch.setattr(tuning, "recall", lambda *_: pytest.fail("asked what this machine has measured"))
+    assert MoECommunicator(config(**fields, ll_max_tokens=9)).ll_max_tokens == 9
+    assert made[0].allocated_for == 9
+
+
+def test_where_ranks_cannot_settle_the_transport_is_closed(made: list[Script], tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="region ABI abi-2"):
+        MoECommunicator(config(**AUTO, kernel_cache_dir=str(tmp_path), group=Group(hello(abi="abi-2"))))
+    assert made[0].calls == ["close"]
 
 
 def test_one_rank_is_given_a_crossover_and_the_other_none(made: list[Script], tmp_path: Path) -> None:
