@@ -23,7 +23,7 @@ from ep_kernels.membership import Member
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.routing import may_overflow
 from ep_kernels.transports import base, create
-from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
+from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
 
 T = TypeVar("T")
 _counters: list[torch.Tensor] = []
@@ -44,25 +44,30 @@ class MoECommunicator(Member):
     """
 
     def __init__(self, config: MoEConfig) -> None:
-        config = _settled(config)
-        super().__init__(config, create(config))
-        self._experts = config.resolved_expert_map
-        self._device = self._transport.capabilities.device_type
+        transport = create(config)
+        try:
+            bringup.check_capabilities(config, transport)
+            config = bringup.settle(config, transport)
+        except BaseException:
+            transport.close()
+            raise
+        super().__init__(config, transport)
+        self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
+        self._device = transport.capabilities.device_type
         on_host = self._device == "cpu"  # a GPU is not read for what cannot be
-        may = on_host or may_overflow(config, self.num_local_experts)
+        may = on_host or may_overflow(config, self._num_local_experts)
         self._reads_dropped = config.overflow is Overflow.RAISE and may
         self._num_begun = {"dispatch": 0, "combine": 0}
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
         self._pending: dict[str, set[int]] = {"dispatch": set(), "combine": set()}
         self._received: torch.Tensor | None = None
         try:
-            bringup.check_capabilities(config, self._transport)
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
-                tickets = bringup.meet(config, self._transport, self._transport.allocate())
-                self._transport.import_regions(tickets)
-                self._transport.barrier()
+                tickets = bringup.meet(config, transport, transport.allocate(config.ll_max_tokens))
+                transport.import_regions(tickets)
+                transport.barrier()
             given = config.ll_max_tokens
-            self._ll_max_tokens = self._transport.ll_max_tokens() if given is None else given
+            self._ll_max_tokens = transport.ll_max_tokens() if given is None else given
             self._site = ops.Site.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
             self._leave()
@@ -72,7 +77,7 @@ class MoECommunicator(Member):
     @property
     def num_local_experts(self) -> int:
         """L, experts (copies) of this rank."""
-        return self._experts.num_local_experts(self.rank)
+        return self._num_local_experts
 
     @property
     def ll_max_tokens(self) -> int:
@@ -370,18 +375,6 @@ class MoECommunicator(Member):
         if self._reads_dropped and int(out.num_dropped):
             raise CapacityError(int(out.num_dropped), out, handle)
         return out, handle
-
-
-def _settled(config: MoEConfig) -> MoEConfig:
-    """With AUTO's crossover in it, which the transport's sizes follow from."""
-    if config.mode is not Mode.AUTO or config.ll_max_tokens is not None:
-        return config
-    transport = create(config)
-    try:
-        bringup.check_capabilities(config, transport)
-        return bringup.settle(config, transport)
-    finally:
-        transport.close()
 
 
 def _uncompiled(topk_weights: torch.Tensor | None) -> None:

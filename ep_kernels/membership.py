@@ -75,6 +75,11 @@ class Member:
         """What the transport can do."""
         return self._transport.capabilities
 
+    @property
+    def device_name(self) -> str:
+        """What this rank computes on, as its maker names it: `tuning` keeps crossovers by it."""
+        return self._transport.device_name()
+
     # Membership and meeting.
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:

@@ -17,7 +17,8 @@ assume that the communicator has checked every shape, dtype, stride and device, 
 except `samples`, `peek`, `wake`, `abort` and `close`, which any thread may call at any time (but never two of these at
 once).
 
-Order of a life: `allocate` -> tickets travel by the group -> `import_regions` -> `barrier` -> operations -> `close`.
+Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
+`import_regions` -> `barrier` -> operations -> `close`.
 Every wait obeys `config.timeout_s` and ends in PeerTimeout (naming the peer), AbortedError or ClosedError; none hangs.
 """
 
@@ -122,8 +123,13 @@ class Transport(Protocol):
 
     capabilities: Capabilities
 
-    def allocate(self) -> bytes:
-        """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB."""
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
+        """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB.
+
+        Args:
+            ll_max_tokens: AUTO's crossover, equal on all ranks; known only now where the config gave none. Other modes:
+                the config's, which nothing depends on.
+        """
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map every peer's region. Raises TransportError naming the rank and why (ABI, gone, no permission)."""

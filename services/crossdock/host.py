@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,12 @@ from rich.text import Text
 
 from crossdock.common import log
 from crossdock.common.announce import Addresses
-from crossdock.common.config import ConfigFileError, HostConfig, LogConfig, split_address
-from crossdock.common.http import serve_http
+from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
+from crossdock.common.http import ask_http, serve_http
+from crossdock.common.security import Security
 from crossdock.common.settings import DockerConfig
 from crossdock.status import as_address_table, format_bytes
-from crossdock.supervisor import Supervisor, Watched, describe
+from crossdock.supervisor import CONTROL, Supervisor, Watched, describe
 from crossdock.v1.control_pb2 import SERVING, GroupView
 
 _PROBE_TIMEOUT_S = 1.0
@@ -146,9 +147,9 @@ def _health(listen: str, supervisor: Watched) -> Iterator[None]:
         children = supervisor
 
         def ready() -> tuple[bool, str]:
-            return readiness([child.name for child in children.children], children.addresses())
+            return readiness([child.name for child in children.children], children.addresses(), children.security)
 
-        server = serve_http(listen, children.metrics.registry, ready)
+        server = serve_http(listen, children.metrics.registry, ready, children.security)
     try:
         yield
     finally:
@@ -156,29 +157,29 @@ def _health(listen: str, supervisor: Watched) -> Iterator[None]:
             server.close()
 
 
-def readiness(names: Sequence[str], where: Mapping[str, Addresses]) -> tuple[bool, str]:
+def readiness(
+    names: Sequence[str], where: Mapping[str, Addresses], security: Security | None = None
+) -> tuple[bool, str]:
     """Whether every process of this host says that it is ready, and what the others say.
 
     Args:
         names: every process.
         where: where those that listen do, by name.
+        security: by which those are checked that take TLS only.
     """
     reasons = [f"{name}: not listening" for name in names if name not in where]
     for name, addresses in where.items():
-        ready, reason = _ask(addresses.http_address)
+        ready, reason = _ask(name, addresses, security if addresses.https else None)
         if not ready:
             reasons.append(f"{name}: {reason}")
     return not reasons, "; ".join(reasons) or "ready"
 
 
-def _ask(http_address: str) -> tuple[bool, str]:
-    """Whether the process there is ready, in its own words. No proxy of the environment is asked."""
-    connection = HTTPConnection(*split_address(http_address), timeout=_PROBE_TIMEOUT_S)
+def _ask(name: str, addresses: Addresses, security: Security | None) -> tuple[bool, str]:
+    """Whether the process there is ready, in its own words."""
+    named = "" if security is None else security.config.control_name if name == CONTROL else security.config.worker_name
     try:
-        connection.request("GET", "/readyz")
-        response = connection.getresponse()
-        return response.status == HTTPStatus.OK, response.read().decode(errors="replace").strip()
+        status, text = ask_http(addresses.http_address, "/readyz", _PROBE_TIMEOUT_S, security, named)
     except (OSError, HTTPException) as error:
         return False, str(error) or type(error).__name__
-    finally:
-        connection.close()
+    return status == HTTPStatus.OK, text.strip()

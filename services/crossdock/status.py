@@ -6,6 +6,7 @@ from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.announce import metrics_url
 from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member, WorkerStats
 
 _STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
@@ -40,7 +41,7 @@ def as_address_table(view: GroupView, target: str) -> Group:
             Text(str(member.rank)),
             Text(member.worker.uid),
             Text(member.address),
-            Text(f"http://{member.http_address}/metrics"),
+            Text(metrics_url(member.http_address, https=member.https)),
         ]
         for member in view.members
     }
@@ -90,6 +91,7 @@ def _member(member: Member) -> dict[str, object]:
         "hostname": member.hostname,
         "address": member.address,
         "http_address": member.http_address,
+        "https": member.https,
         "ready": member.ready,
         "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         "first_expert": stats.first_expert,

@@ -34,6 +34,9 @@ from crossdock.v1.control_pb2_grpc import ControlPlaneStub
 Progress = Callable[[GroupView], None]
 """Told of each group view while the group forms."""
 
+CONTROL = "control"
+"""Name of the control plane among the children."""
+
 _LOOK_S = 1.0
 _REFUSED_S = 0.1
 """Pause after a Watch that was refused at once, as by a server that is no control plane."""
@@ -56,7 +59,7 @@ class Watched(ABC):
     """
 
     def __init__(self, control_address: str, security: Security | None) -> None:
-        self.control_address, self._security = control_address, security
+        self.control_address, self.security = control_address, security
 
     @abstractmethod
     def start(self) -> None:
@@ -80,7 +83,7 @@ class Watched(ABC):
         Raises:
             SupervisorError: a part gave up.
         """
-        with BlockingLine(self.control_address, self._security) as line:
+        with BlockingLine(self.control_address, self.security) as line:
             while True:
                 self.check()
                 problem = yield from _views(ControlPlaneStub(line.channel), look_s)
@@ -146,7 +149,7 @@ class Supervisor(Watched):
             self._listens = {"control.listen": fixed.listen, "control.http_listen": fixed.http_listen}
             address = configs.reachable_from_here(fixed.listen)
             workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
-            self._control = self._child("control", "control", fixed)
+            self._control = self._child(CONTROL, "control", fixed)
         super().__init__(workers[0].control, security_of(workers[0].security))
         self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
 
@@ -251,7 +254,8 @@ def _check_free(field: str, listen: str) -> None:
 
 
 def _reachable(where: Addresses) -> Addresses:
-    return Addresses(*map(configs.reachable_from_here, (where.address, where.http_address)))
+    here = configs.reachable_from_here
+    return Addresses(here(where.address), here(where.http_address), where.https)
 
 
 def describe(view: GroupView) -> str:

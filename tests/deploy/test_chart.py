@@ -13,6 +13,7 @@ import yaml
 
 import crossdock
 from crossdock.common.config import ControlConfig, HostConfig, load, split_address
+from crossdock.common.security import load_security
 from tests.house.tree import ROOT
 
 CHART = ROOT / "helm" / "crossdock"
@@ -55,6 +56,7 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("image", {"pullPolicy": "Sometimes"}),
         ("tls", {"duration": "a day"}),
         ("tls", {"issuer": {"nmae": "a"}}),
+        ("tls", {"http": True}),
     ],
 )
 def test_wrong_values_are_refused(part: str, wrong: dict[str, Any]) -> None:
@@ -220,6 +222,43 @@ def test_tls_is_told_to_every_part_and_certificates_are_made_where_there_is_an_i
     assert not [name for name in made if name.startswith("Certificate/")]
 
 
+def schemes(made: dict[str, Any]) -> set[str]:
+    """How the kubelet is to ask."""
+    containers = [
+        made[name]["spec"]["template"]["spec"]["containers"][0]
+        for name in ("Deployment/moe-control", "StatefulSet/moe-worker")
+    ]
+    probes = ("readinessProbe", "livenessProbe", "startupProbe")
+    return {container[probe]["httpGet"]["scheme"] for container in containers for probe in probes}
+
+
+@needs_helm
+@pytest.mark.parametrize("http", ["plain", "tls", "mtls"])
+def test_pages_probes_and_scrapes_agree_on_tls(http: str, tmp_path: Path) -> None:
+    flags = ("tls.enabled=true", f"tls.http={http}", "monitoring.podMonitor=true", "monitoring.scrapeAnnotations=true")
+    made = render(*(word for flag in flags for word in ("--set", flag)))
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    (tmp_path / "h.yaml").write_text(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
+    (tmp_path / "s.yaml").write_text(made["ConfigMap/moe-control"]["data"]["security.yaml"])
+    assert load(ControlConfig, tmp_path / "c.yaml").security.http == http
+    assert load(HostConfig, tmp_path / "h.yaml").worker.security.http == http
+    assert load_security(tmp_path / "s.yaml").requires_certs
+    assert schemes(made) == {"HTTP" if http == "plain" else "HTTPS"}
+    annotations = made["StatefulSet/moe-worker"]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/scheme"] == ("http" if http == "plain" else "https")
+    endpoints = {one["port"]: one for one in made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]}
+    assert set(endpoints) == {"http", "health", *(f"http-{rank}" for rank in range(4))}
+    assert schemes(render()) == {"HTTP"}
+    for port, endpoint in endpoints.items():
+        assert (endpoint["path"], endpoint["interval"]) == ("/metrics", "15s")
+        assert endpoint.get("scheme") == (None if http == "plain" else "https")
+        given = endpoint.get("tlsConfig", {})
+        assert {"cert", "keySecret"} & set(given) == ({"cert", "keySecret"} if http == "mtls" else set())
+        if given:
+            assert given["serverName"] == ("crossdock-control" if port == "http" else "crossdock-worker")
+            assert given["ca"] == {"secret": {"name": "moe-client-tls", "key": "ca.crt"}}
+
+
 @needs_helm
 def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
     plain, reading = render(), render("--set-json", "control.config.kubernetes={}")
@@ -241,6 +280,8 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
         ("worker.gpus=2", "worker.gpus: expected 0 or worker.numWorkers, which is 4, got 2"),
         ("worker.config.transport=nvlink", "expected worker.gpus or worker.resourceClaims beside it"),
         ("tls.issuer.name=mine", "tls.issuer: expected tls.enabled beside it, got false"),
+        ("tls.http=mtls", "tls.http: expected tls.enabled beside it, got false"),
+        ("control.config.security.http=tls", "control.config.security.http: expected none"),
         (
             "tls.enabled=true,worker.config.security.cert_file=mine",
             "worker.config.security.cert_file: expected none beside tls.enabled, got mine",

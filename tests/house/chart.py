@@ -51,7 +51,10 @@ def values_schema() -> str:
             "serviceAccount": _record(create=_SWITCH, name=_TEXT, annotations=_TEXTS),
             "worker": _record(config=references[1], **_WORKER, **_POD),
             "tls": _record(
-                enabled=_SWITCH, issuer=_ISSUER, duration={"type": "string", "pattern": "^([0-9]+(s|m|h))+$"}
+                enabled=_SWITCH,
+                issuer=_ISSUER,
+                http=_enum("plain", "tls", "mtls"),
+                duration={"type": "string", "pattern": "^([0-9]+(s|m|h))+$"},
             ),
             "networkPolicy": _record(enabled=_SWITCH, clients=_OBJECTS, scrapers=_OBJECTS),
             "monitoring": _MONITORING,

@@ -32,7 +32,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
     "crossdock.child": {"crossdock.common"},
     "crossdock.supervisor": {"crossdock.child", "crossdock.common", "crossdock.v1"},
-    "crossdock.status": {"crossdock.v1"},
+    "crossdock.status": {"crossdock.common", "crossdock.v1"},
     "crossdock.certs": {"crossdock.common"},
     "crossdock.experts": {"crossdock.v1"},
     "crossdock.regions": {"ep_kernels"},

@@ -21,12 +21,15 @@ from crossdock.cli import app
 from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
 from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
+from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig, split_address
+from crossdock.common.http import ask_http
 from crossdock.common.line import SERVICE_NAME, Line, ask
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server import ControlPlane
+from crossdock.host import readiness
 from crossdock.supervisor import current_view
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -298,6 +301,12 @@ def test_the_limiter_refills_and_forgets() -> None:
         ({"access": {"client_tokens": "t"}}, "access: expected cert_file beside tokens"),
         ({"cert_file": "a", "key_file": "b"}, "cert_file: expected ca_file"),
         ({"certfile": "a"}, "certfile"),
+        ({"http": "tls"}, "http: expected cert_file beside tls, got none"),
+        (
+            {"cert_file": "a", "key_file": "b", "http": "mtls", "access": {"client_tokens": "t"}},
+            "http: expected ca_file",
+        ),
+        ({"http": "https"}, "http"),
     ],
 )
 def test_a_config_that_guards_less_than_it_seems_is_refused(
@@ -341,13 +350,13 @@ def test_a_control_plane_without_its_key_is_one_clear_line_and_exit_2(folder: Pa
 
 @pytest.fixture(scope="module")
 def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers behind mTLS and tokens, every line of their logs kept."""
+    """Two workers behind mTLS (metrics too) and tokens, every line of their logs kept."""
     here = tmp_path_factory.mktemp("guarded")
     for role, token in (("worker", WORKER_TOKEN), ("client", CLIENT_TOKEN)):
         (here / role).write_text(token)
     access = AccessConfig(worker_tokens=str(here / "worker"), client_tokens=str(here / "client"))
     guard = load_security(folder / "host.yaml")
-    guard = msgspec.structs.replace(guard, access=access, token_file=str(here / "worker"))
+    guard = msgspec.structs.replace(guard, access=access, token_file=str(here / "worker"), http="mtls")
     yield from cluster(here, num_workers=2, max_tokens_per_step=64, guard=guard)
 
 
@@ -375,6 +384,20 @@ def test_a_guarded_group_serves_who_is_known_and_nobody_else(
     _drain_in_vain(group, known)
     with pytest.raises(rpc.CallError):
         ask(target, None, lambda plain: current_view(plain, ANSWER_S))
+
+
+def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster, folder: Path) -> None:
+    known = Security(load_security(folder / "client.yaml"))
+    for member in group.view.members:
+        assert metrics_url(member.http_address, https=member.https) == f"https://{member.http_address}/metrics"
+        page = ask_http(member.http_address, "/metrics", ANSWER_S, known, "crossdock-worker")[1]
+        assert "crossdock_serving 1.0" in page
+    where = group.supervisor.addresses()
+    assert readiness(list(where), where, group.supervisor.security) == (True, "ready")
+    nobody = security(folder, "client", cert_file="", key_file="")
+    for listens in where.values():
+        assert ask_http(listens.http_address, "/livez", ANSWER_S, nobody)[0] == 200
+        assert ask_http(listens.http_address, "/metrics", ANSWER_S, nobody)[0] == 403
 
 
 def test_the_commands_take_a_security_file(

@@ -20,6 +20,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from crossdock.common.config import ControlConfig, WorkerConfig, split_address
+from crossdock.common.http import ask_http
 from crossdock.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.v1.expert_pb2 import DescribeResponse
 from tests.services.cluster import TEST_S, write_model
@@ -162,6 +163,18 @@ def test_a_group_that_is_not_complete_in_time_is_described(tmp_path: Path) -> No
         with pytest.raises(SupervisorError, match=r"expected SERVING within 0\.1 s, got"):
             group.wait_serving(0.1)
         assert group.addresses().keys() <= {"control", "worker-0"}
+
+
+def test_members_tell_an_address_for_metrics_that_others_can_use(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    everywhere = {"listen": "0.0.0.0:0", "http_listen": "0.0.0.0:0", "advertise": "10.1.2.3:7500"}
+    control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=2)
+    worker = WorkerConfig(model=str(tmp_path / "model"), **everywhere)
+    with Supervisor(control, [worker], tmp_path / "logs") as group:
+        (member,) = next(view for view in group.views() if view.members).members
+        host, port = split_address(member.http_address)
+        assert (member.address, host) == ("10.1.2.3:7500", "10.1.2.3")
+        assert ask_http(f"127.0.0.1:{port}", "/livez", DEADLINE_S)[0] == 200
 
 
 def test_a_supervisor_without_workers_is_refused(tmp_path: Path) -> None:

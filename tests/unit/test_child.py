@@ -16,7 +16,7 @@ import pytest
 from crossdock.child import Child
 from crossdock.common.announce import Addresses, parse
 
-LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2')\n"
+LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2', https=False)\n"
 SLEEP = "import sys; print('noise'); print('trouble', file=sys.stderr, flush=True)\n" + LISTEN + "time.sleep(600)"
 
 

@@ -22,6 +22,7 @@ from ep_kernels.errors import (
     PeerTimeout,
     TransportError,
 )
+from ep_kernels.routing import ExpertMap
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
@@ -40,6 +41,7 @@ class Script:
         self.fail: dict[str, BaseException] = {}
         self.dropped, self.crossover, self.epoch = 0, 16, config.group.epoch
         self.device = "scripted"
+        self.allocated_for: int | None = -1
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -51,8 +53,9 @@ class Script:
             raise AttributeError(name)
         return lambda *args: self._call(name)
 
-    def allocate(self) -> bytes:
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
         self._call("allocate")
+        self.allocated_for = ll_max_tokens
         return b"ticket"
 
     def ll_max_tokens(self) -> int:
@@ -158,6 +161,12 @@ def test_bring_up_in_order(made: list[Script]) -> None:
     assert (comm.rank, comm.size, comm.num_local_experts, comm.epoch) == (0, 2, 2, 0)
 
 
+def test_the_number_of_local_experts_is_counted_once(made: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = MoECommunicator(config())
+    monkeypatch.setattr(ExpertMap, "num_local_experts", lambda *_: pytest.fail("went through the whole map again"))
+    assert comm.num_local_experts == 2
+
+
 @pytest.mark.parametrize("step", ["allocate", "import_regions", "barrier"])
 def test_failed_bring_up_frees(made: list[Script], monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def create(config: MoEConfig) -> Script:
@@ -248,10 +257,10 @@ def test_what_this_machine_has_measured_is_the_crossover(made: list[Script], tmp
 
 
 def test_the_regions_are_allocated_for_the_crossover_that_was_agreed_on(made: list[Script], tmp_path: Path) -> None:
-    MoECommunicator(config(**tuned(tmp_path, 5)))
-    asked, lived = made
-    assert (asked.config.ll_max_tokens, asked.calls) == (None, ["close"])
-    assert (lived.config.ll_max_tokens, lived.calls) == (5, ["allocate", "import_regions", "barrier"])
+    comm = MoECommunicator(config(**tuned(tmp_path, 5)))
+    (lived,) = made
+    assert (lived.config.ll_max_tokens, comm.config.ll_max_tokens, lived.allocated_for) == (None, 5, 5)
+    assert lived.calls == ["allocate", "import_regions", "barrier"]
 
 
 @pytest.mark.parametrize(("here", "there", "agreed"), [(5, 7, 5), (5, None, 5), (None, 7, 7), (None, None, 16)])
@@ -272,9 +281,21 @@ def test_another_shape_or_device_has_measured_nothing(
     assert MoECommunicator(config(**fields)).ll_max_tokens == 16
 
 
-def test_configured_crossover_wins(made: list[Script], tmp_path: Path) -> None:
-    assert MoECommunicator(config(**tuned(tmp_path, 5), ll_max_tokens=9)).ll_max_tokens == 9
-    assert len(made) == 1, "nothing was asked"
+def test_a_communicator_names_its_device_as_records_are_kept(made: list[Script]) -> None:
+    assert MoECommunicator(config()).device_name == "scripted"
+
+
+def test_configured_crossover_wins(made: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = tuned(tmp_path, 5)
+    monkeypatch.setattr(tuning, "recall", lambda *_: pytest.fail("asked what this machine has measured"))
+    assert MoECommunicator(config(**fields, ll_max_tokens=9)).ll_max_tokens == 9
+    assert made[0].allocated_for == 9
+
+
+def test_where_ranks_cannot_settle_the_transport_is_closed(made: list[Script], tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="region ABI abi-2"):
+        MoECommunicator(config(**AUTO, kernel_cache_dir=str(tmp_path), group=Group(hello(abi="abi-2"))))
+    assert made[0].calls == ["close"]
 
 
 def test_one_rank_is_given_a_crossover_and_the_other_none(made: list[Script], tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_a_call_ends_at_its_deadline_whatever_the_server_sends(tmp_path: Path, w
                 server.ask(get, 0.3)
 
 
-def test_a_token_that_was_replaced_is_read_when_the_server_refuses_the_old_one(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def asked_with_a_token(tmp_path: Path) -> Iterator[tuple[LeaseApi, ApiServer, Path]]:
+    """An API server that was asked once, with what the file of the token says: `first`."""
     token = tmp_path / "token"
     token.write_text("first")
     with LeaseApi() as api:
@@ -89,9 +91,14 @@ def test_a_token_that_was_replaced_is_read_when_the_server_refuses_the_old_one(t
         path = kubeconfig(tmp_path, f"http://127.0.0.1:{api.server_port}", {"tokenFile": str(token)})
         with asking(path) as server:
             server.ask(get, TIMEOUT_S)
-            api.token = "second"
-            token.write_text("second")
-            server.ask(get, TIMEOUT_S)
+            yield api, server, token
+
+
+def test_a_token_that_was_replaced_is_read_when_the_server_refuses_the_old_one(tmp_path: Path) -> None:
+    with asked_with_a_token(tmp_path) as (api, server, token):
+        api.token = "second"
+        token.write_text("second")
+        server.ask(get, TIMEOUT_S)
         assert api.tokens == ["first", "second"]
 
 
@@ -101,15 +108,9 @@ def test_a_token_is_read_anew_when_its_time_is_over(
 ) -> None:
     """Also one that is still accepted: servers take old tokens for a while, and complain."""
     monkeypatch.setattr(kube, "FRESH_S", fresh_s)
-    token = tmp_path / "token"
-    token.write_text("first")
-    with LeaseApi() as api:
-        api.offer(6)
-        path = kubeconfig(tmp_path, f"http://127.0.0.1:{api.server_port}", {"tokenFile": str(token)})
-        with asking(path) as server:
-            server.ask(get, TIMEOUT_S)
-            token.write_text("second")
-            server.ask(get, TIMEOUT_S)
+    with asked_with_a_token(tmp_path) as (api, server, token):
+        token.write_text("second")
+        server.ask(get, TIMEOUT_S)
         assert api.tokens == ["first", taken]
 
 

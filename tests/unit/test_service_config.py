@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crossdock.common.announce import seen_from_outside
 from crossdock.common.config import (
     ConfigFileError,
     ControlConfig,
@@ -155,6 +156,19 @@ def test_the_group_of_a_host_has_as_many_ranks_as_it_has_workers() -> None:
 )
 def test_a_server_on_every_interface_is_reached_over_loopback(address: str, reached: str) -> None:
     assert reachable_from_here(address) == reached
+
+
+@pytest.mark.parametrize(
+    ("address", "advertised", "seen"),
+    [
+        ("0.0.0.0:7", "10.0.0.9:5", "10.0.0.9:7"),
+        ("[::]:7", "[fd00::1]:5", "[fd00::1]:7"),
+        ("0.0.0.0:7", "", "node-a:7"),
+        ("10.0.0.1:7", "10.0.0.9:5", "10.0.0.1:7"),
+    ],
+)
+def test_others_are_told_an_address_that_is_not_every_interface(address: str, advertised: str, seen: str) -> None:
+    assert seen_from_outside(address, advertised, "node-a") == seen
 
 
 def test_inside_an_engine_the_environment_names_the_file(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ class CpuTransport:
 
     # Life.
 
-    def allocate(self) -> bytes:
-        """See `Transport.allocate`."""
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
+        """See `Transport.allocate`. Both algorithms use the same buffers, so the crossover changes nothing."""
         comm = self.native()
         region = OwnRegion(self.lib.cd_region_bytes(ctypes.byref(self.geometry)))
         comm.region = region

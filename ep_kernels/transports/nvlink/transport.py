@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ep_kernels import jit, tuning
@@ -69,9 +70,10 @@ class NvlinkTransport:
 
     # Life.
 
-    def allocate(self) -> bytes:
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
         """See `base.Transport`."""
         require_cuda()
+        self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
         from ep_kernels.transports.nvlink import driver, mailbox, memory
 
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -55,12 +55,32 @@ seccompProfile:
 {{- if or (and (kindIs "invalid" $asked) $known) (eq (toString $asked) "true") -}}yes{{- end -}}
 {{- end -}}
 
+{{/* One port of a PodMonitor. Takes (list . port name), the name being that in the server's certificate. */}}
+{{- define "crossdock.endpoint" -}}
+{{- $root := index . 0 -}}
+- port: {{ index . 1 }}
+  path: /metrics
+  interval: {{ $root.Values.monitoring.interval }}
+{{- if eq (include "crossdock.httpScheme" $root) "HTTPS" }}
+{{- $secret := printf "%s-client-tls" (include "crossdock.name" $root) }}
+  scheme: https
+  tlsConfig:
+    ca: {secret: {name: {{ $secret }}, key: ca.crt}}
+    {{- if eq $root.Values.tls.http "mtls" }}
+    cert: {secret: {name: {{ $secret }}, key: tls.crt}}
+    keySecret: {name: {{ $secret }}, key: tls.key}
+    {{- end }}
+    serverName: {{ index . 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Annotations for a Prometheus without the operator. Takes (list . port). */}}
 {{- define "crossdock.scrape" -}}
 {{- if (index . 0).Values.monitoring.scrapeAnnotations -}}
 prometheus.io/scrape: "true"
 prometheus.io/port: {{ index . 1 | quote }}
 prometheus.io/path: /metrics
+prometheus.io/scheme: {{ include "crossdock.httpScheme" (index . 0) | lower }}
 {{- end -}}
 {{- end -}}
 
@@ -80,6 +100,14 @@ key_file: /etc/crossdock-tls/tls.key
 ca_file: /etc/crossdock-tls/ca.crt
 control_name: crossdock-control
 worker_name: crossdock-worker
+{{- if ne .Values.tls.http "plain" }}
+http: {{ .Values.tls.http }}
+{{- end }}
+{{- end -}}
+
+{{/* The scheme of /metrics, /livez and /readyz. */}}
+{{- define "crossdock.httpScheme" -}}
+{{- if and .Values.tls.enabled (ne .Values.tls.http "plain") -}}HTTPS{{- else -}}HTTP{{- end -}}
 {{- end -}}
 
 {{/* The volume of a part's Secret. Takes (list . part). */}}
@@ -151,10 +179,16 @@ worker_name: crossdock-worker
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
 {{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}
 {{- end -}}
+{{- if and (ne .Values.tls.http "plain") (not .Values.tls.enabled) -}}
+{{- fail "tls.http: expected tls.enabled beside it, got false" -}}
+{{- end -}}
 {{- range $part := list "control" "worker" -}}
 {{- $security := get (index $.Values $part).config "security" | default dict -}}
 {{- if and $.Values.tls.enabled (hasKey $security "cert_file") -}}
 {{- fail (printf "%s.config.security.cert_file: expected none beside tls.enabled, got %v" $part $security.cert_file) -}}
+{{- end -}}
+{{- if hasKey $security "http" -}}
+{{- fail (printf "%s.config.security.http: expected none (tls.http tells the probes, too), got %v" $part $security.http) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) (include "crossdock.elects" .) -}}

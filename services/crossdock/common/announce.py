@@ -6,6 +6,8 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 
+from crossdock.common.config import format_address, split_address
+
 READY_WORD = "crossdock-ready"
 
 
@@ -16,16 +18,32 @@ class Addresses:
     Attributes:
         address: its gRPC server.
         http_address: its /metrics, /livez, /readyz.
+        https: these take TLS only.
     """
 
     address: str
     http_address: str
+    https: bool = False
 
 
-def announce(address: str, http_address: str) -> None:
+def announce(address: str, http_address: str, *, https: bool) -> None:
     """Print the line on stdout, once, when both servers listen. A closed stdout is no reason to stop serving."""
     with contextlib.suppress(OSError):
-        print(READY_WORD, json.dumps(asdict(Addresses(address, http_address))), flush=True)
+        print(READY_WORD, json.dumps(asdict(Addresses(address, http_address, https))), flush=True)
+
+
+def seen_from_outside(address: str, advertised: str, hostname: str) -> str:
+    """The address under which others reach a server that listens on `address`. Where that is every interface, it is on
+    the host of the address `advertised`, or without one on the host of that name."""
+    host, port = split_address(address)
+    if host not in {"0.0.0.0", "::"}:
+        return address
+    return format_address(split_address(advertised)[0] if advertised else hostname, port)
+
+
+def metrics_url(http_address: str, *, https: bool) -> str:
+    """Where the metrics of a process are."""
+    return f"http{'s' if https else ''}://{http_address}/metrics"
 
 
 def parse(line: str) -> Addresses | None:

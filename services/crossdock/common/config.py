@@ -176,7 +176,8 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     advertise: str = ""
     """host:port under which clients reach `listen`. Empty: as listened."""
     http_listen: str = "127.0.0.1:0"
-    """host:port of /metrics, /livez, /readyz."""
+    """host:port of /metrics, /livez, /readyz. Where it is every interface, others are told the host of `advertise`, or
+    this one's name."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
     kernel_cache_dir: str = ""

@@ -1,12 +1,17 @@
-"""The small HTTP face of every process: /metrics, /livez, /readyz. GET only, no TLS, no other paths.
+"""The small HTTP face of every process: /metrics, /livez, /readyz. GET only, no other paths. And how to ask one.
 
-Runs in daemon threads beside whatever the process does, so that a busy event loop still answers its probes.
+Runs in daemon threads beside whatever the process does, so that a busy event loop still answers its probes. With TLS
+(`SecurityConfig.http`) each connection is met with the certificate that is in force then.
 """
 
 from __future__ import annotations
 
+import socket
+import ssl
 import threading
 from collections.abc import Callable
+from http import HTTPStatus
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
@@ -18,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from crossdock.common.config import format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
+from crossdock.common.security import Security
 
 log = get(__name__)
 
@@ -32,12 +38,14 @@ class HttpServer:
 
     Attributes:
         address: host:port it listens on, with the port the system chose for `:0`.
+        https: it takes TLS only.
     """
 
     def __init__(self, server: _Server) -> None:
         self._server = server
         host, port = server.server_address[:2]
         self.address = format_address(str(host), int(port))
+        self.https = server.security is not None
         self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, daemon=True)
         self._thread.start()
 
@@ -48,15 +56,41 @@ class HttpServer:
         self._thread.join()
 
 
-def serve_http(listen: str, registry: CollectorRegistry, ready: Ready) -> HttpServer:
-    """Serve `/metrics` of `registry`, `/livez`, and `/readyz` by `ready` on host:port `listen`.
+def ask_http(
+    address: str, path: str, timeout_s: float, security: Security | None = None, name: str = ""
+) -> tuple[int, str]:
+    """Status and text of what is at `path` of a server at host:port `address`. No proxy of the environment is asked.
+
+    Args:
+        security: by which the server is checked, and which certificate it is shown; None: plain text.
+        name: that the server's certificate must carry; "": the host of `address`.
+
+    Raises:
+        OSError, http.client.HTTPException: no answer, or not from the server that was asked for.
+    """
+    host, port = split_address(address)
+    connection = HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        if security is not None:
+            context = security.http_caller()
+            plain = socket.create_connection((host, port), timeout_s)
+            connection.sock = context.wrap_socket(plain, server_hostname=name or host)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()
+
+
+def serve_http(listen: str, registry: CollectorRegistry, ready: Ready, security: Security | None = None) -> HttpServer:
+    """Serve `/metrics` of `registry`, `/livez`, and `/readyz` by `ready` on host:port `listen`, as `security` says.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
     host, port = split_address(listen)
     try:
-        return HttpServer(_Server(host, port, registry, ready))
+        return HttpServer(_Server(host, port, registry, ready, security))
     except OSError as error:
         raise ListenError(f"http_listen: expected an address that is free, got {listen}: {error.strerror}") from error
 
@@ -65,10 +99,30 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, ready: Ready) -> None:
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, ready: Ready, security: Security | None
+    ) -> None:
         self.address_family = AF_INET6 if ":" in host else AF_INET
         self.registry, self.ready = registry, ready
+        self.security = None if security is None or security.config.http == "plain" else security
         super().__init__((host, port), _Handler)
+
+    @property
+    def asks_who_scrapes(self) -> bool:
+        """Whether /metrics is for callers with a certificate only."""
+        return self.security is not None and self.security.config.http == "mtls"
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Accept. The handshake is left to the thread of the connection: a caller that is slow at it delays nobody."""
+        accepted, client = super().get_request()
+        context = self.security.http_server() if self.security is not None else None
+        if context is None:
+            return accepted, client
+        try:
+            return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), client
+        except OSError:
+            accepted.close()
+            raise
 
     def server_bind(self) -> None:
         """Bind, and leave out the look-up of this host's own name: without a DNS server that takes many seconds."""
@@ -84,11 +138,20 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "crossdock"
     sys_version = ""
 
+    def setup(self) -> None:
+        """Shake hands, with the deadline of every other read."""
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.settimeout(self.timeout)
+            self.request.do_handshake()
+        super().setup()
+
     def do_GET(self) -> None:
         """Answer one of the three paths."""
         server = cast(_Server, self.server)
         path = self.path.partition("?")[0]
-        if path == "/metrics":
+        if path == "/metrics" and server.asks_who_scrapes and not self.connection.getpeercert():
+            self._answer(HTTPStatus.FORBIDDEN, b"expected a certificate of the caller, got none\n")
+        elif path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(server.registry), content_type)
         elif path == "/livez":

@@ -3,6 +3,7 @@
     security = Security(config)              raises SecurityError where a file is missing or wrong
     security.server_credentials()            asked at every handshake: new certificates count from the next connection
     security.channel_credentials()           of a channel that is made now; `security.version` tells when it is outdated
+    security.http_server()                   asked for each connection of the HTTP face, too; `http_caller()` asks one
 
 Files are replaced one after the other, or all at once by a link (as Kubernetes does): a pair that does not fit, or does
 not parse, is reported once and the former one stays in force. No secret is logged, and none is in a `repr`.
@@ -48,6 +49,8 @@ class _Pems:
     ca: bytes | None
     not_after: float
     """When the first certificate of the chain ends, Unix seconds; 0 without one."""
+    context: ssl.SSLContext | None = field(repr=False)
+    """A server's, with that certificate; None without one."""
 
 
 class TokenFile:
@@ -144,6 +147,26 @@ class Security:
             return made
         return grpc.composite_channel_credentials(made, grpc.metadata_call_credentials(_Bearer(self._token)))
 
+    def http_server(self) -> ssl.SSLContext | None:
+        """For a connection to the HTTP face that is accepted now; None: plain text, as configured."""
+        return None if self.config.http == "plain" else self._current().context
+
+    def http_caller(self) -> ssl.SSLContext:
+        """For a connection to the HTTP face of another process. Without a `ca_file` this system's authorities count.
+
+        Raises:
+            OSError: files that are just being replaced do not fit each other (ssl.SSLError is one, too).
+        """
+        pems = self._current()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if pems.ca is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(cadata=pems.ca.decode("ascii", "replace"))
+        if self.config.cert_file:
+            context.load_cert_chain(self.config.cert_file, self.config.key_file)
+        return context
+
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         pems = self._current()
         roots = pems.ca if self.config.requires_certs else None
@@ -234,32 +257,36 @@ def _bytes_of(path: str) -> bytes:
 
 
 def _read(config: SecurityConfig) -> _Pems:
-    cert = key = ca = None
+    cert = key = ca = context = None
     not_after = 0.0
     if config.cert_file:
-        _check_pair(config.cert_file, config.key_file)
+        context = _server_context(config.cert_file, config.key_file)
         cert, key = _bytes_of(config.cert_file), _bytes_of(config.key_file)
         not_after = end_of(cert, config.cert_file)
     if config.ca_file:
         ca = _bytes_of(config.ca_file)
+        judging = context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii", "replace"))
+            judging.load_verify_locations(cadata=ca.decode("ascii", "replace"))
         except ssl.SSLError:
             raise SecurityError(f"{config.ca_file}: expected certificates in PEM, got something else") from None
-    return _Pems(cert, key, ca, not_after)
+        judging.verify_mode = ssl.CERT_OPTIONAL if config.http == "mtls" else ssl.CERT_NONE
+    return _Pems(cert, key, ca, not_after, context)
 
 
-def _check_pair(cert_file: str, key_file: str) -> None:
+def _server_context(cert_file: str, key_file: str) -> ssl.SSLContext:
     def refuse() -> str:
         raise SecurityError(f"{key_file}: expected a private key that is not encrypted, got one that is")
 
     for path in (cert_file, key_file):
         _bytes_of(path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, refuse)
+        context.load_cert_chain(cert_file, key_file, refuse)
     except (ssl.SSLError, OSError):
         message = f"{cert_file}, {key_file}: expected a PEM certificate and its private key, got no such pair"
         raise SecurityError(message) from None
+    return context
 
 
 def _read_tokens(path: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Only paths of secrets are configured, never secrets: a config may be logged, dum
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -54,6 +54,9 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Name that workers' certificates must carry. Empty: the host that is dialled."""
     token_file: str = ""
     """File whose first line is sent with every call as a bearer token."""
+    http: Literal["plain", "tls", "mtls"] = "plain"
+    """How a server offers /metrics, /livez and /readyz: in plain text, behind its certificate, or behind it and
+    /metrics only to callers with a certificate of `ca_file`. Probes need none: a kubelet has none."""
     access: AccessConfig = AccessConfig()
 
     def __post_init__(self) -> None:
@@ -65,6 +68,10 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("access: expected cert_file beside tokens (on a plain line they are no secrets), got none")
         if self.cert_file and not self.requires_certs and not self.access.token_files:
             raise ValueError("cert_file: expected ca_file (certificates of callers) or tokens in access, got neither")
+        if self.http != "plain" and not self.cert_file:
+            raise ValueError(f"http: expected cert_file beside {self.http}, got none")
+        if self.http == "mtls" and not self.ca_file:
+            raise ValueError("http: expected ca_file beside mtls (it checks who scrapes), got none")
 
     @property
     def requires_certs(self) -> bool:

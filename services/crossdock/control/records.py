@@ -65,6 +65,8 @@ class Worker:
     transport: str
     abi: str
     model: str
+    https: bool = False
+    """`http_address` takes TLS only."""
 
     @property
     def uid(self) -> str:

@@ -58,6 +58,7 @@ def register_event(request: pb.RegisterRequest, limits: Limits, labels: discover
         transport=_name("transport", request.transport),
         abi=_name("abi", request.abi),
         model=_name("model", request.model),
+        https=request.https,
     )
     return Register(worker, _prior(request.prior, limits) if request.HasField("prior") else None)
 
@@ -198,6 +199,7 @@ def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Me
         hostname=member.worker.place.hostname,
         address=member.worker.address,
         http_address=member.worker.http_address,
+        https=member.worker.https,
         ready=member.ready,
         heartbeat_age_s=age_s,
         stats=stats,

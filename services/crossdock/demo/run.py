@@ -22,6 +22,7 @@ import transformers
 from rich.console import Console
 
 from crossdock.client import ClientError, attach
+from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.settings import SecurityConfig
 from crossdock.demo import scrape, stage
@@ -171,14 +172,14 @@ def _serve(
     with Supervisor(control, workers, folder / f"logs-{name}") as group:
         plain()
         view = group.wait_serving(FORM_TIMEOUT_S)
-        urls = [f"http://{member.http_address}/metrics" for member in view.members]
+        urls = [metrics_url(member.http_address, https=member.https) for member in view.members]
         up_s = time.monotonic() - started
         workers_are = f"{where.num_workers} workers ({where.transport}) behind {group.control_address}"
         console.print(f"{family} {name}: {workers_are}, up in {up_s:.1f} s")
         model = _load(folder, DTYPES[name], where.device)
         with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S, security=where.security):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
-        phases = scrape.phase_buckets(scrape.fetch(urls))
+        phases = scrape.phase_buckets(scrape.fetch(view.members, group.security))
     return Row(family, name, verdict, phases, tokens_per_s, urls)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from crossdock.common.http import ask_http
+from crossdock.common.security import Security
+from crossdock.v1.control_pb2 import Member
 
 PHASES = ("dispatch", "experts", "combine")
 STEP_PHASES = "crossdock_step_phase_seconds"
@@ -17,14 +20,13 @@ Buckets = Mapping[float, float]
 """Upper bound in seconds -> observations up to it (cumulative)."""
 
 
-def fetch(urls: Iterable[str]) -> list[str]:
-    """The pages of several workers. Raises OSError."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    pages = []
-    for url in urls:
-        with direct.open(url, timeout=_TIMEOUT_S) as response:
-            pages.append(response.read().decode())
-    return pages
+def fetch(members: Iterable[Member], security: Security | None = None) -> list[str]:
+    """The pages of several workers. Raises OSError, or http.client.HTTPException."""
+    name = security.config.worker_name if security is not None else ""
+    return [
+        ask_http(member.http_address, "/metrics", _TIMEOUT_S, security if member.https else None, name)[1]
+        for member in members
+    ]
 
 
 def phase_buckets(pages: Iterable[str]) -> dict[str, Buckets]:

@@ -38,7 +38,7 @@ def measure(request: Request, layout: str, group: Any, progress: Progress) -> tu
     config = request.config(layout, group)
     steps, curves = tuning.ladder(request.max_tokens), []
     with MoECommunicator(config) as comm:
-        key = tuning.key_of(config, device_name(comm))
+        key = tuning.key_of(config, comm.device_name)
         for tokens in steps:
             mine = timed(comm, tokens, request)
             curves.append(_slowest(group, mine))
@@ -53,12 +53,6 @@ def measure(request: Request, layout: str, group: Any, progress: Progress) -> tu
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         crossdock=crossdock.__version__,
     )
-
-
-def device_name(comm: MoECommunicator) -> str:
-    """By which records of this communicator's device are kept."""
-    on_gpu = comm.capabilities.device_type == "cuda"
-    return torch.cuda.get_device_name(torch.cuda.current_device()) if on_gpu else tuning.cpu_name()
 
 
 def timed(comm: MoECommunicator, tokens: int, request: Request) -> dict[Mode, list[float]]:

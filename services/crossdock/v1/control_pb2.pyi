@@ -42,7 +42,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class RegisterRequest(_message.Message):
     GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HTTPS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -67,7 +68,8 @@ class RegisterRequest(_message.Message):
     gpu_uuid: str
     num_experts: int
     moe_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    https: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("epoch", "lease_s")
@@ -88,7 +90,7 @@ class WatchRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats")
+    __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +100,7 @@ class Member(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    HTTPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     worker: WorkerId
     hostname: str
@@ -107,7 +110,8 @@ class Member(_message.Message):
     ready: bool
     heartbeat_age_s: float
     stats: WorkerStats
-    def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+    https: bool
+    def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ...) -> None: ...
 
 class GroupView(_message.Message):
     __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks")

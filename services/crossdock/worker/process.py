@@ -22,7 +22,7 @@ import torch
 
 from crossdock.common import log, rpc
 from crossdock.common.access import door_of
-from crossdock.common.announce import announce
+from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
@@ -109,19 +109,19 @@ class _Process:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
         server, address = await self._listen()
         try:
-            http = serve_http(self._config.http_listen, self._metrics.registry, self._ready)
+            http = serve_http(self._config.http_listen, self._metrics.registry, self._ready, self._security)
         except ListenError:
             await server.stop(0)
             raise
         await server.start()
-        registration = self._registration(address, http.address)
+        registration = self._registration(address, http)
         self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
         self._spare = lambda: f"spare: {self._link.trouble}" if self._link.spare else ""
         self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
         self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
-        announce(address, http.address)
+        announce(address, http.address, https=http.https)
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
         try:
@@ -187,7 +187,7 @@ class _Process:
         self._stop.set()
         await self._session.wait_left()
 
-    def _registration(self, address: str, http_address: str) -> control_pb2.RegisterRequest:
+    def _registration(self, address: str, http: HttpServer) -> control_pb2.RegisterRequest:
         config, identity = self._config, self._identity
         uid = config.uid or f"{identity.pod_name or identity.hostname}/{config.local_rank}"
         return control_pb2.RegisterRequest(
@@ -196,7 +196,8 @@ class _Process:
             local_rank=config.local_rank,
             gpu_uuid=uuid_of(self._model.device),
             address=config.advertise or address,
-            http_address=http_address,
+            http_address=seen_from_outside(http.address, config.advertise, identity.hostname),
+            https=http.https,
             transport=config.transport,
             abi=self._model.capabilities.abi,
             model=self._model.spec.fingerprint,
