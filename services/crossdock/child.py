@@ -40,6 +40,14 @@ def die_with(parent_pid: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
+def last_words(tail: str) -> str:
+    """The last line of a log that tells of an error (`common/log.py`), for what a process says after it is how it
+    cleaned up; else the last line."""
+    lines = tail.splitlines()
+    errors = [line for line in lines if line.split(maxsplit=2)[1:2] == ["error"]]
+    return (errors or lines or [""])[-1]
+
+
 class Child:
     """A process that is kept running.
 
@@ -131,7 +139,7 @@ class Child:
                 return
             if time.monotonic() - begun > _HEALTHY_S:
                 delay_s = _FIRST_DELAY_S
-            said = self.tail().rpartition("\n")[2]
+            said = last_words(self.tail())
             log.warning("process ended", process=self.name, exit_status=code, restart_in_s=delay_s, last_words=said)
             self._stopping.wait(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.child import Child
+from crossdock.child import Child, last_words
 from crossdock.common.announce import Addresses, parse
 
 LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2', https=False)\n"
@@ -94,6 +94,20 @@ def test_the_last_words_of_a_dead_child_are_told(
     told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
     assert told[0]["exit_status"] == 3
     assert told[0]["last_words"] == "the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [
+        ("", ""),
+        ("out of memory\nKilled", "Killed"),
+        ("T error   a.b no room error=x\nT info    a.b stopped host=h", "T error   a.b no room error=x"),
+        ("T error   a.b first\nT error   a.b second\nT info    a.b stopped", "T error   a.b second"),
+        ("T info    a.b an error was mended\nT info    a.b stopped", "T info    a.b stopped"),
+    ],
+)
+def test_the_last_words_are_those_of_the_last_error(tail: str, said: str) -> None:
+    assert last_words(tail) == said
 
 
 def test_a_hopeless_child_is_not_started_again(run: Callable[[str], Watched]) -> None:
