@@ -1,11 +1,12 @@
 """Time to resume: how long clients wait when a worker is killed, and when its successor comes; and when experts move.
 
-    python -m benchmarks.resume [--out DIR] [--kills N]        (make bench-resume)
+    python -m benchmarks.resume [--out DIR] [--kills N] [--stops N]        (make bench-resume)
 
 Four workers of this host on the `cpu` transport serve a small random model; one client asks without a pause, and again
 where it is told that the group re-forms. A worker is killed (kill -9), and the supervisor starts it again. Elastic
 groups hold two copies of every expert and go on without it; others wait for it. Where there is a spare, one more worker
 waits beside the group and takes the lost one's place, which is the next spare when it is back. Experts are moved, too.
+In an elastic group a worker also stands still (SIGSTOP) until the others serve without it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -46,11 +47,11 @@ class Row:
     Attributes:
         elastic: whether the group goes on without a lost rank.
         spare: whether one more worker waits.
-        what: "kill" or "move".
+        what: "kill", "stop" or "move".
         typical_ms: median time of a request while nothing happened.
-        resume_s: longest request from the disturbance until the group served again (kill: without the killed worker
-            where it is elastic).
-        whole_s: until all ranks served (kill), or all layers were switched (move).
+        resume_s: longest request from the disturbance until the group served again (without the lost worker where it is
+            elastic).
+        whole_s: until all ranks served, or all layers were switched (move).
         taken_in_s: longest request of those begun after that, until the successor was taken in; elastic groups only.
         answered: requests answered from the disturbance until the group was whole.
     """
@@ -128,21 +129,24 @@ class Scene:
         view = self.view()
         return view.state == SERVING and view.epoch > epoch and not (whole and view.active_ranks)
 
-    def kill(self, rank: int, asking: Asking) -> Row:
-        """Kill a worker, and wait until all is as before."""
+    def lose(self, what: str, rank: int, asking: Asking) -> Row:
+        """Kill a worker, or let it stand still until the others serve without it; then wait until all is as before."""
         self.until(lambda: self.serves(0, whole=True) and self._all_listen())
         time.sleep(2 * SPARE_ASKS_S if self.spare else 0)
         number = next(int(m.worker.uid.removeprefix("w")) for m in self.view().members if m.rank == rank)
         epoch, typical = self.view().epoch, asking.typical()
         begun, asked = time.monotonic(), len(asking.took)
-        os.kill(self.supervisor.worker_pids()[number], signal.SIGKILL)
+        pid = self.supervisor.worker_pids()[number]
+        os.kill(pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
         resumed = self.until(lambda: self.serves(epoch, whole=False))
+        if what == "stop":
+            os.kill(pid, signal.SIGCONT)
         whole = self.until(lambda: self.serves(epoch, whole=True))
         time.sleep(1)
         answered = sum(begun <= at <= whole for at, _ in asking.took[asked:])
         taken_in = asking.longest(resumed, whole + 0.5, begun_after=resumed) if self.elastic else 0.0
         waited = asking.longest(begun, resumed)
-        return self.row("kill", (1e3 * typical, waited, whole - begun, taken_in), answered)
+        return self.row(what, (1e3 * typical, waited, whole - begun, taken_in), answered)
 
     def move(self, asking: Asking) -> Row:
         """Move experts, and wait until they are there."""
@@ -167,8 +171,8 @@ class Scene:
         return len(self.supervisor.addresses()) == len(self.supervisor.children)
 
 
-def measure(folder: Path, kills: int, *, elastic: bool, spare: bool) -> list[Row]:
-    """All rows of one kind of group."""
+def measure(folder: Path, losses: Sequence[str], *, elastic: bool, spare: bool) -> list[Row]:
+    """All rows of one kind of group; `losses`: "kill" or "stop", one after the other."""
     placement = PlacementConfig(redundant_experts=EXPERTS, min_copies=2) if elastic else PlacementConfig()
     anywhere = "127.0.0.1:0"
     control = ControlConfig(
@@ -182,8 +186,8 @@ def measure(folder: Path, kills: int, *, elastic: bool, spare: bool) -> list[Row
         with Asking(supervisor.control_address) as asking:
             scene.until(lambda: len(asking.took) > 200)
             rows = [] if spare else [scene.move(asking)]
-            for number in range(kills):
-                rows.append(scene.kill(number % WORKERS, asking))
+            for number, what in enumerate(losses):
+                rows.append(scene.lose(what, number % WORKERS, asking))
                 print(rows[-1], flush=True)
     return rows
 
@@ -193,16 +197,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the time to resume.")
     parser.add_argument("--out", type=Path, help="folder for resume.csv and run.json; none: print only")
     parser.add_argument("--kills", type=int, default=3, help="kills per kind of group")
+    parser.add_argument(
+        "--stops", type=int, default=3, help="of elastic groups without a spare: workers that stand still"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint("mixtral", folder / "model", num_layers=2, hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)
         kinds = [(elastic, spare) for elastic in (True, False) for spare in (False, True)]
-        rows = [row for kind in kinds for row in measure(folder, arguments.kills, elastic=kind[0], spare=kind[1])]
+        kills, stops = ["kill"] * arguments.kills, ["stop"] * arguments.stops
+        rows: list[Row] = []
+        for elastic, spare in kinds:
+            losses = kills + (stops if elastic and not spare else [])
+            rows += measure(folder, losses, elastic=elastic, spare=spare) if losses else []
     for row in rows:
         print(row)
     if arguments.out:
-        found = facts.of_control(sys.argv[1:], {"kills": arguments.kills}, "benchmarks.resume")
+        found = facts.of_control(
+            sys.argv[1:], {"kills": arguments.kills, "stops": arguments.stops}, "benchmarks.resume"
+        )
         facts.keep(arguments.out, "resume", Row, rows, found)
 
 

@@ -83,7 +83,7 @@ class AbortedError(TransportError):
 
 
 class PeerTimeout(TransportError, TimeoutError):
-    """A peer did not do its part before the deadline (or its process is known to be gone).
+    """A peer did not do its part before the deadline (or its process is known to be gone, or it was given up).
 
     Attributes:
         peer: rank of the silent peer.
@@ -93,15 +93,25 @@ class PeerTimeout(TransportError, TimeoutError):
         seen: sequence number last seen from that peer.
         waited_s: seconds waited.
         gone: True if the peer's process was seen dead, False if it is merely silent.
+        given_up: True if `give_up` said that it is lost.
     """
 
     def __init__(
-        self, *, peer: int, op: str, phase: str, expected: int, seen: int, waited_s: float, gone: bool = False
+        self,
+        *,
+        peer: int,
+        op: str,
+        phase: str,
+        expected: int,
+        seen: int,
+        waited_s: float,
+        gone: bool = False,
+        given_up: bool = False,
     ) -> None:
-        why = "its process is gone" if gone else "deadline passed"
+        why = "its process is gone" if gone else "it was given up" if given_up else "deadline passed"
         super().__init__(
             f"{op}: rank {peer} did not deliver {phase} (expected seq {expected}, seen {seen}, "
             f"waited {waited_s:.3f} s): {why}"
         )
         self.peer, self.op, self.phase = peer, op, phase
-        self.expected, self.seen, self.waited_s, self.gone = expected, seen, waited_s, gone
+        self.expected, self.seen, self.waited_s, self.gone, self.given_up = expected, seen, waited_s, gone, given_up

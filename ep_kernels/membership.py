@@ -19,7 +19,7 @@ import torch
 
 from ep_kernels import checks
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import AbortedError, ClosedError, TransportError
+from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
 from ep_kernels.transports import base
 from ep_kernels.types import Capabilities, LatencySample
 
@@ -31,7 +31,7 @@ _ids = itertools.count(1)
 
 class Member:
     """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`,
-    `received`, `wake`, `abort` and `close` may come from any thread."""
+    `received`, `wake`, `abort`, `give_up` and `close` may come from any thread."""
 
     def __init__(self, config: MoEConfig, transport: base.Transport) -> None:
         self._config, self._id = config, next(_ids)
@@ -134,6 +134,17 @@ class Member:
         """Latency records since the last call, oldest first. Any thread; empty once closed."""
         with self._sampling:
             return [] if self._closed else self._transport.samples()
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """These ranks are lost, as whoever owns the group says: what this rank does with them, now or later, ends in
+        PeerTimeout at once instead of at its deadline. `set_active` without them is the way out, for all that are
+        left. Any thread; does nothing once closed. Raises ArgumentError for ranks that are no peers."""
+        wrong = [rank for rank in ranks if rank == self.rank or not 0 <= rank < self.size]
+        if wrong:
+            raise ArgumentError("ranks", f"other ranks of 0..{self.size - 1} than {self.rank}", wrong)
+        with self._lock:
+            if not self._closed:
+                self._transport.give_up(ranks)
 
     # Life.
 

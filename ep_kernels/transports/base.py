@@ -14,8 +14,8 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
 assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
-except `samples`, `peek`, `wake`, `abort` and `close`, which any thread may call at any time (but never two of these at
-once).
+except `samples`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two
+of these at once).
 
 Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
 `import_regions` -> `barrier` -> operations -> `close`.
@@ -208,6 +208,10 @@ class Transport(Protocol):
 
     def abort(self, reason: str) -> None:
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Those ranks are lost: while they are active, this rank's waits for their parts, present and future, end in
+        PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
 
     def drain(self) -> None:
         """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded

@@ -137,12 +137,14 @@ def test_silence_is_named(what: str, mode: Mode) -> None:
 @pytest.mark.parametrize("mode", LL_HT)
 def test_host_and_dead_peers_end_a_wait(mode: Mode) -> None:
     loop, case = pair(mode, timeout_s=20.0)
-    loop.engines[0].tables.host.mark_gone(1)
+    host = loop.engines[0].tables.host
+    host.give_up(1)
     loop.launch(dispatch_of(loop, case, mode)[:1])
-    found = loop.engines[0].tables.host.fault()
-    assert isinstance(found, PeerTimeout)
-    assert found.gone
-    assert found.peer == 1
+    for gone in (False, True):
+        found = host.fault()
+        assert isinstance(found, PeerTimeout)
+        assert (found.peer, found.gone, found.given_up) == (1, gone, not gone)
+        host.mark_gone(1)
     loop, case = pair(mode, timeout_s=20.0)
     loop.engines[0].tables.host.abort("for a test")
     loop.launch(dispatch_of(loop, case, mode)[:1])

@@ -13,7 +13,7 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.v1.control_pb2 import SERVING
-from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Answer, Batch, Cluster, E, check, cluster
+from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Answer, Batch, Cluster, E, check, cluster
 
 pytestmark = pytest.mark.timeout(TEST_S)
 UNAVAILABLE = rpc.code_number(grpc.StatusCode.UNAVAILABLE)
@@ -107,6 +107,33 @@ def test_copies_take_over_and_successors_are_taken_in(covered: Cluster) -> None:
         with again.caller(rank) as caller:
             batch = Batch.random(9)
             check(caller.forward(batch), batch, again.tensors)
+
+
+def test_one_that_stands_still_is_waited_for_as_long_as_its_lease_and_not_as_the_step(covered: Cluster) -> None:
+    group = covered.now()
+    with Load(group, rank=0) as load:
+        load.wait_good(time.monotonic())
+        with group.stopped(2):
+            began = time.monotonic()
+            group.until(lambda view: set(view.active_ranks) == {0, 1, 3} and view.state == SERVING)
+            took_s = load.wait_good(time.monotonic()) - began
+        group.now()
+        load.wait_good(time.monotonic())
+    assert took_s < STEP_S / 2
+
+
+def test_nor_is_one_that_stands_still_while_the_others_agree_to_go_on_without_the_first(covered: Cluster) -> None:
+    group = covered.now()
+    with group.stopped(2):
+        began = time.monotonic()
+        group.until(lambda view: view.members[2].heartbeat_age_s > 3 and view.members[3].heartbeat_age_s < 1)
+        with group.stopped(3):
+            degraded = group.until(lambda view: set(view.active_ranks) == {0, 1} and view.state == SERVING).view
+            assert time.monotonic() - began < STEP_S / 2
+    assert degraded.epoch > group.view.epoch + 1, "rank 3 was to go on at first"
+    again = group.now()
+    batch = Batch.random(9)
+    check(ask(again, batch, is_good, rank=2), batch, again.tensors)
 
 
 def test_an_idle_group_goes_on_without_two_at_once(covered: Cluster) -> None:

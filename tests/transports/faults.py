@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,50 @@ def one_dies(
         assert [row is None for row in comm.exchange([rank] * 8)] == [not a for a in alive]
         comm.barrier()
     return seen, valid
+
+
+def one_is_given_up(
+    rank: int, size: int, store: Store, transport: str, case: RoutingCase, victim: int, when: str
+) -> Loss | None:
+    """`victim` stands still, and lives; the others are told that it is lost, re-form without it at once and go on."""
+    place, seen = Place(rank, size, store, transport), None
+    alive = [r != victim for r in range(size)]
+    with place.communicator(case, timeout_s=30.0) as comm:
+        check_step(comm, case)
+        call = until(comm, when, case)
+        if rank != victim:
+            threading.Timer(0.2, comm.give_up, [[victim]]).start()
+            seen = lose(call)
+            refuses_at_once(comm, case, victim)
+            comm.set_active(alive, 1)
+            for number in range(4):
+                check_step(comm, next_case(case, number))
+            comm.barrier()
+        meet(store, rank, size, "gone on")
+    return seen
+
+
+def one_is_given_up_while_another_is_awaited(
+    rank: int, size: int, store: Store, transport: str, case: RoutingCase
+) -> float:
+    """Rank 1, which is lost, has entered an exchange that rank 2 will never enter: rank 0 need not wait for rank 2."""
+    place, begin = Place(rank, size, store, transport), 0.0
+    with place.communicator(case, timeout_s=30.0) as comm:
+        comm.barrier()
+        if rank == 1:
+            with pytest.raises(TransportError):
+                comm.exchange([1] * 8)
+        else:
+            assert comm.wait_for_peer(30.0)
+            begin = time.monotonic()
+            comm.give_up([1])
+            if rank == 0:
+                assert lose(lambda: comm.exchange([0] * 8)).op == "exchange"
+            comm.set_active([True, False, True], 1)
+            assert comm.exchange([rank] * 8) == [(0,) * 8, None, (2,) * 8]
+            begin = time.monotonic() - begin
+        meet(store, rank, size, "gone on")
+    return begin
 
 
 def two_die_in_turn(rank: int, size: int, store: Store, transport: str, case: RoutingCase) -> list[int]:

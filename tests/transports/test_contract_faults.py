@@ -51,6 +51,21 @@ def test_killed_rank(transport: str, when: str, overrides: dict[str, Any]) -> No
         assert not any(valid), "every token wanted an expert of the lost rank"
 
 
+@pytest.mark.parametrize("when", MOMENTS)
+def test_a_rank_that_is_given_up_is_not_waited_for(world: Worlds, transport: str, when: str) -> None:
+    case, victim = faults.silent_case(3, draw_seed()), 1
+    seen = world(3).run(faults.one_is_given_up, transport, case, victim, when)
+    for loss in faults.losses(seen):
+        assert (loss.peer, loss.gone) == (victim, False)
+        assert loss.waited_s < SLACK_S, "long before the deadline of 30 s"
+
+
+def test_with_a_rank_that_is_given_up_nobody_is_waited_for(world: Worlds, transport: str) -> None:
+    case = faults.silent_case(3, draw_seed())
+    took = world(3).run(faults.one_is_given_up_while_another_is_awaited, transport, case)
+    assert max(took) < SLACK_S, "long before the deadline of 30 s"
+
+
 def test_killed_rank_in_inference_mode(transport: str) -> None:
     case = faults.silent_case(3, draw_seed())
     results = World(3).run(faults.one_dies_in_inference_mode, transport, case, may_die=(2,))

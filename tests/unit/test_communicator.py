@@ -361,6 +361,18 @@ def test_abort_leaves_only_close(made: list[Script]) -> None:
         comm.check()
 
 
+def test_only_peers_can_be_given_up(made: list[Script]) -> None:
+    comm = MoECommunicator(config())
+    comm.give_up([1])
+    assert made[0].calls[-1] == "give_up"
+    for wrong in ([0], [2], [-1], [1, 0]):
+        with pytest.raises(ArgumentError, match=r"ranks: expected other ranks of 0\.\.1 than 0"):
+            comm.give_up(wrong)
+    comm.close()
+    comm.give_up([1])
+    assert made[0].calls.count("give_up") == 1
+
+
 def test_later_faults_do_not_hide_an_abort(made: list[Script]) -> None:
     comm = MoECommunicator(config())
     made[0].fail["dispatch wait"] = TIMEOUT

@@ -50,6 +50,16 @@ def test_slots_of_tokens_take_the_copies_in_turn() -> None:
     assert Route((3, 2, 1, 0), E).slots(ids, 1).tolist() == [[3, 1], [3, 1], [-1, 0]]
 
 
+@pytest.mark.parametrize("live", [(False, True, True, True), (False, False, True, True), (False,) * 4])
+def test_no_expert_is_none_whichever_experts_are_lost(live: tuple[bool, ...]) -> None:
+    """-1 is looked up like expert 0, which need not be there."""
+    route = Route((0, 1, 2, 3), E, live)
+    ids = torch.tensor([[-1, -1], [-1, 3]] if live[3] else [[-1, -1]], dtype=torch.int32)
+    assert 0 in route.lost
+    assert not route.lost_in(ids)
+    assert route.slots(ids, 1).tolist() == ids.tolist()
+
+
 def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[Holdings]) -> None:
     for rank in ranks:
         rank.aim(SECOND)

@@ -60,6 +60,20 @@ def test_silent_and_dead_ranks_are_named(boxes: list[Mailbox]) -> None:
     assert time.monotonic() - begin < 25, "long before the deadline of 30 s"
 
 
+def test_with_a_rank_that_is_given_up_no_wait_goes_on_until_the_others_agree_without_it(boxes: list[Mailbox]) -> None:
+    with pytest.raises(PeerTimeout):  # so rank 1 has entered the first exchange
+        boxes[1].exchange(WORDS, 0.01)
+    threading.Timer(0.05, boxes[0].give_up, [[1]]).start()
+    for _ in range(2):  # first it is rank 2 that is waited for, then rank 1
+        with pytest.raises(PeerTimeout, match=r"rank 1 .*: it was given up") as error:
+            boxes[0].exchange(WORDS, 30)
+        assert (error.value.peer, error.value.seen, error.value.given_up) == (1, 1, True)
+    boxes[2].give_up([1])
+    mask = [True, False, True]
+    together([lambda r=r: boxes[r].agree(mask, 1, (0, 0, 0), 10) for r in (0, 2)])  # type: ignore[misc]
+    together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in (0, 2)])  # type: ignore[misc]
+
+
 def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
     for _ in range(3):
         with pytest.raises(PeerTimeout):

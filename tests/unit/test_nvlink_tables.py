@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
@@ -13,6 +14,7 @@ from ep_kernels.transports.nvlink.tables import HostPage
 def host() -> HostPage:
     made = HostPage.__new__(HostPage)  # without the pinned memory
     made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
+    made._gone = torch.zeros(4, dtype=torch.int64)
     return made
 
 
@@ -30,6 +32,8 @@ def stop(host: HostPage, why: str, op: str = "dispatch", phase: str = "payload",
 def test_a_failed_wait_is_told_in_operations(host: HostPage, gone: bool, op: str, phase: str, seen: int) -> None:
     """Whatever the kernel counted in, and however many there have been."""
     assert host.fault() is None
+    if gone:
+        host.mark_gone(3)
     stop(host, "GONE" if gone else "TIMED_OUT", op, phase, seen)
     found = host.fault()
     assert isinstance(found, PeerTimeout)
@@ -37,6 +41,17 @@ def test_a_failed_wait_is_told_in_operations(host: HostPage, gone: bool, op: str
     assert (found.expected, found.seen, found.waited_s) == (seen + 1, seen, 2.5)
     host.clear()
     assert host.fault() is None
+
+
+def test_who_is_given_up_is_not_called_dead_before_it_is(host: HostPage) -> None:
+    host.give_up(3)
+    stop(host, "GONE")
+    for gone in (False, True):
+        found = host.fault()
+        assert isinstance(found, PeerTimeout)
+        assert (found.gone, found.given_up, host.is_gone(3)) == (gone, not gone, gone)
+        host.mark_gone(3)
+        host.give_up(3)
 
 
 def test_other_ends(host: HostPage) -> None:

@@ -16,6 +16,8 @@ from ep_kernels.types import Layout, ScaleFormat
 
 OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
 OPS = ("dispatch", "combine", "barrier", "exchange", "set_active")
+_GONE, _GIVEN_UP = 1, 2
+"""`cd::Why` of a Fault; 0: silent."""
 PHASES = ("credit", "payload", "arrival", "outputs", "routing", "membership")
 MAX_RANKS = 64
 MAX_SLOTS = 64
@@ -95,7 +97,7 @@ class CombineOp(ctypes.Structure):
 class Fault(ctypes.Structure):
     """`cd::Fault`."""
 
-    _fields_ = _fields(c_int32, "peer gone op phase") + _fields(c_int64, "expected seen waited_ns")
+    _fields_ = _fields(c_int32, "peer why op phase") + _fields(c_int64, "expected seen waited_ns")
 
     def difference(self) -> HandleError | TransportError:
         """The exception for DIFFERS: what ranks must have in common, they have not."""
@@ -114,7 +116,8 @@ class Fault(ctypes.Structure):
             expected=self.expected,
             seen=self.seen,
             waited_s=self.waited_ns / 1e9,
-            gone=bool(self.gone),
+            gone=self.why == _GONE,
+            given_up=self.why == _GIVEN_UP,
         )
 
 
@@ -143,6 +146,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64)),
     "cd_wake": (None, (c_void_p,)),
     "cd_stop": (None, (c_void_p,)),
+    "cd_give_up": (None, (c_void_p, c_uint64)),
     "cd_fault": (None, (c_void_p, POINTER(Fault))),
     "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),

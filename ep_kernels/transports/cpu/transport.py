@@ -190,6 +190,12 @@ class CpuTransport:
             self._reason = reason
             self.lib.cd_stop(comm.pointer)
 
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `Transport.give_up`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_give_up(comm.pointer, sum(1 << rank for rank in set(ranks)))
+
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:

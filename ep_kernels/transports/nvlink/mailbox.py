@@ -45,6 +45,7 @@ class Mailbox:
         self._number = self._epoch = 0
         self._woken = threading.Event()
         self._aborted: str | None = None
+        self._given_up: frozenset[int] = frozenset()
 
     def attach(self, fds: Sequence[int]) -> None:
         """Map everybody's page, in rank order."""
@@ -105,11 +106,13 @@ class Mailbox:
             self.check()
             if word == 0:
                 self._check_left_out(op)
+            lost = next((rank for rank in self._given_up if self._active[rank]), None)
             gone, now = self._gone(peer), time.monotonic()
-            if (gone or now > deadline) and page[word] < number:
+            if (gone or lost is not None or now > deadline) and page[word] < number:
+                silent = peer if lost is None else lost
                 raise PeerTimeout(
-                    peer=peer, op=op, phase="words", expected=number, seen=page[word],
-                    waited_s=timeout_s - (deadline - now), gone=gone,
+                    peer=silent, op=op, phase="words", expected=number, seen=self._pages[silent][word],
+                    waited_s=timeout_s - (deadline - now), gone=gone, given_up=lost is not None,
                 )  # fmt: skip
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
@@ -142,6 +145,10 @@ class Mailbox:
     def abort(self, reason: str) -> None:
         """End every wait, present and future, in AbortedError(reason)."""
         self._aborted = self._aborted or reason
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """While these are active, every wait ends in PeerTimeout, present and future. Any thread."""
+        self._given_up = self._given_up.union(ranks)
 
     def close(self) -> None:
         """Give the page's descriptor back; the mappings die with the object. Idempotent."""

@@ -20,6 +20,8 @@ from ep_kernels.types import LatencySample, Overflow
 
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
+_DEAD, _GIVEN_UP = 1, 2
+"""What the page of the lost says of a rank; kernels ask only whether it says anything."""
 _STATE_WORDS = ctypes.sizeof(abi.State) // 8
 _WORD = {name: getattr(abi.State, name).offset // 8 for name, _ in abi.State._fields_}
 
@@ -54,10 +56,16 @@ class HostPage:
 
     def mark_gone(self, rank: int) -> None:
         """That rank's process is dead: nobody waits for it any longer."""
-        self._gone[rank] = 1
+        self._gone[rank] = _DEAD
+
+    def give_up(self, rank: int) -> None:
+        """Nobody waits for that rank any longer, whatever its process does."""
+        if not self._gone[rank]:
+            self._gone[rank] = _GIVEN_UP
 
     def is_gone(self, rank: int) -> bool:
-        return bool(self._gone[rank])
+        """Whether its process is dead."""
+        return int(self._gone[rank]) == _DEAD
 
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""
@@ -72,7 +80,8 @@ class HostPage:
             return TransportError(f"{op}: rank {record.peer} has gone on in epoch {record.seen} without this rank")
         return PeerTimeout(
             peer=record.peer, op=op, phase=phase, expected=record.expected, seen=record.seen,
-            waited_s=record.waited_ns / 1e9, gone=stop == "GONE",
+            waited_s=record.waited_ns / 1e9, gone=stop == "GONE" and self.is_gone(record.peer),
+            given_up=stop == "GONE" and not self.is_gone(record.peer),
         )  # fmt: skip
 
     def finding(self) -> HandleError | CapacityError | None:

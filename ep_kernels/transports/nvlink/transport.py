@@ -368,3 +368,9 @@ class NvlinkTransport:
         """See `base.Transport`."""
         self._engine.tables.host.abort(reason)
         self._mailbox.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `base.Transport`."""
+        for rank in ranks:
+            self._engine.tables.host.give_up(rank)
+        self._mailbox.give_up(ranks)

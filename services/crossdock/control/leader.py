@@ -178,6 +178,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         self._make, self._elector, self._reigns = make, elector, reigns
         self._service: Service | None = None
         self._term = 0
+        self._stopped = False
 
     @property
     def group(self) -> Group | None:
@@ -186,6 +187,8 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     def tick(self) -> None:
         """Begin and end reigns, and let time pass in the present one."""
+        if self._stopped:  # the elector is stopped later, and may win a lease until then
+            return
         term = self._elector.term
         if term != self._term:
             self._turn(term)
@@ -194,6 +197,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     def stop(self) -> None:
         """End every stream; nothing is decided after this."""
+        self._stopped = True
         self._turn(0)
 
     def _turn(self, term: int) -> None:

@@ -37,7 +37,9 @@ from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
 MAX_ONLOOKERS = 1024
-"""Watchers that are no members: clients, `crossdock status`."""
+"""Watchers that are no members: clients, `crossdock status`. They leave room for members, however many come."""
+WATCHES_PER_RANK = 2
+"""A stream that broke may not have ended here yet when the next one comes."""
 QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
 """Changes that can wait (somebody comes or goes before the table of an epoch is complete) are told together, so long
 after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
@@ -89,6 +91,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = LeaseKeys()
         self._watchers: set[asyncio.Event] = set()
+        self._num_watching = {True: 0, False: 0}  # members, onlookers
         self._told: dict[bool, tuple[int, bytes]] = {}
         self._told_at = 0.0
         self._telling: asyncio.TimerHandle | None = None
@@ -165,10 +168,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """The newest view, at once and after each change, until the caller or this process goes."""
         if request.worker.uid:
             self._keys.check(request.worker, context)
-        most = MAX_ONLOOKERS + 2 * self._group.settings.world_size
-        if len(self._watchers) >= most:
-            raise rpc.ResourceExhausted(f"watch: expected at most {most} watchers, got one more")
+        inside = views.is_member(self._group, request.worker)
+        most = WATCHES_PER_RANK * self._group.settings.world_size if inside else MAX_ONLOOKERS
+        if self._num_watching[inside] >= most:
+            who = "members" if inside else "onlookers"
+            raise rpc.ResourceExhausted(f"watch: expected at most {most} {who}, got one more")
         changed, has_table = asyncio.Event(), 0
+        self._num_watching[inside] += 1
         self._watchers.add(changed)
         self._metrics.watchers.set(len(self._watchers))
         try:
@@ -181,6 +187,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
         finally:
+            self._num_watching[inside] -= 1
             self._watchers.discard(changed)
             self._metrics.watchers.set(len(self._watchers))
 

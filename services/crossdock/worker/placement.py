@@ -99,7 +99,7 @@ class Route:
         self.lost = frozenset(expert for expert, slots in enumerate(copies) if not slots)
         self._num = torch.tensor([len(slots) for slots in copies])
         self._first = self._num.cumsum(0) - self._num
-        self._slots = torch.tensor([slot for slots in copies for slot in slots], dtype=torch.int32)
+        self._slots = torch.tensor([slot for slots in copies for slot in slots] or [-1], dtype=torch.int32)
 
     def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
         """The lost experts among those that tokens have chosen."""
@@ -109,6 +109,7 @@ class Route:
         """The slots, int32 [T, K], to which the tokens int32 [T, K] of `rank` go; -1 stays -1."""
         if self._plain:
             return topk_ids
-        known = topk_ids.clamp(min=0).long()
-        turn = (rank + torch.arange(topk_ids.shape[0]))[:, None] % self._num[known]
-        return torch.where(topk_ids < 0, topk_ids, self._slots[self._first[known] + turn])
+        known, none = topk_ids.clamp(min=0).long(), topk_ids < 0
+        num = torch.where(none, 1, self._num[known])  # expert 0, in the place of none, may be lost
+        turn = (rank + torch.arange(topk_ids.shape[0]))[:, None] % num
+        return torch.where(none, topk_ids, self._slots[self._first[known] + turn])

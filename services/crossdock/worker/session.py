@@ -175,7 +175,7 @@ class Session:
                 self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
                 self._aborted = False
             else:
-                await in_thread("go on", self._go_on, seat)
+                await self._go_on(seat)
             return self._comm
         except PeerTimeout as error:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
@@ -188,12 +188,26 @@ class Session:
             self._report(seat.epoch, Fault(f"{type(error).__name__}: {error}"))
         return None
 
-    def _go_on(self, seat: Seat) -> None:
-        """Tell the communicator who is left; a collective of these."""
-        if self._comm is None or self._aborted:
+    async def _go_on(self, seat: Seat) -> None:
+        """Tell the communicator who is left; a collective of these, which ends when one of them is lost, too."""
+        comm = self._comm
+        if comm is None or self._aborted:
             raise TransportError("no communicator to go on with")
-        devices.enter(self._model.device)
-        self._comm.set_active(seat.mask, seat.epoch)
+
+        def agree() -> None:
+            devices.enter(self._model.device)
+            comm.set_active(seat.mask, seat.epoch)
+
+        agreeing = in_thread("go on", agree)
+        newer = asyncio.ensure_future(self._link.wait(lambda view: view.epoch > seat.epoch))
+        try:
+            either: set[asyncio.Future[Any]] = {agreeing, newer}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not agreeing.done():
+                self._interrupt(newer, comm, seat, _failure_in(newer))
+            await agreeing
+        finally:
+            newer.cancel()
 
     async def _say_ready(self, seat: Seat) -> bool:
         try:
@@ -233,12 +247,17 @@ class Session:
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
         """The control plane says that the epoch is over: tell the clients, free the engine. Where this rank goes on
-        with its communicator, the engine is asked to stop between two steps; a peer that it waits for may be the lost
-        one, and is given up at the deadline of the step."""
-        failure = failure_of(newer.result()) if newer.exception() is None else _replaced(newer.exception())
+        with its communicator, the engine stops between two steps, or where it waits for a rank that is lost."""
+        failure = _failure_in(newer)
         self._engine.close(failure)
+        self._interrupt(newer, comm, seat, failure)
+
+    def _interrupt(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat, failure: Failure) -> None:
+        """End what waits for ranks that were with `seat` and are lost; where all begin anew, whatever waits."""
         if newer.exception() is None and seat.rank in newer.result().active_ranks:
+            left = newer.result().active_ranks
             self._engine.pause()
+            comm.give_up([rank for rank, takes_part in enumerate(seat.mask) if takes_part and rank not in left])
             return
         self._aborted = True
         comm.abort(failure.message)
@@ -296,6 +315,10 @@ def failure_of(view: View) -> Failure:
     named = f"lost rank {', '.join(map(str, lost))}; " if lost else ""
     message = f"re-forming at epoch {view.epoch}: {named}{view.reason}"
     return Failure(grpc.StatusCode.UNAVAILABLE, message, lost, view.epoch)
+
+
+def _failure_in(newer: asyncio.Future[View]) -> Failure:
+    return failure_of(newer.result()) if newer.exception() is None else _replaced(newer.exception())
 
 
 def _replaced(error: BaseException | None) -> Failure:

@@ -96,6 +96,11 @@ CD_API void cd_stop(cd::Comm* c) {
   if (c->bell[c->g.rank]) c->ring(c->g.rank);
 }
 
+CD_API void cd_give_up(cd::Comm* c, uint64_t ranks) {
+  c->lost.fetch_or(ranks, std::memory_order_release);
+  if (c->bell[c->g.rank]) c->ring(c->g.rank);
+}
+
 CD_API void cd_fault(const cd::Comm* c, cd::Fault* out) { *out = c->fault; }
 CD_API int64_t cd_samples(cd::Comm* c, cd::Sample* out, int64_t most) { return c->samples.drain(out, most); }
 

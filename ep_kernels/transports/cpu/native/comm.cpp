@@ -134,8 +134,8 @@ Status Comm::confirm(Op op) {
                [&](int r) { return peer[r].control().membership.v.load(std::memory_order_relaxed); });
 }
 
-Status Comm::give_up(Want want, int peer_rank, uint64_t seen, bool gone, int64_t started) {
-  fault = {peer_rank, gone, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started};
+Status Comm::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t started) {
+  fault = {peer_rank, why, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started};
   return kTimeout;
 }
 

@@ -15,9 +15,12 @@ enum Status : int32_t { kOk = 0, kTimeout = 1, kAborted = 2, kDiffers = 3, kNoth
 enum class Op : int32_t { dispatch = 0, combine = 1, barrier = 2, exchange = 3, set_active = 4 };
 enum class Phase : int32_t { credit = 0, payload = 1, arrival = 2, outputs = 3, routing = 4, membership = 5 };
 
+enum class Why : int32_t { silent = 0, gone = 1, given_up = 2 };
+
 // Why a wait ended badly. Mirrored by native.py.
 struct Fault {
-  int32_t peer, gone;
+  int32_t peer;
+  Why why;
   Op op;
   Phase phase;
   int64_t expected, seen, waited_ns;
@@ -98,6 +101,7 @@ struct Comm {
 
   std::atomic<uint32_t> stop{0};   // abort(): every wait ends
   std::atomic<uint32_t> wakes{0};  // wake() calls not yet seen by wait_for_peer
+  std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
   Fault fault{};
   SampleRing samples;
   Array<float> wide;           // [H], one row in fp32
@@ -135,7 +139,7 @@ struct Comm {
   Status confirm(Op op);
 
  private:
-  Status give_up(Want want, int peer, uint64_t seen, bool gone, int64_t started);
+  Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
 };
 
 // Spins this long before it sleeps: about what a wake-up costs.
@@ -170,17 +174,22 @@ Status Comm::wait(Want want, Seen seen) {
     if (stop.load(std::memory_order_acquire)) return kAborted;
     const int64_t now = now_ns();
     if (started == 0) started = looked = now;
+    // An operation that a lost rank takes part in will never end well, whoever else is waited for just now.
+    if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
+      const int r = __builtin_ctzll(out);
+      return fail(want, r, seen(r), Why::given_up, started);
+    }
     if (now - started < kSpinNs) {
       relax();
       continue;
     }
-    if (now - started >= g.timeout_ns) return give_up(want, silent, seen(silent), false, started);
+    if (now - started >= g.timeout_ns) return fail(want, silent, seen(silent), Why::silent, started);
     if (now - looked >= kSliceNs) {
       looked = now;
       for (uint64_t gone = gone_peers(missing); gone; gone &= gone - 1) {
         const int r = __builtin_ctzll(gone);
         // Whatever it published before it died counts.
-        if (seen(r) < want.seq) return give_up(want, r, seen(r), true, started);
+        if (seen(r) < want.seq) return fail(want, r, seen(r), Why::gone, started);
       }
     }
     sleep_on_bell(bell_before, kSliceNs);
@@ -192,7 +201,7 @@ Status Comm::agree(Want want, Seen seen) {
   for (uint64_t left = peers(); left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     if (const uint64_t value = seen(r); value != want.seq) {
-      give_up(want, r, value, false, now_ns());
+      fail(want, r, value, Why::silent, now_ns());
       return kDiffers;
     }
   }
