@@ -15,15 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from crossdock.common.config import (
-    ConfigFileError,
-    ControlConfig,
-    HostConfig,
-    format_address,
-    reachable_from_here,
-    split_address,
-    split_targets,
-)
+from crossdock.common.addresses import format_address, reachable_from_here, split_address, split_targets
+from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig
 from crossdock.common.settings import DockerConfig, SecurityConfig
 
 Config = TypeVar("Config", bound=msgspec.Struct)

@@ -21,10 +21,10 @@ import grpc
 import msgspec
 
 from crossdock.child import EXIT_HOPELESS, Child
-from crossdock.common import config as configs
 from crossdock.common import rpc
+from crossdock.common.addresses import format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
-from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.line import BlockingLine
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
@@ -147,7 +147,7 @@ class Supervisor(Watched):
                 control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
             )
             self._listens = {"control.listen": fixed.listen, "control.http_listen": fixed.http_listen}
-            address = configs.reachable_from_here(fixed.listen)
+            address = reachable_from_here(fixed.listen)
             workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
             self._control = self._child(CONTROL, "control", fixed)
         super().__init__(workers[0].control, security_of(workers[0].security))
@@ -219,18 +219,18 @@ class Supervisor(Watched):
         The system lends it to nobody else until `stop`, not even while the control plane is away: a socket is bound to
         it that never listens, and SO_REUSEADDR, which servers set too, lets our own child listen there.
         """
-        host, port = configs.split_address(listen)
+        host, port = split_address(listen)
         if port == 0:
             held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             self._ports.append(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((host, 0))
             port = held.getsockname()[1]
-        return configs.format_address(host, port)
+        return format_address(host, port)
 
     def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
         path = self._log_dir / f"{name}.yaml"
-        path.write_text(configs.dump(config), encoding="utf-8")
+        path.write_text(dump(config), encoding="utf-8")
         command = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
         self.metrics.up.labels(process=name).set(0)
         self.metrics.restarts.labels(process=name).set(0)
@@ -243,7 +243,7 @@ class Supervisor(Watched):
 
 
 def _check_free(field: str, listen: str) -> None:
-    host, port = configs.split_address(listen)
+    host, port = split_address(listen)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -254,7 +254,7 @@ def _check_free(field: str, listen: str) -> None:
 
 
 def _reachable(where: Addresses) -> Addresses:
-    here = configs.reachable_from_here
+    here = reachable_from_here
     return Addresses(here(where.address), here(where.http_address), where.https)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 
-from crossdock.common.config import split_address
+from crossdock.common.addresses import split_address
 
 _CHUNK = 1 << 16
 

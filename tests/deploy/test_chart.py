@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import crossdock
-from crossdock.common.config import ControlConfig, HostConfig, load, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.common.security import load_security
 from tests.house.tree import ROOT
 

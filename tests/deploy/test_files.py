@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from crossdock.common.config import HostConfig, load, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import HostConfig, load
 from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.v1.control_pb2 import GroupState
 from tests.house.tree import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.common.config import split_address
+from crossdock.common.addresses import split_address
 from tests.chaos.load import GAP_S, NUM_BATCHES, Load
 from tests.chaos.proxy import Network, Proxy
 from tests.services.cluster import write_model

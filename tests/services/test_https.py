@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from crossdock import certs
+from crossdock.common.addresses import split_address
 from crossdock.common.announce import Addresses
-from crossdock.common.config import split_address
 from crossdock.common.http import HttpServer, ask_http, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.security import Security, load_security

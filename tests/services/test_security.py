@@ -21,8 +21,9 @@ from crossdock.cli import app
 from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
 from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
+from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
-from crossdock.common.config import ConfigFileError, ControlConfig, split_address
+from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.http import ask_http
 from crossdock.common.line import SERVICE_NAME, Line, ask
 from crossdock.common.metrics import ControlMetrics

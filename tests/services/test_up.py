@@ -19,7 +19,8 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
-from crossdock.common.config import ControlConfig, WorkerConfig, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.common.http import ask_http
 from crossdock.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.v1.expert_pb2 import DescribeResponse

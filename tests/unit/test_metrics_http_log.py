@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from crossdock.common import log as logs
-from crossdock.common.config import LogConfig, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import LogConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.common.rpc import ListenError

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
 from crossdock.common.settings import DockerConfig, SecurityConfig
 from crossdock.parts import Owner, Part, changed, control_address, parts_of, with_ports
 

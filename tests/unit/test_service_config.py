@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crossdock.common.addresses import format_address, reachable_from_here, split_address
 from crossdock.common.announce import seen_from_outside
 from crossdock.common.config import (
     ConfigFileError,
@@ -16,10 +17,7 @@ from crossdock.common.config import (
     LogConfig,
     WorkerConfig,
     dump,
-    format_address,
     load,
-    reachable_from_here,
-    split_address,
 )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 
-from crossdock.common.config import format_address, split_address
+from crossdock.common.addresses import format_address, split_address
 
 READY_WORD = "crossdock-ready"
 

@@ -15,47 +15,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
+from crossdock.common.addresses import count_up, split_address, split_targets
 from crossdock.common.settings import DockerConfig, ElectionConfig, Rate, SecurityConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-
-MAX_PORT = 65535
-
-
-class AddressError(ValueError):
-    """Not host:port."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[::1]:port". Raises AddressError for anything else."""
-    host, separator, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
-        raise AddressError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
-    return host, int(port)
-
-
-def split_targets(targets: str) -> tuple[str, ...]:
-    """The addresses of "host:port,host:port". Raises AddressError if one of them is none."""
-    found = tuple(target.strip() for target in targets.split(","))
-    for target in found:
-        split_address(target)
-    return found
-
-
-def format_address(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def reachable_from_here(address: str) -> str:
-    """The address under which this host reaches a server that listens on `address`, which may be every interface."""
-    host, port = split_address(address)
-    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,17 +216,10 @@ class HostConfig(_Config, frozen=True, kw_only=True):
             local_rank=shared.local_rank + local_rank,
             device=None if shared.device is None else shared.device + local_rank,
             uid=f"{shared.uid}/{local_rank}" if shared.uid else "",
-            listen=_count_up(shared.listen, local_rank),
-            advertise=_count_up(shared.advertise, local_rank),
-            http_listen=_count_up(shared.http_listen, local_rank),
+            listen=count_up(shared.listen, local_rank),
+            advertise=count_up(shared.advertise, local_rank),
+            http_listen=count_up(shared.http_listen, local_rank),
         )
-
-
-def _count_up(address: str, steps: int) -> str:
-    if not address:
-        return ""
-    host, port = split_address(address)
-    return format_address(host, port + steps if port else 0)
 
 
 class FrameworkConfig(_Config, frozen=True, kw_only=True):
@@ -300,7 +257,7 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
 
     def listen_of(self, rank: int) -> str:
         """Where rank i serves its metrics; "" for nowhere."""
-        return _count_up(self.http_listen, rank)
+        return count_up(self.http_listen, rank)
 
 
 class Identity(_Config, frozen=True, kw_only=True):

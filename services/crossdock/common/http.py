@@ -20,7 +20,7 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from crossdock.common.config import format_address, split_address
+from crossdock.common.addresses import format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security

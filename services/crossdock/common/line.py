@@ -20,7 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common import rpc
-from crossdock.common.config import split_targets
+from crossdock.common.addresses import split_targets
 from crossdock.common.security import Security
 from crossdock.v1 import control_pb2
 

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from crossdock.common.access import Door
+from crossdock.common.addresses import format_address, split_address
 from crossdock.common.calls import (
     LEADER_KEY,
     Aborted,
@@ -44,7 +45,6 @@ from crossdock.common.calls import (
     error_of,
     status_of,
 )
-from crossdock.common.config import format_address, split_address
 from crossdock.common.security import Security
 
 __all__ = [

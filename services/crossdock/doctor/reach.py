@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from crossdock.common import rpc
-from crossdock.common.config import split_address
+from crossdock.common.addresses import split_address
 from crossdock.common.line import ask
 from crossdock.common.security import Security
 from crossdock.doctor.records import Finding, fail, good, judge, warn

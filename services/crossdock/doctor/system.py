@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossdock.common.config import ControlConfig, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import ControlConfig
 from crossdock.doctor.records import Finding, Level, good, judge, untried, warn
 
 _GIB = 1 << 30

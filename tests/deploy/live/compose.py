@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from crossdock.common.config import HostConfig, load, split_address
+from crossdock.common.addresses import split_address
+from crossdock.common.config import HostConfig, load
 from tests.deploy.bed import lent
 from tests.deploy.bed.engine import require_networks
 from tests.deploy.bed.images import TAG, Images

@@ -1,0 +1,48 @@
+"""Addresses as text: host:port, with brackets around an IPv6 host."""
+
+from __future__ import annotations
+
+MAX_PORT = 65535
+
+
+class AddressError(ValueError):
+    """Not host:port."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[::1]:port". Raises AddressError for anything else."""
+    host, separator, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
+        raise AddressError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
+    return host, int(port)
+
+
+def split_targets(targets: str) -> tuple[str, ...]:
+    """The addresses of "host:port,host:port". Raises AddressError if one of them is none."""
+    found = tuple(target.strip() for target in targets.split(","))
+    for target in found:
+        split_address(target)
+    return found
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable_from_here(address: str) -> str:
+    """The address under which this host reaches a server that listens on `address`, which may be every interface."""
+    host, port = split_address(address)
+    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def count_up(address: str, steps: int) -> str:
+    """The address `steps` ports on; port 0 stays "any free one", and "" stays none."""
+    if not address:
+        return ""
+    host, port = split_address(address)
+    return format_address(host, port + steps if port else 0)
