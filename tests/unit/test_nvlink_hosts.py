@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import sharing
 from ep_kernels.transports.nvlink.mailbox import Mailbox
 from tests.cases import RoutingCase
@@ -46,6 +47,15 @@ def test_exchange_stays_in_step(boxes: list[Mailbox]) -> None:
             assert got == [(r, turn, -(1 << 63), (1 << 63) - 1, 0, 0, 0, r * turn) for r in range(SIZE)]
 
     together([lambda rank=rank: story(rank) for rank in range(SIZE)])  # type: ignore[misc]
+
+
+def test_words_are_written_before_the_number_and_read_after_it(boxes: list[Mailbox]) -> None:
+    """Processors that reorder stores find a fence between the two."""
+    page, seen = boxes[0]._pages[0], list[tuple[int, list[int]]]()
+    boxes[0]._fence = lambda: seen.append((page[0], page[1 + EXCHANGE_WORDS : 1 + 2 * EXCHANGE_WORDS].tolist()))
+    words = list(range(1, 1 + EXCHANGE_WORDS))
+    together([lambda box=box: box.exchange(words, 5.0) for box in boxes])
+    assert seen == [(0, words), (1, words), (1, words)]
 
 
 def test_silent_and_dead_ranks_are_named(boxes: list[Mailbox]) -> None:

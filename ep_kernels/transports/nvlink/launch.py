@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
 from typing import Any
 
@@ -50,6 +51,14 @@ def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
     if problem is not None:
         raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
     return found
+
+
+@functools.cache
+def fence(library: Native = _LIBRARY) -> Callable[[], None]:
+    """A call that parts the stores and loads of Python before it from those behind it, on processors (Arm's) which
+    would not keep them in order. Needs no driver. Raises TransportError."""
+    call: Callable[[], None] = native.load("nvlink", library, {"cd_fence": (None, ())}).cd_fence
+    return call
 
 
 class Kernel:

@@ -7,7 +7,8 @@ A rank enters exchange n by writing its words to half n % 2 and then `number` = 
 everybody entered n + 1, so a half is never overwritten while somebody still reads it. Survivors of a loss may have
 stopped in different exchanges, so they agree on the next epoch in a place of its own. A rank that looks at a peer which
 has agreed to an epoch without it hears so: it was left out, and what the peer publishes now is not for it.
-Waiting sleeps (never spins).
+Waiting sleeps (never spins). Fences stand between words and the number that vouches for them, on both sides: Arm's
+processors, as beside GB200, would not keep that order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.nvlink import launch
 
 PAGE_BYTES = mmap.PAGESIZE
 _EPOCH = 1 + 2 * EXCHANGE_WORDS
@@ -37,7 +39,7 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, gone: Callable[[int], bool]) -> None:
-        self._rank, self._gone = rank, gone
+        self._rank, self._gone, self._fence = rank, gone, launch.fence()
         self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
         self._pages: list[memoryview] = []
@@ -59,6 +61,7 @@ class Mailbox:
         mine = self._pages[self._rank]
         for i, word in enumerate(words):
             mine[start + i] = word
+        self._fence()
         mine[0] = number
         self._await_all("exchange", 0, number, timeout_s)
         answers = self._read(start)
@@ -72,6 +75,7 @@ class Mailbox:
         mine, bits = self._pages[self._rank], _mask_words(mask)
         for i, word in enumerate((*words, self._number, *bits)):
             mine[_EPOCH + 1 + i] = word
+        self._fence()
         mine[_EPOCH] = epoch
         self._await_all("set_active", _EPOCH, epoch, timeout_s)
         self.check()
@@ -89,10 +93,13 @@ class Mailbox:
                 raise _left_out(op, peer, page[_AGREED])
 
     def _read(self, start: int) -> list[tuple[int, ...] | None]:
-        return [
+        self._fence()
+        found = [
             tuple(page[start : start + EXCHANGE_WORDS]) if active else None
             for page, active in zip(self._pages, self._active, strict=True)
         ]
+        self._fence()  # what is looked at next is whether these were for this rank
+        return found
 
     def _await_all(self, op: str, word: int, number: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -5,6 +5,7 @@
 // once.
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -50,6 +51,9 @@ enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
 }  // namespace
 
 CD_API const char* cd_build_id() { return CD_BUILD_ID; }
+
+// For memory that hosts share and Python reads and writes: what stands before it is done before what stands behind.
+CD_API void cd_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // Find the driver in this shared object. Null, or what is wrong. Safe to call again.
 CD_API const char* cd_open(const char* driver) {
