@@ -259,7 +259,6 @@ CombineArgs = _record(
     ("apply_weights", "i32", "0 = sum rows as they are"),
     ("mode", "i32", "0 = LL, 1 = HT: for the latency record"),
     ("positional", "i32", "LL: 1 = the row of y is source * M + position"),
-    ("spare", "i32", ""),
     ("rings", "Rings", "HT: what lies in shared memory"),
     ("op", "u64*", "[2] device words of this operation"),
     ("origin", "u64*", "[1] seq of the dispatch that made the routing"),

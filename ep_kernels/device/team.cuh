@@ -1,6 +1,6 @@
 // Who works together: the blocks of one rank. On a GPU of its own a rank is the whole grid; in the loop-back harness one
 // cooperative launch holds the teams of all ranks, so that they are resident together.
-// Also the signals of every operation: arrive (last block), tell (one block speaks), add_share (every block speaks), await;
+// Also the signals of every operation: arrive (last block), tell (one block speaks), add_share (every block), await;
 // and how ranks find out that they do not mean the same routing.
 #pragma once
 
@@ -152,20 +152,10 @@ __device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, 
   return __all_sync(~0u, ok);
 }
 
-// Every block tells every active peer that its share of operation `seq` is done; the last share brings the peer's counter
-// to seq * kWhole, whatever the number of blocks. `num_ops`: operations since the last that added shares, this one included,
-// as all blocks read it before the last of them arrives. Call by all threads, after a block barrier that follows all stores:
-// bar.sync -> red.release.sys covers what any thread of the block wrote.
-__device__ __forceinline__ void add_share(const World& world, Team team, u32 kind, u64 num_ops) {
-  const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
-  const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
-  for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
-    const i32 peer = (world.rank + i) % world.size;
-    if (is_active(peer)) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
-  }
-}
-
-// The same by one warp, after a warp barrier that follows the stores.
+// One warp of every block tells every active peer that the block's share of operation `seq` is done; the last share brings the
+// peer's counter to seq * kWhole, whatever the number of blocks. `num_ops`: operations since the last that added shares, this
+// one included, as all blocks read it before the last of them arrives. Call after a warp barrier that follows the warp's stores
+// and an acquire of those of other warps: red.release.sys covers both.
 __device__ __forceinline__ void warp_add_share(const World& world, Team team, u32 kind, u64 num_ops) {
   const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
   const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
@@ -205,14 +195,8 @@ __device__ __forceinline__ u64* origin_at(const World& world, i32 at, u64 offset
   return region_at<u64>(world, at, offset) + from;
 }
 
-// Origins are written and read by a block's last warp, whose lanes have least to do in small operations; others return at once.
+// Origins are read by a block's last warp, whose lanes have least to do in small operations; others return at once.
 __device__ __forceinline__ bool handles_origins() { return warp_idx() == num_warps() - 1; }
-
-// Tells all active peers which routing this rank brings. One block, once the slot is free; a later release carries it.
-__device__ __forceinline__ void send_origin(const World& world, u64 offset, u64 origin) {
-  for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
-    if (is_active(peer)) *origin_at(world, peer, offset, world.rank) = origin;
-}
 
 // Whether a peer that this thread looks at brought another routing. All threads of a block that has acquired from all peers;
 // the block's answer is __syncthreads_or of its threads'.

@@ -24,6 +24,8 @@ log = get(__name__)
 
 EXIT_HOPELESS = 2
 """Exit status of a process whose configuration or model can never work."""
+EXIT_UNFIT = 5
+"""Exit status of a worker that its control plane says it can never take, as both are configured."""
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
@@ -133,7 +135,7 @@ class Child:
             if self._stopping.is_set():
                 return
             never = not self._has_listened
-            if never and (code == EXIT_HOPELESS or self.restarts + 1 >= _EARLY_DEATHS):
+            if code == EXIT_UNFIT or (never and (code == EXIT_HOPELESS or self.restarts + 1 >= _EARLY_DEATHS)):
                 self.hopeless = f"{self.name} gave up with exit status {code}"
                 self._on_change(self)
                 return

@@ -21,7 +21,7 @@ import docker
 from docker.errors import DockerException, NotFound
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from crossdock.child import EXIT_HOPELESS
+from crossdock.child import EXIT_HOPELESS, EXIT_UNFIT
 from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
@@ -231,8 +231,9 @@ class _Kept:
             if now - self._begun > _HEALTHY_S:
                 self._ends, self._delay_s = 0, _FIRST_DELAY_S
             self._ends += 1
-            if code == EXIT_HOPELESS or self._ends >= _EARLY_ENDS:
-                kind = HopelessError if code == EXIT_HOPELESS else SupervisorError
+            hopeless = code in {EXIT_HOPELESS, EXIT_UNFIT}
+            if hopeless or self._ends >= _EARLY_ENDS:
+                kind = HopelessError if hopeless else SupervisorError
                 raise kind(f"{name} gave up with exit status {code}:\n{self.tail()}")
             log.warning("container ended", container=name, exit_status=code, restart_in_s=self._delay_s)
             self._due = now + self._delay_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,6 +80,13 @@ def render(*flags: str) -> dict[str, Any]:
     return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
 
 
+@pytest.mark.parametrize("ip", ["10.0.0.1", "fd00::7"])
+def test_pods_of_either_family_say_where_they_are(ip: str) -> None:
+    templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.yaml")))
+    told = re.findall(r"advertise=(\S*\$\(POD_IP\)\S*?)\"", templates)
+    assert [split_address(one.replace("$(POD_IP)", ip)) for one in told] == [(ip, 7400), (ip, 7500)]
+
+
 @needs_helm
 def test_helm_finds_nothing_to_complain_about() -> None:
     done = subprocess.run(
@@ -96,10 +104,12 @@ def test_the_rendered_configs_load(tmp_path: Path) -> None:
     control = load(ControlConfig, tmp_path / "c.yaml")
     advertise = made["StatefulSet/moe-worker"]["spec"]["template"]["spec"]["containers"][0]["args"][-1]
     host = load(HostConfig, tmp_path / "h.yaml", [advertise.replace("$(POD_IP)", "10.0.0.1")])
+    sixth = load(HostConfig, tmp_path / "h.yaml", [advertise.replace("$(POD_IP)", "fd00::7")])
     assert (control.world_size, control.lease_s, control.log.level) == (3, 2.0, "debug")
     assert (host.num_workers, host.control, host.worker.model, host.worker.dtype) == (3, None, "/models/a/b", "float32")
     assert host.worker.control == "moe-control:7400"
     assert [w.advertise for w in host.worker_configs()] == [f"10.0.0.1:{7500 + i}" for i in range(3)]
+    assert [w.advertise for w in sixth.worker_configs()] == [f"[fd00::7]:{7500 + i}" for i in range(3)]
 
 
 @needs_helm

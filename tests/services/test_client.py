@@ -553,3 +553,17 @@ def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:
     with Client(workers[0].address, model="f00d") as service:
         service.forward(0, *_batch(5))
     assert workers[0].seen[0].model == "f00d"
+
+
+def test_a_view_that_cannot_be_read_is_told_and_the_next_one_is_read(
+    control: FakeControl, workers: list[FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    later = control_pb2.GroupView(epoch=1, state=77)  # type: ignore[arg-type]
+    control.say(later)
+    x, ids, weights = _batch(5)
+    with Client(control.address, retry=False) as hasty, Client(control.address) as patient:
+        with pytest.raises(tree.Unavailable, match=r"control plane .*: ValueError\(.*77"):
+            hasty.forward(1, x, ids, weights, timeout_s=TIMEOUT_S)
+        assert "cannot follow the control plane" in caplog.messages
+        control.say(view_of(workers))
+        assert torch.equal(patient.forward(1, x, ids, weights, timeout_s=TIMEOUT_S), x + 1)

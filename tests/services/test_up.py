@@ -20,7 +20,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from crossdock.common.addresses import split_address
-from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.common.http import ask_http
 from crossdock.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.v1.expert_pb2 import DescribeResponse
@@ -206,6 +206,16 @@ def test_nothing_is_started_where_something_listens_already(tmp_path: Path, fiel
         with pytest.raises(RuntimeError, match="expected a started process"):
             group.worker_pids()
         group.stop()
+
+
+def test_copies_that_no_rank_can_hold_end_it_at_once_with_the_reason(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    control = ControlConfig(
+        listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=1, placement=PlacementConfig(redundant_experts=5)
+    )
+    group = Supervisor(control, [WorkerConfig(model=str(tmp_path / "model"))], tmp_path)
+    with group, pytest.raises(HopelessError, match=r"redundant_experts: expected at most 0, E \* \(R - 1\), got 5"):
+        group.wait_serving(DEADLINE_S)
 
 
 def test_a_server_that_is_no_control_plane_is_not_asked_in_a_tight_loop(tmp_path: Path) -> None:

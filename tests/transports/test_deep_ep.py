@@ -157,16 +157,33 @@ def test_it_is_deep_ep_by_choice_only() -> None:
     assert _python("import deep_ep; print('crossdock' in deep_ep.__version__)", FOLDER) == "True"
 
 
-class Broken:
-    """A communicator, as far as the guard knows it."""
+LOST = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, gone=True)
+SAMPLE = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000, 500), 4000)
+SAMPLE_LABELS = {"rank": "3", "op": "dispatch", "mode": "ll"}
 
-    rank = 3
+
+class Broken:
+    """A communicator, as guard and telemetry know it: any error but a PeerTimeout is raised when it is asked."""
+
+    rank, size, row_bytes = 3, 4, 100
 
     def __init__(self) -> None:
-        self.error: PeerTimeout | None = None
+        self.error: Exception | None = None
 
-    def unheard(self) -> PeerTimeout | None:
+    def _ask(self) -> None:
+        if self.error is not None and not isinstance(self.error, PeerTimeout):
+            raise self.error
+
+    def unheard(self) -> Exception | None:
+        self._ask()
         return self.error
+
+    def samples(self) -> list[LatencySample]:
+        self._ask()
+        return [SAMPLE]
+
+    def received(self) -> None:
+        return None
 
 
 def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
@@ -176,9 +193,7 @@ def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
     quiet, told, comm = Broken(), Broken(), Broken()
     for each in (quiet, told, comm):
         guard.watch(each)  # type: ignore[arg-type]
-    told.error = comm.error = PeerTimeout(
-        peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, gone=True
-    )
+    told.error = comm.error = LOST
     guard.look()
     now[0] = GRACE_S - 0.01
     guard.look()
@@ -191,6 +206,27 @@ def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
     assert said[0].startswith(f"crossdock: rank 3: {comm.error}")
 
 
+def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+    now, said = [0.0], list[str]()
+    guard, counts = Guard(said.append, lambda: now[0]), Telemetry()
+    guard._thread = counts._thread = threading.current_thread()
+    odd, good = Broken(), Broken()
+    odd.error, good.error = ValueError("odd"), LOST
+    for each in (odd, good):
+        guard.watch(each)  # type: ignore[arg-type]
+        counts.watch(each, "", traffic=False)  # type: ignore[arg-type]
+    for now[0] in (0.0, GRACE_S, 2 * GRACE_S):
+        guard.look()
+        counts.collect()
+    assert said == [f"crossdock: rank 3: {LOST}"]
+    assert counts.metrics.registry.get_sample_value("crossdock_ep_tokens_total", SAMPLE_LABELS) == 21
+    told = [record for record in caplog.records if "odd" in str(record.__dict__.get("crossdock_fields"))]
+    assert [record.message for record in told] == [
+        "crossdock: rank 3: cannot tell whether an operation has failed",
+        "counts of a communicator are lost",
+    ]
+
+
 def test_the_process_ends_with_the_reason() -> None:
     code = "from crossdock.deep_ep.guard import leave; leave('crossdock: rank 3: rank 2 did not deliver')"
     done = subprocess.run(
@@ -201,10 +237,17 @@ def test_the_process_ends_with_the_reason() -> None:
     assert done.stderr.startswith("crossdock: rank 3: rank 2 did not deliver; no call has raised it")
 
 
+def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
+    code = "import sys; from crossdock.deep_ep.guard import leave; sys.stderr.close(); leave('nobody reads this')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path += {sys.path}\n{code}"], timeout=300, check=False
+    )
+    assert done.returncode == EXIT_CODE
+
+
 def test_samples_become_metrics() -> None:
     made = Telemetry()
-    sample = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000, 500), 4000)
-    made._count("1", [sample, sample])
+    made._count("1", [SAMPLE, SAMPLE])
     value = made.metrics.registry.get_sample_value
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14

@@ -110,6 +110,13 @@ def test_the_last_words_are_those_of_the_last_error(tail: str, said: str) -> Non
     assert last_words(tail) == said
 
 
+def test_a_child_that_nobody_takes_is_not_started_again(run: Callable[[str], Watched]) -> None:
+    watched = run(LISTEN + "print('too many copies', file=sys.stderr); sys.exit(5)")
+    watched.wait(lambda child: bool(child.hopeless))
+    assert watched.child.join(30)
+    assert watched.child.restarts == 0
+
+
 def test_a_hopeless_child_is_not_started_again(run: Callable[[str], Watched]) -> None:
     watched = run("import sys; print('no such model', file=sys.stderr); sys.exit(2)")
     watched.wait(lambda child: bool(child.hopeless))

@@ -147,6 +147,12 @@ def test_each_limit(change: dict[str, Any], check: str) -> None:
     assert list(bad(system.judge_system(replace(HEALTHY, **change), **asked))) == [check]
 
 
+@pytest.mark.parametrize(("num_ranks", "words"), [(1, "64 for 1 rank"), (2, "64 for 2 ranks")])
+def test_one_rank_is_no_ranks(num_ranks: int, words: str) -> None:
+    found = system.judge_system(HEALTHY, num_ranks=num_ranks, has_gpus=False, has_nics=False)
+    assert words in [finding.what for finding in found]
+
+
 def test_the_memory_of_a_container_is_what_counts(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:  9000000 kB\n")
     assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 9000000 << 10

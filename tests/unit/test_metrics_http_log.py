@@ -77,6 +77,23 @@ def test_buckets_are_printed_as_they_are_written() -> None:
     assert all(len(str(bound)) <= 6 for bound in STEP_BUCKETS)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "[::]"])
+def test_every_interface_is_every_family(everywhere: str) -> None:
+    made = serve_http(f"{everywhere}:0", WorkerMetrics().registry, lambda: (True, ""))
+    host, _, port = made.address.rpartition(":")
+    assert host == everywhere
+    assert [get(f"{loopback}:{port}", "/livez")[0] for loopback in ("127.0.0.1", "[::1]")] == [200, 200]
+    made.close()
+
+
+def test_every_interface_of_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    made = serve_http("[::]:0", WorkerMetrics().registry, lambda: (True, ""))
+    assert get(f"127.0.0.1:{split_address(made.address)[1]}", "/livez")[0] == 200
+    made.close()
+
+
 def test_listening_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("looked up a name"))
     serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, "")).close()

@@ -119,6 +119,13 @@ def test_configs_check_addresses_when_made_in_code() -> None:
         WorkerConfig(model="m", advertise="x")
 
 
+@pytest.mark.parametrize(("ip", "address"), [("10.0.0.1", "10.0.0.1:7400"), ("fd00::7", "[fd00::7]:7400")])
+def test_brackets_fit_an_address_of_either_family(ip: str, address: str) -> None:
+    """What the chart writes, which does not know the family of the pod's address; grpc refuses [10.0.0.1]."""
+    assert load(ControlConfig, None, [f"advertise=[{ip}]:7400"]).advertise == address
+    assert WorkerConfig(model="m", advertise=f"[{ip}]:7400").advertise == address
+
+
 def test_identity_reads_what_it_is_given_and_nothing_else() -> None:
     got = Identity.from_env({"LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "l", "NODE_NAME": "n", "POD_NAME": "p"})
     assert got == Identity(hostname="n", pod_name="p", worker_index=3, leader_address="l")

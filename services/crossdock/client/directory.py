@@ -14,8 +14,11 @@ import grpc
 from crossdock.client.errors import REFUSALS, NotAllowed, Unavailable
 from crossdock.common import rpc
 from crossdock.common.line import Line
+from crossdock.common.log import get
 from crossdock.common.security import Security
 from crossdock.v1 import control_pb2, control_pb2_grpc
+
+log = get(__name__)
 
 _RETRY_S = (0.1, 1.0)
 """First and longest pause before a broken Watch is tried again."""
@@ -105,26 +108,36 @@ class Directory:
 
     async def _follow(self) -> None:
         self._pause_s = _RETRY_S[0]
-        if self._line.has_choice:
-            await self._line.turn()
+        problem: Exception | None = None
         while True:
-            self._doubted.clear()
-            reader = asyncio.create_task(self._read())
-            doubted = asyncio.create_task(self._doubted.wait())
+            before = problem
             try:
-                await asyncio.wait({reader, doubted}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (reader, doubted):
-                    task.cancel()
-                await asyncio.gather(reader, doubted, return_exceptions=True)
-            problem = rpc.Unavailable("it does not answer") if reader.cancelled() else reader.result()
+                problem = await self._watch(before)
+            except Exception as error:  # clients would wait for this task until their deadline, and never hear why
+                problem = error
+                if repr(error) != repr(before):
+                    log.exception("cannot follow the control plane", control=self._target)
             if isinstance(problem, rpc.Unimplemented):
                 await self._set(Service(0, ((None, self._target),)))
                 return
             await self._fail(problem)
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
-            await self._line.turn(problem)
             self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+
+    async def _watch(self, last: Exception | None) -> rpc.CallError:
+        """Follow whoever leads until that ends; why it did. `last` is how it ended before."""
+        if last is not None or self._line.has_choice:
+            await self._line.turn(last)
+        self._doubted.clear()
+        reader = asyncio.create_task(self._read())
+        doubted = asyncio.create_task(self._doubted.wait())
+        try:
+            await asyncio.wait({reader, doubted}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reader, doubted):
+                task.cancel()
+            await asyncio.gather(reader, doubted, return_exceptions=True)
+        return rpc.Unavailable("it does not answer") if reader.cancelled() else reader.result()
 
     async def _read(self) -> rpc.CallError:
         """Take views until the stream ends; why it did."""
@@ -137,11 +150,12 @@ class Directory:
             return rpc.error_of(error)
         return rpc.Unavailable("the control plane ended the Watch stream")
 
-    async def _fail(self, problem: rpc.CallError) -> None:
+    async def _fail(self, problem: Exception) -> None:
         """The line broke: whoever is known to serve still does."""
         if self._service is not None:
             return
-        words = f"control plane {self._target}: {problem}"
+        what = str(problem) if isinstance(problem, rpc.CallError) else repr(problem)
+        words = f"control plane {self._target}: {what}"
         self._refused = NotAllowed(words) if isinstance(problem, REFUSALS) else None
         self._trouble = Unavailable(words, self._trouble.lost_ranks, self._trouble.epoch)
         await self._set(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_PORT = 65535
+EVERY_INTERFACE = frozenset({"0.0.0.0", "::"})
 
 
 class AddressError(ValueError):
@@ -10,7 +11,7 @@ class AddressError(ValueError):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[::1]:port". Raises AddressError for anything else."""
+    """Host and port of "host:port", "[::1]:port" or "[host]:port". Raises AddressError for anything else."""
     host, separator, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -6,7 +6,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 
-from crossdock.common.addresses import format_address, split_address
+from crossdock.common.addresses import EVERY_INTERFACE, format_address, split_address
 
 READY_WORD = "crossdock-ready"
 
@@ -36,7 +36,7 @@ def seen_from_outside(address: str, advertised: str, hostname: str) -> str:
     """The address under which others reach a server that listens on `address`. Where that is every interface, it is on
     the host of the address `advertised`, or without one on the host of that name."""
     host, port = split_address(address)
-    if host not in {"0.0.0.0", "::"}:
+    if host not in EVERY_INTERFACE:
         return address
     return format_address(split_address(advertised)[0] if advertised else hostname, port)
 

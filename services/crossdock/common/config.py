@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
-from crossdock.common.addresses import count_up, split_address, split_targets
+from crossdock.common.addresses import count_up, format_address, split_address, split_targets
 from crossdock.common.settings import DockerConfig, ElectionConfig, Rate, SecurityConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -23,7 +23,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: frozen, keyword-only, unknown fields refused, addresses checked."""
+    """Base: frozen, keyword-only, unknown fields refused; addresses checked, and brackets kept around IPv6 hosts only,
+    for whoever writes them may not know the family."""
 
     def __post_init__(self) -> None:
         for name in ("listen", "http_listen", "control", "advertise"):
@@ -31,7 +32,10 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if not address or not isinstance(address, str):
                 continue
             try:
-                (split_targets if name == "control" else split_address)(address)
+                if name == "control":
+                    split_targets(address)
+                else:
+                    msgspec.structs.force_setattr(self, name, format_address(*split_address(address)))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 from socketserver import TCPServer
 from typing import cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from crossdock.common.addresses import format_address, split_address
+from crossdock.common.addresses import EVERY_INTERFACE, format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security
@@ -43,8 +43,7 @@ class HttpServer:
 
     def __init__(self, server: _Server) -> None:
         self._server = server
-        host, port = server.server_address[:2]
-        self.address = format_address(str(host), int(port))
+        self.address = format_address(server.host, int(server.server_address[1]))
         self.https = server.security is not None
         self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, daemon=True)
         self._thread.start()
@@ -102,6 +101,9 @@ class _Server(ThreadingHTTPServer):
     def __init__(
         self, host: str, port: int, registry: CollectorRegistry, ready: Ready, security: Security | None
     ) -> None:
+        self.host = host
+        if host in EVERY_INTERFACE:  # of both families, as grpc does it: a pod may have an address of either
+            host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
         self.address_family = AF_INET6 if ":" in host else AF_INET
         self.registry, self.ready = registry, ready
         self.security = None if security is None or security.config.http == "plain" else security
@@ -126,6 +128,8 @@ class _Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, and leave out the look-up of this host's own name: without a DNS server that takes many seconds."""
+        if self.address_family == AF_INET6:
+            self.socket.setsockopt(IPPROTO_IPV6, IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:

@@ -66,8 +66,8 @@ class Experts:
         return self._curator.version
 
     def kind_of(self, request: pb.RegisterRequest) -> Kind | None:
-        """What a registration says of its model; None: it takes no placements. Raises InvalidArgument, and
-        FailedPrecondition where the configured copies do not fit."""
+        """What a registration says of its model; None: it takes no placements. Raises InvalidArgument, also where the
+        configured copies do not fit: no wait mends that."""
         layers = tuple(request.moe_layers)
         if not request.num_experts:
             return None
@@ -80,7 +80,7 @@ class Experts:
         try:
             self._curator.check_kind(kind)
         except ValueError as error:
-            raise rpc.FailedPrecondition(str(error)) from None
+            raise rpc.InvalidArgument(str(error)) from None
         return kind
 
     def welcome(self, kind: Kind | None) -> None:

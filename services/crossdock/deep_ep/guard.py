@@ -40,6 +40,7 @@ class Guard:
         self._end, self._clock = end, clock
         self._watched: weakref.WeakKeyDictionary[MoECommunicator, int] = weakref.WeakKeyDictionary()
         self._since: weakref.WeakKeyDictionary[MoECommunicator, float] = weakref.WeakKeyDictionary()
+        self._puzzling: weakref.WeakSet[MoECommunicator] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -55,19 +56,25 @@ class Guard:
         """Once over all of them."""
         with self._lock:
             watched = list(self._watched.items())
-        now = self._clock()
         for comm, rank in watched:
-            error = comm.unheard()
-            if error is None:
-                self._since.pop(comm, None)
-                continue
-            if comm not in self._since:
-                self._since[comm] = now
-                log.error(f"crossdock: rank {rank}: {error}")  # engines' logs show the text alone
-            elif now - self._since[comm] >= GRACE_S:
-                with self._lock:
-                    self._watched.pop(comm, None)
-                self._end(f"crossdock: rank {rank}: {error}")
+            try:
+                self._look_at(comm, rank)
+            except Exception:  # this thread is all that ends the process: it goes on, and the others are looked at too
+                if comm not in self._puzzling:
+                    self._puzzling.add(comm)
+                    log.exception(f"crossdock: rank {rank}: cannot tell whether an operation has failed")
+
+    def _look_at(self, comm: MoECommunicator, rank: int) -> None:
+        error, now = comm.unheard(), self._clock()
+        if error is None:
+            self._since.pop(comm, None)
+        elif comm not in self._since:
+            self._since[comm] = now
+            log.error(f"crossdock: rank {rank}: {error}")  # engines' logs show the text alone
+        elif now - self._since[comm] >= GRACE_S:
+            with self._lock:
+                self._watched.pop(comm, None)
+            self._end(f"crossdock: rank {rank}: {error}")
 
     def _run(self) -> None:
         pause = threading.Event()
@@ -77,8 +84,10 @@ class Guard:
 
 def leave(message: str) -> None:
     """End this process: what its GPU has computed since cannot be trusted."""
-    print(f"{message}; no call has raised it, so this process ends", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
+    try:
+        print(f"{message}; no call has raised it, so this process ends", file=sys.stderr, flush=True)
+    finally:
+        os._exit(EXIT_CODE)
 
 
 @functools.cache

@@ -45,8 +45,8 @@ class Pool:
         return self._made.get(key)
 
     def make(self, key: Hashable, like: torch.Tensor, **fields: Any) -> MoECommunicator:
-        """A communicator for tensors like this one, from now on the key's. One that it replaces stays usable: handles
-        refer to it. Collective."""
+        """A communicator for tensors like this one, from now on the key's. One that it replaces stays usable:
+        handles refer to it, and captured graphs, which no count of references shows. Collective."""
         if self._closed:
             raise ClosedError("the Buffer was destroyed")
         if like.is_cuda and torch.cuda.is_current_stream_capturing():

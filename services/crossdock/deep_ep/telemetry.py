@@ -32,10 +32,12 @@ class _Watched:
     Attributes:
         rank: as a label; known now, for the group may be gone before the communicator.
         received: tokens of each rank, as far as they are counted.
+        puzzling: reading it has failed in a way that nobody expects, and the log says so.
     """
 
     rank: str
     received: list[int]
+    puzzling: bool = False
 
 
 class Telemetry:
@@ -84,9 +86,15 @@ class Telemetry:
         with self._lock:
             watched = list(self._watched.items())
         for comm, about in watched:
-            with contextlib.suppress(EpError):
+            try:
                 self._count(about.rank, comm.samples())
                 self._count_received(about, comm.received(), comm.row_bytes)
+            except EpError:
+                continue  # closed or broken meanwhile: its calls say so
+            except Exception:  # one that cannot be read does not end the counts of the others
+                if not about.puzzling:
+                    about.puzzling = True
+                    log.exception("counts of a communicator are lost", rank=about.rank)
 
     def _count(self, rank: str, samples: Iterable[LatencySample]) -> None:
         metrics = self.metrics

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
+from crossdock.common.words import counted
 from crossdock.doctor.records import Finding, Level, good, judge, untried, warn
 
 _GIB = 1 << 30
@@ -74,9 +75,9 @@ def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics
         cure = "ulimit -l unlimited; LimitMEMLOCK=infinity of a unit"
         yield _reserve("memlock", facts.locked_bytes < 0, locked, cause, cure)
     yield _shm(facts)
-    cause = f"{num_ranks} ranks poll for their peers at the same time"
+    cause = "ranks poll for their peers at the same time"
     cure = "one core for each rank at least, by a larger CPU limit or fewer workers"
-    words = f"{facts.num_cpus} for {num_ranks} ranks"
+    words = f"{facts.num_cpus} for {counted(num_ranks, 'rank')}"
     yield _reserve("processors", facts.num_cpus >= num_ranks, words, cause, cure)
     if has_gpus:
         words = f"{facts.cache_bytes >> 20} MiB free" if facts.cache_bytes >= 0 else "cannot be written"

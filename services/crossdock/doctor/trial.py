@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossdock.common.words import counted
 from crossdock.doctor.records import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2
@@ -101,7 +102,7 @@ def judge_trial(
     cure = (
         "findings above (ecc, peer-access) may say why; please report it with the output of `crossdock doctor --json`"
     )
-    words = f"{len(answers)} ranks, every token came back as it was sent"
+    words = f"{counted(len(answers), 'rank')}, every token came back as it was sent"
     yield judge(f"{transport}-pass", not wrong, f"wrong answers on ranks {wrong}" if wrong else words, cause, cure)
     yield from _handles(answers)
     pair_us = _took_us(answers, "latency")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from crossdock.common.words import counted
 from crossdock.control.discovery import CPU, WORDS, Device
 from crossdock.topo.sources import Picture
-from crossdock.topo.words import counted
 
 _COLOURS = ("#7fb3d5", "#f5b041", "#82c99a", "#d98880", "#bb9fd6", "#8fd3d1", "#f1a7c3", "#c0ca75")
 _NONE = "#d5d8dc"

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.words import counted
 from crossdock.control.discovery import CPU, Reach, gpu_trouble
 from crossdock.topo.sources import Picture
 
@@ -76,11 +77,6 @@ def as_tables(picture: Picture) -> RenderableType:
     shown += list(_why_off(found))
     shown += list(_troubles(picture))
     return Group(*shown)
-
-
-def counted(count: int, what: str) -> str:
-    """1 host, 2 hosts."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _device(picture: Picture, number: int) -> dict[str, Any]:

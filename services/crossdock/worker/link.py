@@ -46,7 +46,15 @@ View = control_pb2.GroupView
 
 
 class JoinRefused(Exception):
-    """The control plane will never take this worker as it is: another model, another ABI, or a newer process of it."""
+    """The control plane does not take this worker as it is: another model, another ABI, or a newer process of it.
+
+    Attributes:
+        never: nor will it take one like it later, whoever else leaves.
+    """
+
+    def __init__(self, message: str, *, never: bool = False) -> None:
+        super().__init__(message)
+        self.never = never
 
 
 class Link:
@@ -202,7 +210,7 @@ class Link:
                 pause_s, self.trouble = _RETRY_S[0], ""
                 await self._follow()
             except (rpc.AlreadyExists, rpc.FailedPrecondition, rpc.InvalidArgument) as error:
-                await self._refuse(JoinRefused(str(error)))
+                await self._refuse(JoinRefused(str(error), never=isinstance(error, rpc.InvalidArgument)))
             except rpc.CallError as error:
                 self.trouble = str(error)
                 _log.info("no control plane", error=error, retry_s=pause_s)

@@ -45,7 +45,7 @@ from crossdock.worker.status import Status
 from crossdock.worker.telemetry import Telemetry
 from ep_kernels import EpError
 
-EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST = 0, 2, 3, 4
+EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST, EXIT_UNFIT = 0, 2, 3, 4, 5
 JOIN_TIMEOUT_S = 120.0
 """Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
 _FLUSH_S = 3.0
@@ -149,7 +149,7 @@ class _Process:
             return EXIT_NOT_JOINED
         except JoinRefused as error:
             _log.error("the group does not take this worker", error=str(error))
-            return EXIT_NOT_JOINED
+            return EXIT_UNFIT if error.never else EXIT_NOT_JOINED
         finally:
             for task in (life, stop, joined):
                 task.cancel()
