@@ -68,12 +68,14 @@ def of_table(run: dict[str, Any], table: str) -> dict[str, Any]:
     return next((entry for entry in run.get("earlier", []) if table in entry["tables"]), run)
 
 
-def of_this_run(config: dict[str, object], commit: str | None = None) -> dict[str, object]:
-    """Facts of this host and this command. `commit`: where the tree has no history of its own."""
+def of_this_run(
+    config: dict[str, object], commit: str | None = None, module: str = "benchmarks.run"
+) -> dict[str, object]:
+    """Facts of this host and this command, `python -m module`. `commit`: where the tree has no history of its own."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or _commit(),
-        "command": command(sys.argv[1:]),
+        "command": command(sys.argv[1:], module),
         "processor": _processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release().partition("-")[0],
@@ -87,15 +89,14 @@ def of_control(
     arguments: Sequence[str], config: dict[str, object], module: str = "benchmarks.control"
 ) -> dict[str, object]:
     """The same of a run of benchmarks.control, or of another module without torch."""
-    named = " ".join(command(arguments).split()[3:])
-    return of_this_run(config) | {"command": f"python -m {module} {named}".strip()}
+    return of_this_run(config) | {"command": command(arguments, module)}
 
 
-def command(arguments: Sequence[str]) -> str:
+def command(arguments: Sequence[str], module: str = "benchmarks.run") -> str:
     """The command without `--out`, which names a place on that machine; of a GPU run, what every process was given."""
     named = [word for word in arguments if not word.startswith("--out=")]
     kept = [word for n, word in enumerate(named) if word != "--out" and named[max(0, n - 1)] != "--out"]
-    return " ".join(["python", "-m", "benchmarks.run", *kept])
+    return " ".join(["python", "-m", module, *kept])
 
 
 def of_gpus(num_gpus: int) -> dict[str, object]:

@@ -23,10 +23,8 @@ import torch
 from benchmarks import report
 from benchmarks.gpu import Inputs
 from benchmarks.gpu.measure import SETS, WARMUP, Bench, Times
+from benchmarks.gpu.tables import LAYER_SHAPES
 
-INNER = {(7168, 256): 2048, (2048, 128): 768}
-"""By (H, E): columns between the two products of an expert. DeepSeek-V3's layers, and those of Qwen3-30B-A3B, which
-compute less for each byte that travels."""
 SPIN_US = 3000
 """The host queues some twenty launches meanwhile."""
 CLOSE = 2e-2
@@ -69,7 +67,7 @@ class Layer:
     def __init__(self, bench: Bench) -> None:
         case = bench.case
         self._bench, self._backend = bench, bench.backend
-        inner = INNER[case.hidden, case.experts]
+        inner = LAYER_SHAPES[case.hidden, case.experts]
         self._experts = Experts.drawn(case.experts // case.ranks, case.hidden, inner, bench.seed + bench.rank)
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._kept: list[Any] = []

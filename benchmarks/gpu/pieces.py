@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.pieces --out FOLDER [--iterations 20]
 
-A rank's share of a layer in bf16: rows that have arrived, random experts of two shapes (`layer.INNER`), K 8 over R
-ranks, uniform routing. `form`:
+A rank's share of a layer in bf16: rows that have arrived, random experts of two shapes (`tables.LAYER_SHAPES`), K 8
+over R ranks, uniform routing. `form`:
 
 * `whole`: one grouped product up, one down.
 * `tokens`: the rows in so many parts, each with rows of every expert, as where the tokens of a batch travel part by
@@ -28,10 +28,12 @@ from pathlib import Path
 import torch
 
 from benchmarks import facts
-from benchmarks.gpu.layer import INNER, Experts, LeftAlone
+from benchmarks.cases import Case, draw
+from benchmarks.gpu.layer import Experts, LeftAlone
 from benchmarks.gpu.measure import FLUSH_BYTES, events, sleep
+from benchmarks.gpu.tables import LAYER_SHAPES
+from ep_kernels import Layout, Mode
 
-TOPK = 8
 RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096, 8192, 16384)
 FORMS = (("whole", 1), ("tokens", 2), ("tokens", 4), ("experts", 2), ("experts", 4), ("experts", 8))
 SMS_LEFT = (0, 24)
@@ -64,9 +66,9 @@ class Row:
 
 
 def drawn(num_experts: int, ranks: int, tokens: int, seed: int) -> list[int]:
-    """Rows per expert of rank 0, of tokens with K distinct uniform experts each."""
-    own = torch.Generator("cpu").manual_seed(seed)
-    ids = torch.rand(ranks * tokens, num_experts, generator=own).topk(TOPK, dim=1).indices
+    """Rows per expert of rank 0."""
+    case = Case(Mode.HT, Layout.GROUPED, ranks, ranks * tokens, experts=num_experts)  # the tokens of all ranks at once
+    ids, _ = draw(case, 0, seed)
     return torch.bincount(ids.flatten(), minlength=num_experts)[: num_experts // ranks].tolist()
 
 
@@ -108,8 +110,8 @@ def timed(calls: list[Callable[[], torch.Tensor]], iterations: int, flushed: tor
 def measured(iterations: int, seed: int) -> list[Row]:
     """Every case; printed as it comes."""
     found, flushed = list[Row](), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for (hidden, num_experts), ranks in itertools.product(INNER, RANKS):
-        experts = Experts.drawn(num_experts // ranks, hidden, INNER[hidden, num_experts], seed)
+    for (hidden, num_experts), ranks in itertools.product(LAYER_SHAPES, RANKS):
+        experts = Experts.drawn(num_experts // ranks, hidden, LAYER_SHAPES[hidden, num_experts], seed)
         for tokens in TOKENS:
             counts = drawn(num_experts, ranks, tokens, seed + tokens)
             for sms_left, (form, pieces) in itertools.product(SMS_LEFT, FORMS):
@@ -134,7 +136,8 @@ def main(words: list[str] | None = None) -> int:
         parser.error("expected a GPU, this machine has none")
     rows = measured(options.iterations, options.seed)
     config: dict[str, object] = {"iterations": options.iterations, "seed": options.seed, "device": "cuda"}
-    facts.keep(options.out, "pieces", Row, rows, facts.of_this_run(config, options.commit))
+    found = facts.of_this_run(config, options.commit, "benchmarks.gpu.pieces") | facts.of_gpus(1)
+    facts.keep(options.out, "pieces", Row, rows, found)
     return 0
 
 

@@ -17,8 +17,9 @@ SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 6
 LL_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 24, 64, 132), "quick": (8, 32, 132)}
 SWEEP_TOKENS = (512, 4096, 8192)
 LAYER_SMS = {"full": (16, 24, 32, 64), "core": (24, 64), "quick": (24,)}
-LAYER_SHAPES = ((7168, 256), (2048, 128))
-"""(H, E); `layer.INNER` has the rest."""
+LAYER_SHAPES = {(7168, 256): 2048, (2048, 128): 768}
+"""By (H, E): columns between the two products of an expert. DeepSeek-V3's layers, and those of Qwen3-30B-A3B, which
+compute less for each byte that travels."""
 LAYER_TOKENS = {"full": (1024, 4096), "core": (4096,), "quick": (1024,)}
 LL_SMS_TOKENS = (8, 128)
 OVERLAP_TOKENS = {Mode.LL: 128, Mode.HT: 1024}

@@ -124,9 +124,7 @@ def write(
 ) -> None:
     """The table, and run.json, which goes on telling of the folder's other tables."""
     config = {key: value for key, value in vars(options).items() if key not in ("out", "commit")}
-    found = facts.of_control(sys.argv[1:], config | {"model": asdict(QWEN3)}, "benchmarks.vllm")
-    if options.commit:
-        found["commit"] = options.commit
+    found = facts.of_this_run(config | {"model": asdict(QWEN3)}, options.commit, "benchmarks.vllm")
     facts.keep(
         options.out, name, kind, rows, found | facts.of_gpus(num_gpus) | ({"earlier": earlier} if earlier else {})
     )

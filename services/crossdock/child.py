@@ -26,6 +26,7 @@ EXIT_HOPELESS = 2
 """Exit status of a process whose configuration or model can never work."""
 EXIT_UNFIT = 5
 """Exit status of a worker that its control plane says it can never take, as both are configured."""
+EXITS_FOR_GOOD = frozenset({EXIT_HOPELESS, EXIT_UNFIT})
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0

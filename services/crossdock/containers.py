@@ -21,7 +21,7 @@ import docker
 from docker.errors import DockerException, NotFound
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from crossdock.child import EXIT_HOPELESS, EXIT_UNFIT
+from crossdock.child import EXITS_FOR_GOOD
 from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
@@ -231,7 +231,7 @@ class _Kept:
             if now - self._begun > _HEALTHY_S:
                 self._ends, self._delay_s = 0, _FIRST_DELAY_S
             self._ends += 1
-            hopeless = code in {EXIT_HOPELESS, EXIT_UNFIT}
+            hopeless = code in EXITS_FOR_GOOD
             if hopeless or self._ends >= _EARLY_ENDS:
                 kind = HopelessError if hopeless else SupervisorError
                 raise kind(f"{name} gave up with exit status {code}:\n{self.tail()}")

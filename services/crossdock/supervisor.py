@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.child import EXIT_HOPELESS, EXIT_UNFIT, Child
+from crossdock.child import EXITS_FOR_GOOD, Child
 from crossdock.common import rpc
 from crossdock.common.addresses import format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
@@ -192,7 +192,7 @@ class Supervisor(Watched):
         """See `Watched`."""
         for child in self.children:
             if child.hopeless:
-                kind = HopelessError if child.exit_status in {EXIT_HOPELESS, EXIT_UNFIT} else SupervisorError
+                kind = HopelessError if child.exit_status in EXITS_FOR_GOOD else SupervisorError
                 raise kind(f"{child.hopeless}:\n{child.tail()}")
 
     def silent(self) -> str:

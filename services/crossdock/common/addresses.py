@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 MAX_PORT = 65535
-EVERY_INTERFACE = frozenset({"0.0.0.0", "::"})
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all of this one's interfaces; how this host itself reaches them."""
 
 
 class AddressError(ValueError):
@@ -38,7 +39,7 @@ def format_address(host: str, port: int) -> str:
 def reachable_from_here(address: str) -> str:
     """The address under which this host reaches a server that listens on `address`, which may be every interface."""
     host, port = split_address(address)
-    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+    return format_address(EVERY_INTERFACE.get(host, host), port)
 
 
 def count_up(address: str, steps: int) -> str:
