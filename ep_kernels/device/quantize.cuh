@@ -1,6 +1,6 @@
-// The quantiser of HT dispatch: a piece of a row in shared memory becomes fp8 where it lies, 16 columns per lane and stride. As many
-// strides as registers hold go through together, and nothing branches stride by stride: loads, votes and conversions of one overlap
-// those of the others, and each lane divides once for all of them. Same bits as quant::block.
+// The quantiser, 16 columns per lane. LL makes a unit of lines with it (device/unit_fp8.cuh). HT dispatch: a piece of a row in shared
+// memory becomes fp8 where it lies. As many strides as registers hold go through together, and nothing branches stride by stride:
+// loads, votes and conversions of one overlap those of the others, and each lane divides once for all of them.
 #pragma once
 
 namespace quant {
@@ -31,6 +31,13 @@ __device__ __forceinline__ Columns<T> load_columns(const u8* from) {
   return columns;
 }
 
+__device__ __forceinline__ Columns<f32> columns_of(const f32 (&value)[kWideColumns]) {
+  Columns<f32> columns;
+#pragma unroll
+  for (i32 i = 0; i < kWideColumns; ++i) columns.word[i] = __float_as_uint(value[i]);
+  return columns;
+}
+
 // Only the first `count` are there: the others are 0. An even number of columns of two bytes.
 template <class T>
 __device__ __forceinline__ void cut(Columns<T>& columns, i32 count) {
@@ -58,6 +65,15 @@ __device__ __forceinline__ u32 largest(const Columns<f32>& columns) {
 #pragma unroll
   for (i32 i = 0; i < Columns<f32>::kWords; ++i) most = max(most, columns.word[i] & 0x7FFFFFFF);
   return most;
+}
+
+// Bits in fp32 of the largest finite one.
+template <class T>
+__device__ __forceinline__ u32 finite_largest(const Columns<T>& columns) {
+  f32 value[kWideColumns];
+#pragma unroll
+  for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns, i);
+  return finite_amax(value);
 }
 
 template <class T> constexpr u32 kInfinityOf = kInfinity;
@@ -106,10 +122,7 @@ __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, b
     Columns<T> columns = {};
     if (base < past) columns = load_columns<T>(stage + base * static_cast<i32>(sizeof(T)));
     cut(columns, past - base);
-    f32 value[kWideColumns];
-#pragma unroll
-    for (i32 i = 0; i < kWideColumns; ++i) value[i] = column(columns, i);
-    u32 amax = finite_amax(value);
+    u32 amax = finite_largest(columns);
 #pragma unroll
     for (i32 step = 1; step < kLanes; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
     const f32 scale = scale_of(amax, power_of_two);

@@ -69,7 +69,7 @@ __device__ __forceinline__ Vector pack(const f32 (&value)[N]) {
 template <i32 N>
 __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&second)[N]) {
   if constexpr (N == 16)
-    return quantize_unit(first, second, false);
+    return quantize_unit(quant::columns_of(first), quant::columns_of(second), false);
   else
     return {pack(first), pack(second)};
 }

@@ -24,17 +24,20 @@ __device__ __forceinline__ u8* head_at(const DispatchArgs& args, i32 at, i32 sou
   return array_at(args, at, args.world.map.heads, args.world.map.heads_stride) + source * 16;
 }
 
-// 16 columns from `column` on as fp32; 0 past the row.
+// 16 columns from `column` on, as they lie; 0 past the row.
 template <class T>
-__device__ __forceinline__ void load_columns(const T* row, i32 column, i32 hidden, f32 (&value)[16]) {
-  constexpr i32 N = kColumns<T>;
+__device__ __forceinline__ quant::Columns<T> load_columns(const T* row, i32 column, i32 hidden) {
+  constexpr i32 kWords = quant::Columns<T>::kWords;
+  quant::Columns<T> columns = {};
 #pragma unroll
-  for (i32 i = 0; i < 16; i += N) {
-    Vec<T, N> loaded = {};
-    if (column + i < hidden) loaded = *reinterpret_cast<const Vec<T, N>*>(row + column + i);
+  for (i32 i = 0; i < kWords; i += 4) {
+    const i32 at = column + i * 4 / static_cast<i32>(sizeof(T));
+    if (at >= hidden) continue;
+    const Vec<u32, 4> four = *reinterpret_cast<const Vec<u32, 4>*>(row + at);
 #pragma unroll
-    for (i32 j = 0; j < N; ++j) value[i + j] = widen(loaded.at[j]);
+    for (i32 j = 0; j < 4; ++j) columns.word[i + j] = four.at[j];
   }
+  return columns;
 }
 
 // 16 bytes of what travels for a token: the row, then the caller's scales.
@@ -51,11 +54,11 @@ __device__ __forceinline__ Unit make_unit(const DispatchArgs& args, i32 token, i
   const World& world = args.world;
   const i32 at = first_offset();
   if constexpr (kQuantised) {
-    f32 first[16] = {}, second[16] = {};
+    quant::Columns<X> first = {}, second = {};
     const X* row = reinterpret_cast<const X*>(args.x) + static_cast<i64>(token) * world.hidden;
     if (!is_tag_lane()) {
-      load_columns(row, index * kUnitColumns + at, world.hidden, first);
-      load_columns(row, index * kUnitColumns + at + kSecond, world.hidden, second);
+      first = load_columns(row, index * kUnitColumns + at, world.hidden);
+      second = load_columns(row, index * kUnitColumns + at + kSecond, world.hidden);
     }
     return quantize_unit(first, second, args.power_of_two != quant::kFp32);
   } else {
@@ -66,34 +69,33 @@ __device__ __forceinline__ Unit make_unit(const DispatchArgs& args, i32 token, i
   }
 }
 
-// Byte of a block's packed scale, or start of its fp32 scale, in out_scales.
-__device__ __forceinline__ u8* scale_at(const DispatchArgs& args, i32 row, i32 block, i32 num_rows) {
-  const World& world = args.world;
-  if (args.scale_row_stride == 0) {
-    const i32 size = args.power_of_two == quant::kPacked ? 1 : 4;
-    return args.out_scales + static_cast<i64>(row) * world.scale_bytes + block * size;
-  }
-  const i32 per_group = LAYOUT == EXPERT_MAJOR ? world.capacity : LAYOUT == RANK_MAJOR ? world.max_tokens : 1 << 30;
+// What a lane has to do with the scales of a fp8 unit: lane b with those of its block b, wherever the row goes; lanes behind the last
+// block pad packed words with zero bytes.
+struct UnitScale {
+  u32 bits;
+  i64 offset;  // from the row's first scale, bytes
+  bool wanted;
+};
+
+__device__ __forceinline__ UnitScale scale_in(const DispatchArgs& args, const Unit& unit, i32 index, i32 num_rows) {
+  const i32 blocks = (args.world.hidden + quant::kBlock - 1) / quant::kBlock;
+  const i32 first = index * kUnitBlocks, block = first + lane_idx();
+  const bool packed = args.power_of_two == quant::kPacked;
+  const bool real = lane_idx() < kUnitBlocks && block < blocks;
+  const bool pads = packed && first + kUnitBlocks >= blocks && block >= blocks && block < (blocks + 3) / 4 * 4;
+  const u32 bits = scale_of_block(unit, lane_idx());
   const i64 column = args.scale_column_stride != 0 ? args.scale_column_stride : aligned(num_rows, 4);
-  const i64 word = static_cast<i64>(row / per_group) * args.scale_group_stride + block / 4 * column +
-                   static_cast<i64>(row % per_group) * args.scale_row_stride;
-  return args.out_scales + word * 4 + block % 4;
+  const i64 offset = !packed ? block * 4 : args.scale_row_stride == 0 ? block : block / 4 * column * 4 + block % 4;
+  return {real ? bits : 0, offset, real || pads};
 }
 
-// Scales that a fp8 unit carries, to their places; the last unit pads packed words with zero bytes.
-__device__ __forceinline__ void write_scales(const DispatchArgs& args, const Unit& unit, i32 index, i32 row, i32 num_rows) {
+// Byte in out_scales of a row's first scale.
+__device__ __forceinline__ i64 scales_from(const DispatchArgs& args, i32 row) {
   const World& world = args.world;
-  const i32 group = lane_idx() >> 3, blocks = (world.hidden + quant::kBlock - 1) / quant::kBlock;
-  if (!is_tag_lane() || group > 1) return;
-  const bool packed = args.power_of_two == quant::kPacked;
-#pragma unroll 2
-  for (i32 i = 0; i < 4 - group; ++i) {
-    const i32 block = index * 7 + group * 4 + i;
-    if (block < blocks && !packed) *reinterpret_cast<u32*>(scale_at(args, row, block, num_rows)) = word_of(unit.first, i);
-    if (block < blocks && packed) *scale_at(args, row, block, num_rows) = static_cast<u8>(word_of(unit.first, i) >> 23);
-    if (packed && block == blocks - 1)
-      for (i32 pad = blocks; pad < (blocks + 3) / 4 * 4; ++pad) *scale_at(args, row, pad, num_rows) = 0;
-  }
+  if (args.scale_row_stride == 0) return static_cast<i64>(row) * world.scale_bytes;
+  if (LAYOUT == GROUPED || LAYOUT == FLAT) return static_cast<i64>(row) * args.scale_row_stride * 4;
+  const i32 per_group = LAYOUT == EXPERT_MAJOR ? world.capacity : world.max_tokens, group = row / per_group;
+  return (group * static_cast<i64>(args.scale_group_stride) + (row - group * per_group) * static_cast<i64>(args.scale_row_stride)) * 4;
 }
 
 // A unit of a received row to the final rows `rows` of this lane's that `placed` (a ballot) names.
@@ -104,14 +106,25 @@ __device__ __forceinline__ void write_unit(const DispatchArgs& args, const Unit&
   const bool first = offset < world.row_bytes && !(kQuantised && is_tag_lane());
   const bool second = offset + kSecond < world.row_bytes && !is_tag_lane();
   u8* to = row_at(args, world.rank, 0) + offset;
+  UnitScale scale = {};
+  i64 scales_of_lane = 0;
+  if constexpr (kQuantised) {
+    scale = scale_in(args, unit, index, num_rows);
+    scales_of_lane = scales_from(args, row_of_lane);
+  }
 #pragma unroll 1
   for (u32 left = placed; left != 0; left &= left - 1) {
-    const i32 row = __shfl_sync(~0u, row_of_lane, __ffs(left) - 1);
+    const i32 leader = __ffs(left) - 1, row = __shfl_sync(~0u, row_of_lane, leader);
     u8* at = to + static_cast<i64>(row) * world.row_bytes;
     if (first) *reinterpret_cast<Vector*>(at) = unit.first;
     if (second) *reinterpret_cast<Vector*>(at + kSecond) = unit.second;
-    if (kQuantised) write_scales(args, unit, index, row, num_rows);
-    if (kQuantised || world.scale_bytes == 0) continue;
+    if constexpr (kQuantised) {
+      u8* one = args.out_scales + __shfl_sync(~0u, scales_of_lane, leader) + scale.offset;
+      if (scale.wanted && args.power_of_two == quant::kPacked) *one = static_cast<u8>(scale.bits >> 23);
+      else if (scale.wanted) *reinterpret_cast<u32*>(one) = scale.bits;
+      continue;
+    }
+    if (world.scale_bytes == 0) continue;
     u8* scales = args.out_scales + static_cast<i64>(row) * world.scale_bytes;
     const i32 one = offset - world.row_bytes, two = one + kSecond;
     if (one >= 0 && one < world.scale_bytes) store_bytes(scales + one, unit.first, world.scale_bytes - one);

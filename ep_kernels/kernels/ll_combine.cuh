@@ -215,9 +215,8 @@ __device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms
       if (j >= count) continue;
       f32 scale_first = 1.0f, scale_second = 1.0f;
       if constexpr (kFp8) {
-        const i32 at = lane_idx() - (lane_idx() >> 3);
-        scale_first = scale_of_block(units[j], at / 8);
-        scale_second = scale_of_block(units[j], (28 + at) / 8);
+        scale_first = __uint_as_float(scale_of_block(units[j], first_block()));
+        scale_second = __uint_as_float(scale_of_block(units[j], second_block()));
       }
       add_term(units[j].first, scale_first, weight[j], !begun, first);
       add_term(units[j].second, scale_second, weight[j], !begun, second);
