@@ -35,17 +35,25 @@ __device__ __forceinline__ u8* head_at(const CombineArgs& args, i32 at, i32 from
 __device__ __forceinline__ i32 first_column() { return first_offset() / static_cast<i32>(sizeof(C)); }
 constexpr i32 kSecondColumn = kSecond / static_cast<i32>(sizeof(C));
 
-// N columns of Y from `column` on, as they lie in memory; zero past the row.
-template <i32 N>
-__device__ __forceinline__ void load_columns(const Y* row, i32 column, i32 hidden, Y (&value)[N]) {
-  constexpr i32 kStep = N < kColumns<Y> ? N : kColumns<Y>;
+// Columns of one vector as Y, in whole words.
+struct RowVector {
+  static constexpr i32 kWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
+  u32 word[kWords];
+};
+
+// Columns of Y from `column` on, as they lie in memory; zero past the row.
+__device__ __forceinline__ RowVector load_columns(const Y* row, i32 column, i32 hidden) {
+  constexpr i32 kStep = RowVector::kWords < 4 ? RowVector::kWords : 4;
+  RowVector value = {};
 #pragma unroll
-  for (i32 i = 0; i < N; i += kStep) {
-    Vec<Y, kStep> loaded = {};
-    if (column + i < hidden) loaded = *reinterpret_cast<const Vec<Y, kStep>*>(row + column + i);
+  for (i32 i = 0; i < RowVector::kWords; i += kStep) {
+    const i32 at = column + i * 4 / static_cast<i32>(sizeof(Y));
+    if (at >= hidden) continue;
+    const Vec<u32, kStep> loaded = *reinterpret_cast<const Vec<u32, kStep>*>(row + at);
 #pragma unroll
-    for (i32 j = 0; j < kStep; ++j) value[i + j] = loaded.at[j];
+    for (i32 j = 0; j < kStep; ++j) value.word[i + j] = loaded.at[j];
   }
+  return value;
 }
 
 // A unit of one partial (or, exact, of one routed row), as a warp sees it.
@@ -75,11 +83,10 @@ __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&secon
 }
 
 // Adds one row's columns to the sums: the first row sets them, so that -0 stays -0.
-template <i32 N>
-__device__ __forceinline__ void add_row(const Y (&y)[N], f32 weight, bool first, f32 (&sum)[N]) {
+__device__ __forceinline__ void add_row(const RowVector& y, f32 weight, bool first, f32 (&sum)[kVector]) {
 #pragma unroll
-  for (i32 i = 0; i < N; ++i) {
-    const f32 value = KIND == PER_EXPERT ? __fmul_rn(widen(y[i]), weight) : widen(y[i]);
+  for (i32 i = 0; i < kVector; ++i) {
+    const f32 column = value_in<Y>(y.word, i), value = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
     sum[i] = first ? value : __fadd_rn(sum[i], value);
   }
 }
@@ -89,43 +96,65 @@ __device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidd
   return column < hidden ? *reinterpret_cast<const Vector*>(row + column) : Vector{0, 0};
 }
 
-// This lane's part of a partial: rows in ascending k, kAhead of them loaded together; 0 if all were dropped.
-__device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task) {
-  constexpr i32 kAhead = kFp8 ? 1 : KIND == PER_EXPERT ? 2 : 1;
-  const i32 hidden = args.world.hidden, column = task.index * kUnitWidth + first_column();
+constexpr bool kMoves = kSameType && KIND != PER_EXPERT;
+// A partial's rows are asked for while the one before is still under way, where registers hold both; and as many together as they hold.
+constexpr bool kRunsAhead = !kFp8;
+constexpr i32 kAhead = KIND == PER_EXPERT && RowVector::kWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
+
+// What has been asked for of a partial, perhaps on its way: a part of its only row as it is, or of its next kAhead rows.
+struct Asked {
+  Unit unit;
+  RowVector rows[kAhead][2];
+  u32 left;  // lanes whose rows have not been asked for
+};
+
+__device__ __forceinline__ const Y* row_of(const CombineArgs& args, const Task& task, i32 k) {
+  return reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, k)) * args.world.hidden;
+}
+
+__device__ __forceinline__ i32 column_of(const Task& task) { return task.index * kUnitWidth + first_column(); }
+
+// Asks for this lane's part of a partial's rows, those of asked.left, in ascending k.
+__device__ __forceinline__ void ask_rows(const CombineArgs& args, const Task& task, Asked& asked) {
+  const i32 hidden = args.world.hidden, column = column_of(task);
   const bool lone = is_tag_lane();
-  if constexpr (kSameType && KIND != PER_EXPERT) {
-    if (task.taken == 0) return {};
-    const Y* row =
-        reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, __ffs(task.taken) - 1)) * hidden;
-    Unit unit = {load_vector(row, column, hidden), {0, 0}};
-    if (!lone) unit.second = load_vector(row, column + kSecondColumn, hidden);
-    return unit;
+  if constexpr (kMoves) {
+    asked.unit = {};
+    if (asked.left == 0) return;
+    const Y* row = row_of(args, task, __ffs(asked.left) - 1);
+    asked.unit.first = load_vector(row, column, hidden);
+    if (!lone) asked.unit.second = load_vector(row, column + kSecondColumn, hidden);
+    asked.left = 0;
+  } else {
+#pragma unroll
+    for (i32 j = 0; j < kAhead; ++j) {
+      asked.rows[j][0] = asked.rows[j][1] = {};
+      if (asked.left == 0) continue;
+      const Y* row = row_of(args, task, __ffs(asked.left) - 1);
+      asked.left &= asked.left - 1;
+      if (!(kFp8 && lone)) asked.rows[j][0] = load_columns(row, column, hidden);
+      if (!lone) asked.rows[j][1] = load_columns(row, column + kSecondColumn, hidden);
+    }
   }
+}
+
+// This lane's part of a partial; `asked` is of its first rows. 0 if all were dropped.
+__device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task, Asked& asked) {
+  if constexpr (kMoves) return asked.unit;
   f32 first[kVector] = {}, second[kVector] = {};
   bool begun = false;
   for (u32 left = task.taken; left != 0;) {
-    Y y[kAhead][2][kVector] = {};
-    f32 weight[kAhead];
-    i32 count = 0;
+    if (!kRunsAhead) ask_rows(args, task, asked);
 #pragma unroll
     for (i32 j = 0; j < kAhead; ++j) {
       if (left == 0) break;
-      const i32 k = __ffs(left) - 1;
+      const f32 weight = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, __ffs(left) - 1) : 1.0f;
       left &= left - 1;
-      const Y* row = reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, k)) * hidden;
-      weight[j] = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, k) : 1.0f;
-      if (!(kFp8 && lone)) load_columns(row, column, hidden, y[j][0]);
-      if (!lone) load_columns(row, column + kSecondColumn, hidden, y[j][1]);
-      ++count;
-    }
-#pragma unroll
-    for (i32 j = 0; j < kAhead; ++j) {
-      if (j >= count) break;
-      add_row(y[j][0], weight[j], !begun, first);
-      add_row(y[j][1], weight[j], !begun, second);
+      add_row(asked.rows[j][0], weight, !begun, first);
+      add_row(asked.rows[j][1], weight, !begun, second);
       begun = true;
     }
+    if (kRunsAhead && left != 0) ask_rows(args, task, asked);
   }
   return unit_of(first, second);
 }

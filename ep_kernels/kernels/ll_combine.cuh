@@ -101,19 +101,41 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 
-// Units of all partials, by position, then by source, side by side with other blocks. `task` is the first, if there is one.
-__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task task, bool more,
+__device__ __forceinline__ void send_partial(const CombineArgs& args, const Task& task, Asked& asked, u64 seq) {
+  const i64 row = KIND == EXACT ? task.landing : line_position(args.world, args.world.rank, task.position);
+  store_unit(home_lines_at(args, task.source, static_cast<i32>(row)) + task.index * kUnitBytes, make_partial(args, task, asked), seq);
+  if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
+}
+
+// Asks for the rows of a task whose places are here; false: it has none. Meanwhile the places of the next task are asked for.
+__device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& owed, Queue& queue, Task& task, Asked& asked,
+                                           Task& next, bool& more) {
+  const bool sends = take_rows(args, task);
+  asked.left = task.taken;
+  if (sends && kRunsAhead) ask_rows(args, task, asked);
+  refill(queue);
+  more = next_task(args, owed, queue, next);
+  return sends;
+}
+
+// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one. Loads run
+// ahead, since they would queue behind a warp's own stores: while one partial leaves, the rows of the second and the places of the
+// third are under way.
+__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task next, bool more,
                                               u64 seq) {
+  Task now = {};
+  Asked asked = {};
+  bool sends = false;
 #pragma unroll 1
-  while (more) {
-    Task now = task;
-    refill(queue);
-    more = next_task(args, owed, queue, task);  // its loads run beside this one's
-    if (take_rows(args, now)) {
-      const i32 row = KIND == EXACT ? now.landing : static_cast<i32>(line_position(args.world, args.world.rank, now.position));
-      store_unit(home_lines_at(args, now.source, row) + now.index * kUnitBytes, make_partial(args, now), seq);
-      if (now.index == 0 && args.row_weights != nullptr) send_weight_lines(args, now, seq);
-    }
+  while (more || (kRunsAhead && sends)) {
+    Task second = next;
+    Asked ahead = {};
+    const bool follows = more && begin_task(args, owed, queue, second, ahead, next, more);
+    if (kRunsAhead && sends) send_partial(args, now, asked, seq);
+    if (!kRunsAhead && follows) send_partial(args, second, ahead, seq);
+    now = second;
+    asked = ahead;
+    sends = follows;
   }
 }
 
