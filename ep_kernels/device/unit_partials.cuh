@@ -98,7 +98,7 @@ __device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidd
 
 constexpr bool kMoves = kSameType && KIND != PER_EXPERT;
 // A partial's rows are asked for while the one before is still under way, where registers hold both; and as many together as they hold.
-constexpr bool kRunsAhead = !kFp8;
+constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
 constexpr i32 kAhead = KIND == PER_EXPERT && RowVector::kWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
 
 // What has been asked for of a partial, perhaps on its way: a part of its only row as it is, or of its next kAhead rows.
