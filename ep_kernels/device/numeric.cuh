@@ -40,6 +40,7 @@ template <class T> constexpr i32 kColumns = 16 / static_cast<i32>(sizeof(T));
 namespace quant {
 
 constexpr i32 kBlock = 128;       // columns that share a scale
+constexpr i32 kLaneColumns = 4;   // of a lane, where a warp takes a block
 constexpr u32 kNan = 0x7F, kInfinity = 0x7F800000;  // of fp8, of fp32
 constexpr f32 kMax = 448.0f, kMinScale = 1.17549435e-38f, kLargest = 3.40282347e38f;
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ u32 encode4(const f32* value, f32 inverse) {
   return packed;
 }
 
-__device__ __forceinline__ void widen4(u32 packed, f32 (&value)[4]) {
+__device__ __forceinline__ void widen4(u32 packed, f32 (&value)[kLaneColumns]) {
 #pragma unroll
   for (i32 pair = 0; pair < 2; ++pair) {
     const u32 halves = ptx::f16x2_from_e4m3x2(static_cast<u16>(packed >> (16 * pair)));

@@ -96,14 +96,13 @@ __device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidd
   return column < hidden ? *reinterpret_cast<const Vector*>(row + column) : Vector{0, 0};
 }
 
-constexpr bool kMoves = kSameType && KIND != PER_EXPERT;
+constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
 // A partial's rows are asked for while the one before is still under way, where registers hold both; and as many together as they hold.
 constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
 constexpr i32 kAhead = KIND == PER_EXPERT && RowVector::kWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
 
-// What has been asked for of a partial, perhaps on its way: a part of its only row as it is, or of its next kAhead rows.
+// What has been asked for of a partial, perhaps on its way: this lane's part of kAhead of its rows.
 struct Asked {
-  Unit unit;
   RowVector rows[kAhead][2];
   u32 left;  // lanes whose rows have not been asked for
 };
@@ -118,29 +117,30 @@ __device__ __forceinline__ i32 column_of(const Task& task) { return task.index *
 __device__ __forceinline__ void ask_rows(const CombineArgs& args, const Task& task, Asked& asked) {
   const i32 hidden = args.world.hidden, column = column_of(task);
   const bool lone = is_tag_lane();
-  if constexpr (kMoves) {
-    asked.unit = {};
-    if (asked.left == 0) return;
-    const Y* row = row_of(args, task, __ffs(asked.left) - 1);
-    asked.unit.first = load_vector(row, column, hidden);
-    if (!lone) asked.unit.second = load_vector(row, column + kSecondColumn, hidden);
-    asked.left = 0;
-  } else {
 #pragma unroll
-    for (i32 j = 0; j < kAhead; ++j) {
-      asked.rows[j][0] = asked.rows[j][1] = {};
-      if (asked.left == 0) continue;
-      const Y* row = row_of(args, task, __ffs(asked.left) - 1);
-      asked.left &= asked.left - 1;
-      if (!(kFp8 && lone)) asked.rows[j][0] = load_columns(row, column, hidden);
-      if (!lone) asked.rows[j][1] = load_columns(row, column + kSecondColumn, hidden);
-    }
+  for (i32 j = 0; j < kAhead; ++j) {
+    asked.rows[j][0] = asked.rows[j][1] = {};
+    if (asked.left == 0) continue;
+    const Y* row = row_of(args, task, __ffs(asked.left) - 1);
+    asked.left &= asked.left - 1;
+    if (!(kFp8 && lone)) asked.rows[j][0] = load_columns(row, column, hidden);
+    if (!lone) asked.rows[j][1] = load_columns(row, column + kSecondColumn, hidden);
   }
 }
 
-// This lane's part of a partial; `asked` is of its first rows. 0 if all were dropped.
+// Part of a row that travels as it is; 0 if it was dropped.
+__device__ __forceinline__ Unit move_row(const CombineArgs& args, const Task& task) {
+  if (task.taken == 0) return {};
+  const i32 hidden = args.world.hidden, column = column_of(task);
+  const Y* row = row_of(args, task, __ffs(task.taken) - 1);
+  Unit unit = {load_vector(row, column, hidden), {0, 0}};
+  if (!is_tag_lane()) unit.second = load_vector(row, column + kSecondColumn, hidden);
+  return unit;
+}
+
+// This lane's part of a partial, whose first rows have been asked for where they run ahead. 0 if all were dropped.
 __device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task, Asked& asked) {
-  if constexpr (kMoves) return asked.unit;
+  if constexpr (kMoves) return move_row(args, task);
   f32 first[kVector] = {}, second[kVector] = {};
   bool begun = false;
   for (u32 left = task.taken; left != 0;) {
