@@ -195,6 +195,18 @@ def test_ll_blocks_send_or_receive(layout: Layout, quantize: bool, num_sms: int)
         assert not launch.cooperative
 
 
+def test_few_ll_blocks_still_fill_the_links() -> None:
+    """A share that is right for a whole GPU leaves too few senders of a part of one."""
+
+    def senders(num_sms: int) -> int:
+        c = config(layout=Layout.EXPERT_MAJOR)
+        return plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, num_sms).num_senders
+
+    assert [senders(n) for n in (16, 24, 32)] == [int(n * plan.FEW_SHARE) for n in (16, 24, 32)]
+    assert senders(64) == plan.ENOUGH_SENDERS
+    assert senders(132) == int(132 * plan.DISPATCH_SENDERS[True, False]) > plan.ENOUGH_SENDERS
+
+
 def test_tables_of_an_ll_block_fit_or_are_refused() -> None:
     """They grow with experts and tokens; what AUTO never runs in LL takes no room."""
     most = {"experts": 0, "tokens": 0}

@@ -47,8 +47,8 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: docs/results/2026-11-21-h200x4/auto.csv (grouped): LL is ahead at 512 (154 against 176 us) and still at 2048,
-the largest step measured (529 against 551). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
+Source: docs/results/2026-11-22-h200x4/auto.csv (grouped): LL is ahead at 512 (144 against 177 us) and still at 2048,
+the largest step measured (505 against 546). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
 grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
@@ -56,6 +56,9 @@ DISPATCH_SENDERS = {(False, False): 0.2, (False, True): 0.35, (True, False): 0.1
 COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.6, (True, True): 0.6}
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
 quantises needs more hands. Measured on 4 H200: docs/kernels/ll.md."""
+ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
+"""Few blocks need a larger share to fill the links, up to so many senders: on 24 blocks a pair of 128 tokens takes 76
+us with 7 senders, and 97 with 4 (rank-major, 4 H200)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -245,7 +248,7 @@ def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, 
 
 def _ll_launch(num_blocks: int, control_bytes: int, share: float) -> Launch:
     """Some of the blocks send while the others receive; a lone block does both."""
-    senders = max(1, int(num_blocks * share)) if num_blocks > 1 else 1
+    senders = max(1, int(num_blocks * share), min(ENOUGH_SENDERS, int(num_blocks * FEW_SHARE)))
     return Launch(num_blocks, control_bytes, 0, 0, num_senders=senders)
 
 
