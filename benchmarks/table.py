@@ -28,6 +28,13 @@ TITLES = {
 
 ABOVE_FLOOR = {"floor_us": "floor", "multiple": "x (floor + bound)"}
 """Columns of LL pairs, where the run has them."""
+LEVELS = {
+    "experts": "experts alone",
+    "sequential": "sequential",
+    "op": "two halves, overlapped",
+    "op_shared": "and no SMs left alone",
+}
+"""Forms of the layer."""
 FLOORS = {
     "launch": "empty kernels",
     "exchange": "a line to each peer, theirs polled",
@@ -151,15 +158,21 @@ def _sweep(lines: list[Csv]) -> str:
 
 
 def _layer(lines: list[Csv]) -> str:
-    """What the communication adds to the experts alone, and how much of that the overlap hides."""
-    found = {(line["tokens"], line["sms"], line["form"]): float(line["p50_us"]) for line in lines}
+    """What the communication adds to the experts alone, and what overlap makes of it."""
+    found = {(_shape(line), line["form"]): float(line["p50_us"]) for line in lines}
     body = []
-    for tokens, sms in dict.fromkeys((line["tokens"], line["sms"]) for line in lines):
-        alone, plain, halves = (found.get((tokens, sms, level)) for level in ("experts", "sequential", "op"))
-        if alone is not None and plain is not None and halves is not None:
-            figures = [f"{value:.0f}" for value in (alone, plain, halves)]
-            body.append([tokens, sms, *figures, f"x {plain / halves:.2f}"])
-    return _grid(["T", "SMs", "experts alone", "sequential", "two halves, overlapped", "gain"], body)
+    for shape in dict.fromkeys(_shape(line) for line in lines):
+        times = [found.get((shape, level)) for level in LEVELS]
+        if times[1] is None:
+            continue
+        best = min((time for time in times[2:] if time is not None), default=None)
+        gain = "-" if best is None else f"x {times[1] / best:.2f}"
+        body.append([*shape, *("-" if time is None else f"{time:.0f}" for time in times), gain])
+    return _grid(["H", "experts", "T", "SMs", *LEVELS.values(), "gain"], body)
+
+
+def _shape(line: Csv) -> tuple[str, ...]:
+    return line["hidden"], line["experts"], line["tokens"], line["sms"]
 
 
 def _over_sms(lines: list[Csv]) -> str:

@@ -19,7 +19,7 @@ from benchmarks import bounds, compare, facts, gpu, plot, report, table
 from benchmarks.cases import ROUTINGS, Case, draw, make_steps, ranks_of, rows_sent
 from benchmarks.gpu import Inputs, check, crossdock, layer
 from benchmarks.gpu.measure import Bench
-from benchmarks.gpu.tables import GROUPS, NAMES, TABLES, WANT_FLOOR, Loop, cases_of
+from benchmarks.gpu.tables import GROUPS, LAYER_SHAPES, NAMES, TABLES, WANT_FLOOR, Loop, cases_of
 from ep_kernels import Layout, Mode, StoreGroup
 from tests.worlds import World
 
@@ -269,7 +269,7 @@ def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
                 lines += [overlap_of(measured.case, op, 170.0 * scale).line() for op in ("dispatch", "combine")]
                 continue
             if name == "layer":
-                levels = {"experts": 800.0, "sequential": 1000.0, "op": 900.0}
+                levels = {"experts": 800.0, "sequential": 1000.0, "op": 900.0, "op_shared": 950.0}
                 lines += [layer_of(measured.case, level, us * scale).line() for level, us in levels.items()]
                 continue
             for loop in measured.loops:
@@ -308,7 +308,8 @@ def test_the_table_shows_every_case_once(tmp_path: Path) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| 128 | rank_major")]
     assert [row.split(" | ")[2] for row in rows] == ["bf16", "fp8 + bf16", "fp8"]
     assert text.count("\n| 24 | ") == 1
-    assert "| 1024 | 24 | 800 | 1000 | 900 | x 1.11 |" in text
+    for hidden, experts in LAYER_SHAPES:  # one line each
+        assert f"| {hidden} | {experts} | 1024 | 24 | 800 | 1000 | 900 | 950 | x 1.11 |" in text
     assert text.count("4 x NVIDIA H200") == 1
     assert "| a line to each peer, theirs polled | 5.00 | 5.13 | 3.50 | 3.63 |" in text
     assert "| expert_major | 128 | combine | 161.90 | 170.00 | 1.050 | 7.00 | 11.00 |" in text
