@@ -107,7 +107,7 @@ bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv
 	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 # PYTHON: of an environment that has vLLM and Crossdock.
-bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS=--experts for its experts alone, 1 GPU)
+bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS="--tokens mixtral": do they say the same?)
 	$(PYTHON) -m benchmarks.vllm --out docs/results/$$(date +%F)-vllm $(ARGS)
 
 native: $(DEMO) ## Compile the native libraries of the transports in place

@@ -1,11 +1,13 @@
-"""vLLM's MoE backends, measured in vLLM itself: a step of the whole engine, and its expert kernels alone.
+"""vLLM's MoE backends, measured in vLLM itself: a step of the whole engine, its tokens, its expert kernels alone.
 
     python -m benchmarks.vllm --out DIR [--backends ag,deepep_v2,ll] [--ranks N]     (make bench-vllm; two or more GPUs)
+    python -m benchmarks.vllm --tokens qwen3_moe,deepseek_v2,mixtral --out DIR       (the same)
     python -m benchmarks.vllm --experts --out DIR                                    (one GPU)
 
-The layers have the shapes of Qwen3-30B-A3B, and weights that nobody trained. Needs vLLM >= 0.26 beside Crossdock.
-`plan.py` says what is run, `launch.py` starts an engine's ranks, `engine.py` is one of them; `cases.py` and
-`kernels.py` are the experts. Only `engine.py` and `kernels.py` import vllm.
+The layers that are timed have the shapes of Qwen3-30B-A3B, and weights that nobody trained. Needs vLLM >= 0.26 beside
+Crossdock. `plan.py` says what is run, `launch.py` starts an engine's ranks, `engine.py` is one of them; `tokens.py`
+compares what they say, of the checkpoints of `models.py`; `cases.py` and `kernels.py` are the experts. Only `engine.py`
+and `kernels.py` import vllm.
 """
 
 from __future__ import annotations

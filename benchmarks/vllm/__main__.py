@@ -1,4 +1,4 @@
-"""Measure vLLM's backends, or its expert kernels alone; print, write. See the package."""
+"""Measure vLLM's backends, compare their tokens, or measure its expert kernels alone; print, write. See the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import benchmarks.vllm as package
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, cases, launch, plan
+from benchmarks.vllm import QWEN3, Refused, cases, launch, models, plan, tokens
 
 OLDEST = (0, 26)
 
@@ -25,9 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 where nothing can be measured here."""
     options = parsed(arguments)
     try:
-        runs = plan.runs_of(options.backends, eager=options.eager)
+        runs = plan.runs_of(options.backends or (tokens if options.tokens else plan).USUAL, eager=options.eager)
         check(1 if options.experts else options.ranks)
-        return experts(options) if options.experts else steps(options, runs)
+        return (
+            experts(options)
+            if options.experts
+            else agreement(options, runs)
+            if options.tokens
+            else steps(options, runs)
+        )
     except Refused as refused:
         print(f"benchmarks.vllm: {refused}", file=sys.stderr)
         return 2
@@ -43,11 +49,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=32, help="sequences per rank in a decode step")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens per rank of a prefill")
     whole = parser.add_argument_group("whole engines")
-    whole.add_argument("--backends", default=plan.USUAL, help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
+    whole.add_argument("--backends", default="", help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
     whole.add_argument("--eager", action="store_true", help="no CUDA graphs at all")
     whole.add_argument("--max-num-batched-tokens", type=int, default=0, help="of a rank in a step (0: vLLM's choice)")
     whole.add_argument("--memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
     whole.add_argument("--deadline", type=float, default=600.0, help="seconds of one engine, with its start")
+    named = ", ".join(models.SMALL)
+    whole.add_argument("--tokens", default="", metavar="MODELS", help=f"compare greedy tokens: {named}, or your folder")
     alone = parser.add_argument_group("expert kernels")
     alone.add_argument("--experts", action="store_true", help="the expert kernels alone, on one GPU")
     alone.add_argument("--replays", type=int, default=20, help="timed graphs per run")
@@ -95,6 +103,27 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
             rows += plan.rows_of(run, options.ranks, outcome, (vllm, torch_version, gpu))
             print(plan.table(rows), flush=True)
             write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
+    return 1 if any(row.fault for row in rows) else 0
+
+
+def agreement(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
+    """Each model on one engine after the other; 1 where one gave no tokens, or others than the first."""
+    gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
+    sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline)
+    earlier = facts.without(facts.standing(options.out), ["vllm-tokens"])
+    rows: list[tokens.Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folders = {Path(model).name: models.folder_of(model, Path(name)) for model in options.tokens.split(",")}
+        for model, folder in folders.items():
+            first: Sequence[tokens.Found] | None = None
+            for run in runs:
+                print(f"{model}, {run.name}: starting {options.ranks} ranks", flush=True)
+                given = plan.engine_arguments(run, str(folder), options.memory, options.max_num_batched_tokens, "auto")
+                outcome = launch.measured(run, sizes, given, options.out / "logs" / model / run.name)
+                first = outcome.results if first is None else first
+                rows.append(tokens.row_of(model, run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
+                print(tokens.table(rows), flush=True)
+                write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
     return 1 if any(row.fault for row in rows) else 0
 
 

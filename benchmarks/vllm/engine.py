@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.vllm.plan import LONG, PROMPT, SHORT, START, VOCABULARY, step_ms
+from benchmarks.vllm.tokens import NEW, TOP, prompts_of
 from crossdock.child import die_with
 from ep_kernels import StoreGroup
 
@@ -35,7 +36,7 @@ class Order:
         deadline_s: of each wait for the others.
         parent: process to die with.
         decode, prefill: sequences of a decode batch, prompts of a prefill.
-        runs: times of each.
+        runs: times of each; 0: tokens, no times (`tokens.py`).
         result: file.
     """
 
@@ -72,7 +73,7 @@ def main(text: str) -> None:
     from vllm import LLM
 
     llm = LLM(**order.arguments)
-    found = taken(llm, order, meet)
+    found = taken(llm, order, meet) if order.runs else written(llm, order, meet)
     found["most_tokens"] = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     whole = Path(order.result)
     part = whole.with_suffix(".part")
@@ -106,6 +107,20 @@ def taken(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
         found["decode"].append(step_ms(short_s, long_s))
         found["prefill"].append(1e3 * seconds(order.prefill, PROMPT, 1))
     return dict(found)
+
+
+def written(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
+    """ "tokens" and "logprobs" of this rank's prompts, as `tokens.Found` says."""
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=TOP, ignore_eos=True, detokenize=False)
+    meet()
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts_of(order.rank)], how, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [[{str(t): p.logprob for t, p in step.items()} for step in output.logprobs] for output in outputs],
+    }
 
 
 if __name__ == "__main__":

@@ -93,14 +93,17 @@ def config_json(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_arguments(run: Run, model_folder: str, memory: float, most_tokens: int) -> dict[str, Any]:
-    """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency."""
+def engine_arguments(
+    run: Run, model_folder: str, memory: float, most_tokens: int, weights: str = "dummy"
+) -> dict[str, Any]:
+    """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency.
+    `weights`: "dummy", or "auto" for those of the folder."""
     eager = run.mode == "eager"
     how = (
         {"enforce_eager": True} if eager else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     )
     return {
-        "model": model_folder, "load_format": "dummy", "skip_tokenizer_init": True, "generation_config": "vllm",
+        "model": model_folder, "load_format": weights, "skip_tokenizer_init": True, "generation_config": "vllm",
         "enable_expert_parallel": True, "all2all_backend": run.backend.slot, "enable_prefix_caching": False,
         "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "gpu_memory_utilization": memory,
         "disable_log_stats": True, "seed": 0, **how, **({"max_num_batched_tokens": most_tokens} if most_tokens else {}),

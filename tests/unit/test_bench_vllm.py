@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, plan
+from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, models, plan, tokens
 from benchmarks.vllm import __main__ as bench
 from benchmarks.vllm.plan import Outcome
 
@@ -223,6 +223,62 @@ def _runs(pid: int) -> bool:
         return False
 
 
+# Tokens of one backend beside those of another.
+
+
+def said(*sequences: tuple[list[int], float]) -> dict[str, Any]:
+    """What a rank gives: each sequence's tokens, every logprob of which is the given one."""
+    return {
+        "tokens": [ids for ids, _ in sequences],
+        "logprobs": [[{str(token): logprob, "-1": -9.0} for token in ids] for ids, logprob in sequences],
+    }
+
+
+def test_sequences_are_compared_until_they_part() -> None:
+    first = [said(([1, 2, 3], -1.0), ([4, 5, 6], -1.0)), said(([7, 8, 9], -1.0))]
+    other = [said(([1, 2, 3], -1.02), ([4, 0, 6], -1.03)), said(([7, 8, 9], -1.0))]
+    row = tokens.row_of("m", AG, Outcome(other), first, 2, VERSIONS)
+    assert (row.sequences, row.compared, row.equal, row.parted, row.fault) == (3, 8, 7, 1, "")
+    # 8 times the common -1, 3 of 0.02, 1 of 0.03 before the other parts and none of what follows, 3 of none
+    assert (row.gap_median, row.gap_p90, row.gap_max) == (0.0, 0.02, 0.03)
+    same = tokens.row_of("m", AG, Outcome(first), first, 2, VERSIONS)
+    assert (same.compared, same.equal, same.parted, same.gap_max) == (9, 9, 0, 0.0)
+
+
+def test_more_than_rounding_is_a_fault_and_so_is_no_answer() -> None:
+    first, other = [said(([1, 2], -1.0))], [said(([1, 2], -1.3))]
+    far = tokens.row_of("m", AG, Outcome([{**other[0], "logprobs": [[{"1": -1.3}, {"2": -1.3}]]}]), first, 1, VERSIONS)
+    assert far.fault == "logprobs are 0.30 apart, by median; rounding makes 0.05"
+    broken = tokens.row_of("m", AG, Outcome(fault="rank 0 ended with 9", rank=0), first, 1, VERSIONS)
+    assert (broken.fault, broken.compared) == ("rank 0 ended with 9", None)
+    alone = tokens.row_of("m", AG, Outcome(other), [], 1, VERSIONS)
+    assert alone.fault == "nothing to compare with: the first backend gave no tokens"
+    lines = tokens.table([far, broken]).splitlines()
+    assert lines[0].split() == list(tokens.SHOWN)
+    assert "None" not in lines[2]
+
+
+def test_prompts_are_the_same_each_time_and_uneven_over_the_ranks() -> None:
+    assert tokens.prompts_of(1) == tokens.prompts_of(1) != tokens.prompts_of(0)
+    assert [len(tokens.prompts_of(rank)) for rank in range(3)] == [24, 27, 30]
+    lengths = {len(ids) for ids in tokens.prompts_of(2)}
+    assert len(lengths) > 10
+    assert max(lengths) + tokens.NEW <= plan.MOST_LENGTH
+
+
+@pytest.mark.parametrize("name", models.SMALL)
+def test_a_small_checkpoint_is_one(name: str, tmp_path: Path) -> None:
+    folder = models.folder_of(name, tmp_path, hidden_size=64)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == name
+    assert config["num_experts_per_tok"] == models.SMALL[name]["topk"]
+    assert config.get("kv_lora_rank") == models.SMALL[name].get("fields", {}).get("kv_lora_rank")
+    assert list(folder.glob("*.safetensors"))
+    assert models.folder_of(str(folder), tmp_path) == folder
+    with pytest.raises(Refused, match="qwen3_moe, deepseek_v2, mixtral or a folder with"):
+        models.folder_of("x", tmp_path)
+
+
 # The whole program, over a package that stands for vLLM.
 
 STAND_IN = """
@@ -245,20 +301,45 @@ class LLM:
         assert len(ids) == len(prompts) and not ids & self.seen, "prompts that the prefix cache knows"
         self.seen |= ids
         time.sleep(how.new / 1000)
-        return [Thing(outputs=[Thing(token_ids=[0] * how.new)]) for _ in prompts]
+        step = {0: Thing(logprob=-1.0)}
+        return [Thing(outputs=[Thing(token_ids=[0] * how.new, logprobs=[step] * how.new)]) for _ in prompts]
 """
 
 
-def test_engines_are_measured_and_one_that_fails_is_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two GPUs and a vLLM, as it seems; the folder that results go to."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "vllm.py").write_text(STAND_IN)
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path / "path", root, root / "services"))))
     pretend(monkeypatch, "0.26.0", 2)
-    out = tmp_path / "out"
     monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+def test_tokens_are_compared_with_those_of_the_first_engine(
+    stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert bench.main(["--out", "out", "--tokens", "mine", "--backends", "ag,ag+eager"]) == 1, "the second failed"
+    with (stand_in / "vllm-tokens.csv").open(newline="", encoding="utf-8") as file:
+        first, broken = csv.DictReader(file)
+    assert (first["model"], first["sequences"], first["compared"], first["equal"]) == ("mine", "51", "816", "816")
+    assert (first["gap_max"], first["fault"]) == ("0.0", "")
+    assert "ValueError: no eager here" in broken["fault"]
+    assert "no eager here" in capsys.readouterr().out
+    assert json.loads((stand_in / "run.json").read_text())["config"]["tokens"] == "mine"
+
+
+def test_a_checkpoint_that_is_none_is_refused(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--out", "out", "--tokens", "nothing"]) == 2
+    assert "or a folder with a config.json, got 'nothing'" in capsys.readouterr().err
+
+
+def test_engines_are_measured_and_one_that_fails_is_a_row(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = stand_in
     words = ["--out", "out", "--backends", "ag,ag+eager", "--runs", "2", "--decode", "3", "--prefill", "1024"]
     assert bench.main(words) == 1, "one of the two gave no times"
     with (out / "vllm-steps.csv").open(newline="", encoding="utf-8") as file:

@@ -13,6 +13,7 @@ byte and the choice survives bf16. (With E > H / 4 there is no room, and routers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def write_checkpoint(
     topk: int = 4,
     fused: bool = False,
     max_shard_bytes: int | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write config.json and safetensors of a random model; equal arguments give equal files.
 
@@ -67,23 +69,24 @@ def write_checkpoint(
         topk: K.
         fused: expert tensors stacked per layer (how transformers 5 holds them) instead of one by one (as published).
         max_shard_bytes: None: one file; else several of about this size, with an index.
+        fields: of config.json, in the place of what this function would choose.
 
     Returns:
         The directory.
     """
     sizes = {"layers": num_layers, "hidden": hidden_size, "inner": intermediate_size, "experts": num_experts, "k": topk}
-    model = build(family, sizes, seed).to(dtype)
+    model = build(family, sizes, seed, fields).to(dtype)
     shard = {} if max_shard_bytes is None else {"max_shard_size": max_shard_bytes}
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory, save_original_format=not fused, **shard)
     return Path(directory)
 
 
-def build(family: str, sizes: dict[str, int], seed: int) -> Any:
-    """A float32 model of the family with drawn weights."""
+def build(family: str, sizes: dict[str, int], seed: int, fields: Mapping[str, Any] | None = None) -> Any:
+    """A float32 model of the family with drawn weights; `fields` as in `write_checkpoint`."""
     if family not in FAMILIES:
         raise ValueError(f"family: expected one of {FAMILIES}, got {family!r}")
-    config = transformers.AutoConfig.for_model(family, **_config(family, sizes))
+    config = transformers.AutoConfig.for_model(family, **{**_config(family, sizes), **(fields or {})})
     automatic: Any = transformers.AutoModelForCausalLM
     model = automatic.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
