@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
         runs = plan.runs_of(options.backends or (tokens if options.tokens else plan).USUAL, eager=options.eager)
+        if options.tokens and len(runs) < 2:
+            raise Refused(f"--backends: expected two or more beside --tokens, got {options.backends!r}")
+        models.folders_of(options.tokens)
         check(1 if options.experts else options.ranks)
         return (
             experts(options)
@@ -62,6 +65,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if QWEN3.experts % options.ranks or options.ranks < 2:
         parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts above 1, got {options.ranks}")
+    if options.experts and options.tokens:
+        parser.error("--tokens, --experts: expected one of them, got both")
     if options.experts:
         return options
     if not 0 < options.decode <= plan.MOST_SEQUENCES:
@@ -107,23 +112,26 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
 
 
 def agreement(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
-    """Each model on one engine after the other; 1 where one gave no tokens, or others than the first."""
+    """Each model on one engine after the other; 1 where one gave no tokens, or logprobs far from those of the first."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
     sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline)
     earlier = facts.without(facts.standing(options.out), ["vllm-tokens"])
     rows: list[tokens.Row] = []
-    with tempfile.TemporaryDirectory() as name:
-        folders = {Path(model).name: models.folder_of(model, Path(name)) for model in options.tokens.split(",")}
-        for model, folder in folders.items():
-            first: Sequence[tokens.Found] | None = None
+    for model, given in models.folders_of(options.tokens).items():
+        with tempfile.TemporaryDirectory() as parent:
+            folder = str(given or models.made(model, Path(parent)))
+            first: Sequence[tokens.Found] = ()
             for run in runs:
                 print(f"{model}, {run.name}: starting {options.ranks} ranks", flush=True)
-                given = plan.engine_arguments(run, str(folder), options.memory, options.max_num_batched_tokens, "auto")
-                outcome = launch.measured(run, sizes, given, options.out / "logs" / model / run.name)
-                first = outcome.results if first is None else first
+                most = options.max_num_batched_tokens
+                arguments = plan.engine_arguments(run, folder, options.memory, most, "auto")
+                outcome = launch.measured(run, sizes, arguments, options.out / "logs" / model / run.name)
+                first = first or outcome.results
                 rows.append(tokens.row_of(model, run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
                 print(tokens.table(rows), flush=True)
                 write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
+                if not first:
+                    break  # nothing to compare the others with
     return 1 if any(row.fault for row in rows) else 0
 
 
@@ -152,8 +160,10 @@ def write(
     options: argparse.Namespace, name: str, kind: type, rows: Sequence[Any], earlier: Sequence[Any], num_gpus: int
 ) -> None:
     """The table, and run.json, which goes on telling of the folder's other tables."""
-    config = {key: value for key, value in vars(options).items() if key not in ("out", "commit")}
-    found = facts.of_this_run(config | {"model": asdict(QWEN3)}, options.commit, "benchmarks.vllm")
+    unused = ("runs", "decode", "prefill") if options.tokens else ()
+    config = {key: value for key, value in vars(options).items() if key not in ("out", "commit", *unused)}
+    config |= {} if options.tokens else {"model": asdict(QWEN3)}
+    found = facts.of_this_run(config, options.commit, "benchmarks.vllm")
     facts.keep(
         options.out, name, kind, rows, found | facts.of_gpus(num_gpus) | ({"earlier": earlier} if earlier else {})
     )

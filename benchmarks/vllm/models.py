@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from benchmarks.vllm import Refused
-from crossdock.demo.models import write_checkpoint
 
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 64, "topk": 8, "intermediate_size": 256},
@@ -25,10 +24,23 @@ SMALL: dict[str, dict[str, Any]] = {
 HIDDEN = 2048
 
 
-def folder_of(name: str, parent: Path, hidden_size: int = HIDDEN) -> Path:
-    """Of a checkpoint: a name in SMALL, which is written below `parent`, or a path. Raises Refused."""
-    if name in SMALL:
-        return write_checkpoint(name, parent / name, dtype=torch.bfloat16, hidden_size=hidden_size, **SMALL[name])
-    if not (Path(name) / "config.json").is_file():
-        raise Refused(f"--tokens: expected {', '.join(SMALL)} or a folder with a config.json, got {name!r}")
-    return Path(name).resolve()
+def folders_of(text: str) -> dict[str, Path | None]:
+    """Checkpoints by name, as the command line gives them: some of SMALL, which have no folder yet, and folders. Raises
+    Refused."""
+    found: dict[str, Path | None] = {}
+    for word in filter(None, text.split(",")):
+        folder = None if word in SMALL else Path(word).resolve()
+        if folder and not (folder / "config.json").is_file():
+            raise Refused(f"--tokens: expected {', '.join(SMALL)} or a folder with a config.json, got {word!r}")
+        name = folder.name if folder else word
+        if name in found:
+            raise Refused(f"--tokens: expected models of different names, got {name!r} twice")
+        found[name] = folder
+    return found
+
+
+def made(name: str, parent: Path, hidden_size: int = HIDDEN) -> Path:
+    """One of SMALL, written below `parent`."""
+    from crossdock.demo.models import write_checkpoint
+
+    return write_checkpoint(name, parent / name, dtype=torch.bfloat16, hidden_size=hidden_size, **SMALL[name])

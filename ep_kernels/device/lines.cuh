@@ -9,7 +9,7 @@
 //   line 4..7   vector 28 .. 34  [high of 56 | tag]  vector 35 .. 41 ...    [high of 57 | tag] ...
 //
 // So a unit carries 60 vectors of 16 bytes (960 bytes), each at an aligned place of the row, in both memories. A unit of fp8
-// made here carries 56 vectors (896 columns) and in vectors 56 and 57 the scales of its 7 blocks.
+// made on the way (device/unit_fp8.cuh) carries 56 vectors (896 columns) and in vectors 56 and 57 the scales of its 7 blocks.
 //
 // Memory contract: the 128 bytes of a line that one warp instruction stores reach the memory of a peer as a whole, and one
 // warp instruction loads them as a whole. PTX promises this for 16 bytes only; NVLink and L2 move lines, and NCCL's LL128

@@ -118,9 +118,9 @@ __device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& 
   return sends;
 }
 
-// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one. Loads run
-// ahead, since they would queue behind a warp's own stores: while one partial leaves, the rows of the second and the places of the
-// third are under way.
+// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one. Loads
+// would queue behind a warp's own stores, so sums run ahead (kRunsAhead): while one partial leaves, the rows of the second and the
+// places of the third are under way. Else the places of the next alone are.
 __device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task next, bool more,
                                               u64 seq) {
   Task now = {};

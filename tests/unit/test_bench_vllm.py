@@ -239,21 +239,27 @@ def test_sequences_are_compared_until_they_part() -> None:
     other = [said(([1, 2, 3], -1.02), ([4, 0, 6], -1.03)), said(([7, 8, 9], -1.0))]
     row = tokens.row_of("m", AG, Outcome(other), first, 2, VERSIONS)
     assert (row.sequences, row.compared, row.equal, row.parted, row.fault) == (3, 8, 7, 1, "")
-    # 8 times the common -1, 3 of 0.02, 1 of 0.03 before the other parts and none of what follows, 3 of none
-    assert (row.gap_median, row.gap_p90, row.gap_max) == (0.0, 0.02, 0.03)
+    # gaps: half 0.02 and half 0; 0.03 and 0 of a token, 0 and "only one side has it" of the next; 0
+    assert (row.gap_median, row.gap_worst) == (0.01, 0.015)
     same = tokens.row_of("m", AG, Outcome(first), first, 2, VERSIONS)
-    assert (same.compared, same.equal, same.parted, same.gap_max) == (9, 9, 0, 0.0)
+    assert (same.compared, same.equal, same.parted, same.gap_worst) == (9, 9, 0, 0.0)
 
 
-def test_more_than_rounding_is_a_fault_and_so_is_no_answer() -> None:
-    first, other = [said(([1, 2], -1.0))], [said(([1, 2], -1.3))]
-    far = tokens.row_of("m", AG, Outcome([{**other[0], "logprobs": [[{"1": -1.3}, {"2": -1.3}]]}]), first, 1, VERSIONS)
-    assert far.fault == "logprobs are 0.30 apart, by median; rounding makes 0.05"
+@pytest.mark.parametrize("logprob", [-1.3, float("nan")])
+def test_a_rank_that_is_wrong_is_a_fault_and_so_is_no_answer(logprob: float) -> None:
+    """However right the others are, and however soon wrong sequences part."""
+    first = [said(*[([1, 2, 3, 4], -1.0)] * 24) for _ in range(4)]
+    far = {"tokens": [[1, 2, 3, 4]] * 24, "logprobs": [[{"1": logprob, "-1": logprob}] * 4] * 24}
+    row = tokens.row_of("m", AG, Outcome([*first[:3], far]), first, 4, VERSIONS)
+    assert row.gap_median == 0.0
+    assert row.fault.startswith("logprobs of a rank are ")
+    lost = {"tokens": [[9, 9, 9, 9]] * 24, "logprobs": [[{"9": -1.0}] * 4] * 24}
+    row = tokens.row_of("m", AG, Outcome([*first[:3], lost]), first, 4, VERSIONS)
+    assert (row.parted, row.gap_median) == (24, 0.0)
+    assert row.fault == "logprobs of a rank are inf apart; rounding makes 0.1 at most"
     broken = tokens.row_of("m", AG, Outcome(fault="rank 0 ended with 9", rank=0), first, 1, VERSIONS)
     assert (broken.fault, broken.compared) == ("rank 0 ended with 9", None)
-    alone = tokens.row_of("m", AG, Outcome(other), [], 1, VERSIONS)
-    assert alone.fault == "nothing to compare with: the first backend gave no tokens"
-    lines = tokens.table([far, broken]).splitlines()
+    lines = tokens.table([row, broken]).splitlines()
     assert lines[0].split() == list(tokens.SHOWN)
     assert "None" not in lines[2]
 
@@ -268,15 +274,15 @@ def test_prompts_are_the_same_each_time_and_uneven_over_the_ranks() -> None:
 
 @pytest.mark.parametrize("name", models.SMALL)
 def test_a_small_checkpoint_is_one(name: str, tmp_path: Path) -> None:
-    folder = models.folder_of(name, tmp_path, hidden_size=64)
+    folder = models.made(name, tmp_path, hidden_size=64)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == name
     assert config["num_experts_per_tok"] == models.SMALL[name]["topk"]
     assert config.get("kv_lora_rank") == models.SMALL[name].get("fields", {}).get("kv_lora_rank")
     assert list(folder.glob("*.safetensors"))
-    assert models.folder_of(str(folder), tmp_path) == folder
-    with pytest.raises(Refused, match="qwen3_moe, deepseek_v2, mixtral or a folder with"):
-        models.folder_of("x", tmp_path)
+    assert models.folders_of(f"{folder},") == {name: folder}
+    with pytest.raises(Refused, match=f"expected models of different names, got '{name}' twice"):
+        models.folders_of(f"{name},{folder}")
 
 
 # The whole program, over a package that stands for vLLM.
@@ -327,15 +333,37 @@ def test_tokens_are_compared_with_those_of_the_first_engine(
     with (stand_in / "vllm-tokens.csv").open(newline="", encoding="utf-8") as file:
         first, broken = csv.DictReader(file)
     assert (first["model"], first["sequences"], first["compared"], first["equal"]) == ("mine", "51", "816", "816")
-    assert (first["gap_max"], first["fault"]) == ("0.0", "")
+    assert (first["gap_worst"], first["fault"]) == ("0.0", "")
     assert "ValueError: no eager here" in broken["fault"]
     assert "no eager here" in capsys.readouterr().out
-    assert json.loads((stand_in / "run.json").read_text())["config"]["tokens"] == "mine"
+    config = json.loads((stand_in / "run.json").read_text())["config"]
+    assert config["tokens"] == "mine"
+    assert not {"model", "prefill"} & set(config), "what was not run"
 
 
-def test_a_checkpoint_that_is_none_is_refused(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--out", "out", "--tokens", "nothing"]) == 2
-    assert "or a folder with a config.json, got 'nothing'" in capsys.readouterr().err
+def test_without_the_first_engine_nothing_is_compared(stand_in: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert bench.main(["--out", "out", "--tokens", "mine", "--backends", "ag+eager,ag"]) == 1
+    with (stand_in / "vllm-tokens.csv").open(newline="", encoding="utf-8") as file:
+        (only,) = csv.DictReader(file)
+    assert "ValueError: no eager here" in only["fault"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nothing"], "or a folder with a config.json, got 'nothing'"),
+        (["mixtral", "--backends", "ll"], "expected two or more beside --tokens, got 'll'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], expected: str, stand_in: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--out", "out", "--tokens", *words]) == 2
+    assert expected in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.parsed(["--out", "x", "--tokens", "mixtral", "--experts"])
 
 
 def test_engines_are_measured_and_one_that_fails_is_a_row(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import ssl
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,7 +22,7 @@ PROGRAMS = ("cert-manager", *KINDS)
 
 def values() -> dict[str, Any]:
     """Values of the chart that take that issuer."""
-    return {"tls": {"enabled": True, "issuer": {"name": "crossdock", "kind": "Issuer"}}}
+    return {"tls": {"enabled": True, "issuer": {"name": "crossdock", "kind": "Issuer"}, "http": "mtls"}}
 
 
 def start(cluster: Cluster, namespace: str) -> None:
@@ -31,6 +35,21 @@ def start(cluster: Cluster, namespace: str) -> None:
     cluster.eventually(
         "the authority is made", lambda: is_ready(cluster, namespace, "crossdock-ca"), instead=_log(cluster)
     )
+
+
+def context(cluster: Cluster, namespace: str, name: str, *, shows: bool) -> ssl.SSLContext:
+    """Of a caller by HTTPS who trusts the authority of a Secret, and who `shows` its certificate or none."""
+    path = f"/api/v1/namespaces/{namespace}/secrets/{name}"
+    found = {key: base64.b64decode(text) for key, text in cluster.api.ask("GET", path).done()["data"].items()}
+    made = ssl.create_default_context(cadata=found["ca.crt"].decode())
+    made.check_hostname = False  # pods are asked by their addresses
+    if shows:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, key) for key in ("tls.crt", "tls.key")]
+            for file in files:
+                file.write_bytes(found[file.name])
+            made.load_cert_chain(*files)
+    return made
 
 
 def is_ready(cluster: Cluster, namespace: str, name: str) -> bool:

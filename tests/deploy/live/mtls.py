@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import uuid
 from typing import Any
-from urllib.request import ProxyHandler, build_opener
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import pytest
 
@@ -59,12 +60,30 @@ def test_who_shows_a_certificate_gets_right_answers_and_who_shows_none_is_refuse
         run(release, *STATUS, "--timeout", "5")
 
 
+def fetched(release: Release, pod: dict[str, Any], path: str, *, shows: bool = True, scheme: str = "https") -> str:
+    """A page of a control plane's pod, by a caller who shows the certificate of clients, or none."""
+    context = certificates.context(release.cluster, NAMESPACE, "moe-client-tls", shows=shows)
+    opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
+    with opener.open(f"{scheme}://{pod['status']['podIP']}:7401{path}", timeout=30) as response:
+        return str(response.read().decode())
+
+
+def test_probes_are_answered_to_all_and_metrics_to_who_shows_a_certificate(release: Release) -> None:
+    """The kubelet, who shows none, has found the pods ready."""
+    pod = release.pods("control")[0]
+    assert fetched(release, pod, "/livez", shows=False)
+    assert "crossdock_certificate_not_after_seconds" in fetched(release, pod, "/metrics")
+    with pytest.raises(HTTPError, match="403"):
+        fetched(release, pod, "/metrics", shows=False)
+    with pytest.raises((URLError, OSError)):
+        fetched(release, pod, "/livez", scheme="http")
+
+
 def renewals(release: Release) -> list[float]:
     """How often each control plane took up a new certificate."""
-    opener, found = build_opener(ProxyHandler({})), []
+    found = []
     for pod in release.pods("control"):
-        with opener.open(f"http://{pod['status']['podIP']}:7401/metrics", timeout=30) as response:
-            text = response.read().decode()
+        text = fetched(release, pod, "/metrics")
         told = re.search(r'^crossdock_certificate_reloads_total{result="ok"} (\S+)', text, re.M)
         found.append(float(told[1]) if told else 0.0)
     return found
