@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from crossdock.common.addresses import format_address, reachable_from_here, split_address, split_targets
+from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address, split_targets
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig
 from crossdock.common.settings import DockerConfig, SecurityConfig
 
@@ -185,7 +185,7 @@ def _begun(pid: int) -> str:
 
 def _free(host: str, count: int, held: contextlib.ExitStack) -> int:
     """The first of `count` consecutive ports that nobody uses; they are kept until `held` is closed."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     for _ in range(_TRIES):
         with contextlib.ExitStack() as tried:
             first = 0

@@ -22,7 +22,7 @@ import msgspec
 
 from crossdock.child import EXITS_FOR_GOOD, Child
 from crossdock.common import rpc
-from crossdock.common.addresses import format_address, reachable_from_here, split_address
+from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.line import BlockingLine
@@ -221,7 +221,7 @@ class Supervisor(Watched):
         """
         host, port = split_address(listen)
         if port == 0:
-            held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            held = socket.socket(family_of(host))
             self._ports.append(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((host, 0))
@@ -244,7 +244,7 @@ class Supervisor(Watched):
 
 def _check_free(field: str, listen: str) -> None:
     host, port = split_address(listen)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from crossdock.common.addresses import format_address, reachable_from_here, split_address
+from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import seen_from_outside
 from crossdock.common.config import (
     ConfigFileError,
@@ -106,6 +107,7 @@ def test_a_required_field_is_named() -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "host:65535", "[::1]:80"])
 def test_addresses_split_and_join(address: str) -> None:
     assert format_address(*split_address(address)) == address
+    assert (family_of(split_address(address)[0]) == socket.AF_INET6) == address.startswith("[")
 
 
 @pytest.mark.parametrize("address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 MAX_PORT = 65535
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that stand for all of this one's interfaces; how this host itself reaches them."""
@@ -34,6 +36,11 @@ def split_targets(targets: str) -> tuple[str, ...]:
 def format_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a socket that binds to it or connects to it; names are of IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def reachable_from_here(address: str) -> str:

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
+from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 from socketserver import TCPServer
 from typing import cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from crossdock.common.addresses import EVERY_INTERFACE, format_address, split_address
+from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security
@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
         self.host = host
         if host in EVERY_INTERFACE:  # of both families, as grpc does it: a pod may have an address of either
             host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        self.address_family = AF_INET6 if ":" in host else AF_INET
+        self.address_family = family_of(host)
         self.registry, self.ready = registry, ready
         self.security = None if security is None or security.config.http == "plain" else security
         super().__init__((host, port), _Handler)
