@@ -25,6 +25,22 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec { T at[N]; };
 template <class T, i32 N>
 using Words = Vec<u32, N * static_cast<i32>(sizeof(T)) / 4>;
 
+// N values of a row from `column` on, 16 bytes at a time; 0 past the row.
+template <class T, i32 N>
+__device__ __forceinline__ Words<T, N> load_words(const T* row, i32 column, i32 hidden) {
+  constexpr i32 kWords = N * static_cast<i32>(sizeof(T)) / 4, kStep = kWords < 4 ? kWords : 4;
+  Words<T, N> words = {};
+#pragma unroll
+  for (i32 i = 0; i < kWords; i += kStep) {
+    const i32 at = column + i * 4 / static_cast<i32>(sizeof(T));
+    if (at >= hidden) continue;
+    const Vec<u32, kStep> loaded = *reinterpret_cast<const Vec<u32, kStep>*>(row + at);
+#pragma unroll
+    for (i32 j = 0; j < kStep; ++j) words.at[i + j] = loaded.at[j];
+  }
+  return words;
+}
+
 // Value i of T in such words, as fp32; exact.
 template <class T>
 __device__ __forceinline__ f32 value_in(const u32* word, i32 i) {

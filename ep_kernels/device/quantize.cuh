@@ -31,6 +31,14 @@ __device__ __forceinline__ Columns<T> load_columns(const u8* from) {
   return columns;
 }
 
+template <class T>
+__device__ __forceinline__ Columns<T> columns_of(const u32 (&word)[Columns<T>::kWords]) {
+  Columns<T> columns;
+#pragma unroll
+  for (i32 i = 0; i < Columns<T>::kWords; ++i) columns.word[i] = word[i];
+  return columns;
+}
+
 __device__ __forceinline__ Columns<f32> columns_of(const f32 (&value)[kWideColumns]) {
   Columns<f32> columns;
 #pragma unroll

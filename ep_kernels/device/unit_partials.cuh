@@ -35,27 +35,6 @@ __device__ __forceinline__ u8* head_at(const CombineArgs& args, i32 at, i32 from
 __device__ __forceinline__ i32 first_column() { return first_offset() / static_cast<i32>(sizeof(C)); }
 constexpr i32 kSecondColumn = kSecond / static_cast<i32>(sizeof(C));
 
-// Columns of one vector as Y, in whole words.
-struct RowVector {
-  static constexpr i32 kWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
-  u32 word[kWords];
-};
-
-// Columns of Y from `column` on, as they lie in memory; zero past the row.
-__device__ __forceinline__ RowVector load_columns(const Y* row, i32 column, i32 hidden) {
-  constexpr i32 kStep = RowVector::kWords < 4 ? RowVector::kWords : 4;
-  RowVector value = {};
-#pragma unroll
-  for (i32 i = 0; i < RowVector::kWords; i += kStep) {
-    const i32 at = column + i * 4 / static_cast<i32>(sizeof(Y));
-    if (at >= hidden) continue;
-    const Vec<u32, kStep> loaded = *reinterpret_cast<const Vec<u32, kStep>*>(row + at);
-#pragma unroll
-    for (i32 j = 0; j < kStep; ++j) value.word[i + j] = loaded.at[j];
-  }
-  return value;
-}
-
 // A unit of one partial (or, exact, of one routed row), as a warp sees it.
 struct Task {
   i32 source, position, index;
@@ -82,11 +61,15 @@ __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&secon
     return {pack(first), pack(second)};
 }
 
+// What a vector takes of a row of y.
+using RowVector = Words<Y, kVector>;
+constexpr i32 kRowWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
+
 // Adds one row's columns to the sums: the first row sets them, so that -0 stays -0.
 __device__ __forceinline__ void add_row(const RowVector& y, f32 weight, bool first, f32 (&sum)[kVector]) {
 #pragma unroll
   for (i32 i = 0; i < kVector; ++i) {
-    const f32 column = value_in<Y>(y.word, i), value = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
+    const f32 column = value_in<Y>(y.at, i), value = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
     sum[i] = first ? value : __fadd_rn(sum[i], value);
   }
 }
@@ -99,7 +82,7 @@ __device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidd
 constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
 // A partial's rows are asked for while the one before is still under way, where registers hold both; and as many together as they hold.
 constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
-constexpr i32 kAhead = KIND == PER_EXPERT && RowVector::kWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
+constexpr i32 kAhead = KIND == PER_EXPERT && kRowWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
 
 // What has been asked for of a partial, perhaps on its way: this lane's part of kAhead of its rows.
 struct Asked {
@@ -123,8 +106,8 @@ __device__ __forceinline__ void ask_rows(const CombineArgs& args, const Task& ta
     if (asked.left == 0) continue;
     const Y* row = row_of(args, task, __ffs(asked.left) - 1);
     asked.left &= asked.left - 1;
-    if (!(kFp8 && lone)) asked.rows[j][0] = load_columns(row, column, hidden);
-    if (!lone) asked.rows[j][1] = load_columns(row, column + kSecondColumn, hidden);
+    if (!(kFp8 && lone)) asked.rows[j][0] = load_words<Y, kVector>(row, column, hidden);
+    if (!lone) asked.rows[j][1] = load_words<Y, kVector>(row, column + kSecondColumn, hidden);
   }
 }
 

@@ -24,22 +24,6 @@ __device__ __forceinline__ u8* head_at(const DispatchArgs& args, i32 at, i32 sou
   return array_at(args, at, args.world.map.heads, args.world.map.heads_stride) + source * 16;
 }
 
-// 16 columns from `column` on, as they lie; 0 past the row.
-template <class T>
-__device__ __forceinline__ quant::Columns<T> load_columns(const T* row, i32 column, i32 hidden) {
-  constexpr i32 kWords = quant::Columns<T>::kWords;
-  quant::Columns<T> columns = {};
-#pragma unroll
-  for (i32 i = 0; i < kWords; i += 4) {
-    const i32 at = column + i * 4 / static_cast<i32>(sizeof(T));
-    if (at >= hidden) continue;
-    const Vec<u32, 4> four = *reinterpret_cast<const Vec<u32, 4>*>(row + at);
-#pragma unroll
-    for (i32 j = 0; j < 4; ++j) columns.word[i + j] = four.at[j];
-  }
-  return columns;
-}
-
 // 16 bytes of what travels for a token: the row, then the caller's scales.
 __device__ __forceinline__ Vector load_raw(const DispatchArgs& args, i64 token, i32 offset) {
   const World& world = args.world;
@@ -57,8 +41,8 @@ __device__ __forceinline__ Unit make_unit(const DispatchArgs& args, i32 token, i
     quant::Columns<X> first = {}, second = {};
     const X* row = reinterpret_cast<const X*>(args.x) + static_cast<i64>(token) * world.hidden;
     if (!is_tag_lane()) {
-      first = load_columns(row, index * kUnitColumns + at, world.hidden);
-      second = load_columns(row, index * kUnitColumns + at + kSecond, world.hidden);
+      first = quant::columns_of<X>(load_words<X, 16>(row, index * kUnitColumns + at, world.hidden).at);
+      second = quant::columns_of<X>(load_words<X, 16>(row, index * kUnitColumns + at + kSecond, world.hidden).at);
     }
     return quantize_unit(first, second, args.power_of_two != quant::kFp32);
   } else {
