@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = plan.runs_of(options.backends or (tokens if options.tokens else plan).USUAL, eager=options.eager)
         if options.tokens and len(runs) < 2:
             raise Refused(f"--backends: expected two or more beside --tokens, got {options.backends!r}")
-        models.folders_of(options.tokens)
+        folders = models.folders_of(options.tokens)
         check(1 if options.experts else options.ranks)
-        return (
-            experts(options)
-            if options.experts
-            else agreement(options, runs)
-            if options.tokens
-            else steps(options, runs)
-        )
+        if options.experts:
+            return experts(options)
+        if options.tokens:
+            return agreement(options, runs, folders)
+        return steps(options, runs)
     except Refused as refused:
         print(f"benchmarks.vllm: {refused}", file=sys.stderr)
         return 2
@@ -102,30 +100,34 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
         for run in runs:
-            print(f"{run.name}: starting {options.ranks} ranks", flush=True)
-            arguments = plan.engine_arguments(run, name, options.memory, options.max_num_batched_tokens)
-            outcome = launch.measured(run, sizes, arguments, options.out / "logs" / run.name)
+            outcome = engine(options, run, sizes, run.name, name, "dummy")
             rows += plan.rows_of(run, options.ranks, outcome, (vllm, torch_version, gpu))
             print(plan.table(rows), flush=True)
             write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
     return 1 if any(row.fault for row in rows) else 0
 
 
-def agreement(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
+def engine(
+    options: argparse.Namespace, run: plan.Run, sizes: launch.Sizes, name: str, folder: str, weights: str
+) -> plan.Outcome:
+    """One engine over a checkpoint's folder, from its start to its end; its logs go by `name`."""
+    print(f"{name}: starting {options.ranks} ranks", flush=True)
+    arguments = plan.engine_arguments(run, folder, options.memory, options.max_num_batched_tokens, weights)
+    return launch.measured(run, sizes, arguments, options.out / "logs" / name)
+
+
+def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Mapping[str, Path | None]) -> int:
     """Each model on one engine after the other; 1 where one gave no tokens, or logprobs far from those of the first."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
-    sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline)
+    sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline, tokens=True)
     earlier = facts.without(facts.standing(options.out), ["vllm-tokens"])
     rows: list[tokens.Row] = []
-    for model, given in models.folders_of(options.tokens).items():
+    for model, given in folders.items():
         with tempfile.TemporaryDirectory() as parent:
             folder = str(given or models.made(model, Path(parent)))
             first: Sequence[tokens.Found] = ()
             for run in runs:
-                print(f"{model}, {run.name}: starting {options.ranks} ranks", flush=True)
-                most = options.max_num_batched_tokens
-                arguments = plan.engine_arguments(run, folder, options.memory, most, "auto")
-                outcome = launch.measured(run, sizes, arguments, options.out / "logs" / model / run.name)
+                outcome = engine(options, run, sizes, f"{model}/{run.name}", folder, "auto")
                 first = first or outcome.results
                 rows.append(tokens.row_of(model, run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
                 print(tokens.table(rows), flush=True)

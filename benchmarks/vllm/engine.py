@@ -36,7 +36,8 @@ class Order:
         deadline_s: of each wait for the others.
         parent: process to die with.
         decode, prefill: sequences of a decode batch, prompts of a prefill.
-        runs: times of each; 0: tokens, no times (`tokens.py`).
+        runs: times of each.
+        tokens: no times, but what this rank says (`tokens.py`).
         result: file.
     """
 
@@ -50,6 +51,7 @@ class Order:
     decode: int
     prefill: int
     runs: int
+    tokens: bool
     result: str
 
     def text(self) -> str:
@@ -73,7 +75,7 @@ def main(text: str) -> None:
     from vllm import LLM
 
     llm = LLM(**order.arguments)
-    found = taken(llm, order, meet) if order.runs else written(llm, order, meet)
+    found = written(llm, order, meet) if order.tokens else taken(llm, order, meet)
     found["most_tokens"] = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     whole = Path(order.result)
     part = whole.with_suffix(".part")
@@ -110,7 +112,7 @@ def taken(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
 
 
 def written(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
-    """ "tokens" and "logprobs" of this rank's prompts, as `tokens.Found` says."""
+    """The answers to this rank's prompts, as `tokens.Found` has them."""
     from vllm import SamplingParams
 
     how = SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=TOP, ignore_eos=True, detokenize=False)

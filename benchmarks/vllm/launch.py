@@ -49,6 +49,7 @@ class Sizes:
     prefill: int
     runs: int
     deadline_s: float
+    tokens: bool = False
 
 
 def measured(
@@ -64,7 +65,7 @@ def measured(
         for rank in range(sizes.ranks):
             order = Order(
                 arguments, run.backend.tier != "built in", rank, sizes.ranks, store.port, sizes.deadline_s, os.getpid(),
-                sizes.decode, sizes.prefill, sizes.runs, str(folder / f"rank-{rank}.json"),
+                sizes.decode, sizes.prefill, sizes.runs, sizes.tokens, str(folder / f"rank-{rank}.json"),
             )  # fmt: skip
             ranks.append(_started(order, environment(run, rank, sizes.ranks, port), folder, command))
         outcome = _outcome(ranks, sizes.deadline_s, run.backend.manager)

@@ -93,9 +93,7 @@ def config_json(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_arguments(
-    run: Run, model_folder: str, memory: float, most_tokens: int, weights: str = "dummy"
-) -> dict[str, Any]:
+def engine_arguments(run: Run, model_folder: str, memory: float, most_tokens: int, weights: str) -> dict[str, Any]:
     """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency.
     `weights`: "dummy", or "auto" for those of the folder."""
     eager = run.mode == "eager"

@@ -50,12 +50,12 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(names: str) -> None:
 
 def test_an_engine_is_told_its_backend_and_its_mode() -> None:
     for run in plan.runs_of("ag,deepep_v2,ht1,ll+eager", eager=False):
-        given = plan.engine_arguments(run, "folder", 0.5, 0)
+        given = plan.engine_arguments(run, "folder", 0.5, 0, "dummy")
         assert given["all2all_backend"] == run.backend.slot
         assert given.get("enforce_eager", False) == (run.mode == "eager") == ("compilation_config" not in given)
         assert "max_num_batched_tokens" not in given
         assert plan.environment(run, 1, 2, 5)["CROSSDOCK_VLLM"] == run.backend.tier.replace("built in", "off")
-    assert plan.engine_arguments(AG, "folder", 0.5, 512)["max_num_batched_tokens"] == 512
+    assert plan.engine_arguments(AG, "folder", 0.5, 512, "dummy")["max_num_batched_tokens"] == 512
     assert plan.LONG + plan.START <= plan.MOST_LENGTH
     assert plan.PROMPT + 1 <= plan.MOST_LENGTH
 
