@@ -23,8 +23,8 @@ constexpr i32 kLineInts = 28;         // 32-bit words of a line of numbers
 constexpr i32 kLineMetas = 7;         // 16-byte records of a line
 
 // Index of a position in the arrays of lines, which have room for steps that run LL; other arrays have it for max_tokens.
-__device__ __forceinline__ i64 line_position(const World& world, i32 rank, i32 position) {
-  return static_cast<i64>(rank) * world.ll_tokens + position;
+__device__ __forceinline__ i32 line_position(const World& world, i32 rank, i32 position) {
+  return rank * world.ll_tokens + position;
 }
 
 struct alignas(16) Vector {
@@ -70,14 +70,15 @@ __device__ __forceinline__ void store_unit(u8* at, const Unit& unit, u64 tag) {
   ptx::store_pair(mine + kHalf, tagged ? unit.first.high : unit.second.low, tagged ? tag : unit.second.high);
 }
 
-// False in a lane whose lines have another tag. Loads are started, not waited for: several may be asked for before the vote.
-__device__ __forceinline__ bool peek_unit(const u8* at, u64 tag, Unit* unit) {
+// False in a lane whose lines have another tag. Loads are started, not waited for: several may be asked for before the vote. Where
+// nothing is `wanted` (the same in all lanes), nothing is loaded and nothing missing, without a branch.
+__device__ __forceinline__ bool peek_unit(const u8* at, u64 tag, Unit* unit, bool wanted = true) {
   const u8* mine = at + lane_idx() * 16;
-  const Vector a = ptx::load_pair<Vector>(mine), b = ptx::load_pair<Vector>(mine + kHalf);
+  const Vector a = ptx::load_pair_if<Vector>(mine, wanted), b = ptx::load_pair_if<Vector>(mine + kHalf, wanted);
   const bool tagged = is_tag_lane();
   unit->first = {a.low, tagged ? b.low : a.high};
   unit->second = b;
-  return !tagged || (a.high == tag && b.high == tag);
+  return !tagged | !wanted | (a.high == tag & b.high == tag);
 }
 
 // Up to four lines of any content: lane i moves vector i; data of tag lanes is lost.

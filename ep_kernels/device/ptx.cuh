@@ -45,6 +45,16 @@ __device__ __forceinline__ T load_pair(const u8* address) {
   return value;
 }
 
+// The same where `wanted`; else nothing is loaded.
+template <class T>
+__device__ __forceinline__ T load_pair_if(const u8* address, bool wanted) {
+  T value = {0, 0};
+  asm volatile("{\n .reg .pred wanted;\n .reg .b128 pair;\n setp.ne.s32 wanted, %3, 0;\n mov.b128 pair, {%0, %1};\n"
+               " @wanted ld.relaxed.sys.global.b128 pair, [%2];\n mov.b128 {%0, %1}, pair;\n}"
+               : "+l"(value.low), "+l"(value.high) : "l"(address), "r"(static_cast<i32>(wanted)) : "memory");
+  return value;
+}
+
 // May be as old as the kernel: the first answer of an SM serves all its warps, where thousands asking for one line would queue.
 __device__ __forceinline__ u64 load_cached(const u64* address) {
   u64 value;
@@ -52,10 +62,10 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
   return value;
 }
 
-// Asks for what an ordinary load wants soon; nothing waits for it.
-__device__ __forceinline__ void hurry(const i32* address) {
-  i32 value;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+// The same address, which the compiler cannot work out anew wherever it is used.
+__device__ __forceinline__ u8* known(u8* address) {
+  asm volatile("" : "+l"(address));
+  return address;
 }
 
 // For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.

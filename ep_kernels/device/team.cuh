@@ -73,27 +73,26 @@ __device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 so
 __device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
 __device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
 
-// Work that the warps of a rank take as they come to it, since the links serve some later than others. The first three items of
+// Work that the warps of a rank take as they come to it, since the links serve some later than others. The first two items of
 // each warp are its own; later ones are asked for an item ahead. The last block to arrive resets `taken`.
 struct Queue {
   Divisor items, sources;
-  i32 base;         // first item that is nobody's
-  u64* taken;       // of those, how many have been taken
-  u64 answer;       // lane 0: to what was asked last, perhaps on its way: base + answer comes after `next`
-  Turn turn, next;  // what comes now, and after it
+  i32 base;    // first item that is nobody's
+  u64* taken;  // of those, how many have been taken
+  u64 answer;  // lane 0: to what was asked last, perhaps on its way: base + answer comes after `turn`
+  Turn turn;   // what comes now
 };
 
 // Were `taken` known to be the same in all lanes, the compiler would ask for the whole warp at once and wait for the answer there
 // and then, 0.6 us per item: hence threadIdx.y, which is 0.
 __device__ __forceinline__ Queue queue_of(Team team, Divisor items, Divisor sources, u64* taken) {
   const i32 first = first_item(team), step = num_items_at_once(team);
-  return {items, sources, 3 * step, taken + threadIdx.y, static_cast<u64>(first - step),
-          turn_of(first, items, sources), turn_of(first + step, items, sources)};
+  return {items, sources, 2 * step, taken + threadIdx.y, static_cast<u64>(first - step), turn_of(first, items, sources)};
 }
 
-// After turn = next: what comes after it, and asks for one more.
+// Goes on to what comes next, and asks for one more.
 __device__ __forceinline__ void refill(Queue& queue) {
-  queue.next = turn_of(queue.base + static_cast<i32>(__shfl_sync(~0u, queue.answer, 0)), queue.items, queue.sources);
+  queue.turn = turn_of(queue.base + static_cast<i32>(__shfl_sync(~0u, queue.answer, 0)), queue.items, queue.sources);
   if (lane_idx() == 0) queue.answer = ptx::take_relaxed_gpu(queue.taken, 1);
 }
 

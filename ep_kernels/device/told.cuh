@@ -7,40 +7,12 @@ struct Told {
   i32 rows[MAX_RANKS], invalid;
 };
 
-// One block routes and counts everything, into shared memory that is zero. All threads; a block barrier follows. Returns what
-// this warp counted: of a single chunk, all rows per rank.
-__device__ __forceinline__ Walk count_all(const DispatchArgs& args, const LlScratch& scratch, Told& told) {
-  constexpr i32 kAhead = 2;
-  const World& world = args.world;
-  const i32 entries = kPerExpert ? args.num_tokens * world.topk : 0;
-  auto count = [&](i32 key) {
-    if (key >= 0) atomicAdd(&scratch.before[(key >> 16) * world.local_stride + (key & 0xFFFF)], 1);
-  };
-  auto key_at = [&](i32 e, i32 id) {
-    if (args.cached) return key_of(world, args.home[e]);
-    const i32 key = look_up(world, scratch.table, id);
-    return key == kChoose ? choose_copy(world, id, e / world.topk) : key;
-  };
-  i32 ids[kAhead];  // on their way while ranks are counted
-#pragma unroll
-  for (i32 a = 0; a < kAhead; ++a) {
-    const i32 e = threadIdx.x + a * THREADS;
-    ids[a] = e < entries ? args.topk_ids[e] : kNowhere;
-  }
-  Walk mine = {0, 0, 0, 0};
-  route_chunks(args, scratch, [&](Routed routed) {
-    if (routed.invalid != 0) atomicAdd(&told.invalid, routed.invalid);
-    mine.mask = routed.ranks;
-    count_chunk(world, mine);
-  });
-  if (mine.low != 0) atomicAdd(&told.rows[lane_idx()], mine.low);
-  if (mine.high != 0) atomicAdd(&told.rows[lane_idx() + 32], mine.high);
-#pragma unroll
-  for (i32 a = 0; a < kAhead; ++a)
-    if (threadIdx.x + a * THREADS < entries) count(key_at(threadIdx.x + a * THREADS, ids[a]));
-#pragma unroll 1
-  for (i32 e = threadIdx.x + kAhead * THREADS; e < entries; e += THREADS) count(key_at(e, args.topk_ids[e]));
-  return mine;
+// Counts an entry in one block's shared memory, which is zero; `fresh`: the first of its token for its rank. All lanes.
+__device__ __forceinline__ void count_entry(const World& world, const LlScratch& scratch, Told& told, i32 key, bool fresh) {
+  const u32 same = __match_any_sync(~0u, fresh ? key >> 16 : -1);
+  if (fresh && lane_idx() == __ffs(same) - 1) atomicAdd(&told.rows[key >> 16], __popc(same));
+  if (kPerExpert && key >= 0) atomicAdd(&scratch.before[index_of(world, key)], 1);
+  if (key == kInvalid) atomicAdd(&told.invalid, 1);
 }
 
 // One warp tells everybody how many rows come, before rows fill the links: `low` to rank `lane`, `high` to rank 32 + lane.
@@ -51,11 +23,11 @@ __device__ __forceinline__ void tell_heads(const DispatchArgs& args, i32 low, i3
       ptx::store_pair(head_at(args, peer, rank), static_cast<u32>(peer < 32 ? low : high) | (seq - origin) << 32, seq);
 }
 
-// One block tells how many for each expert.
+// One block tells how many for each expert; its first warp, which tells heads, last.
 __device__ __forceinline__ void tell_counts(const DispatchArgs& args, const LlScratch& scratch, u64 seq) {
   const World& world = args.world;
 #pragma unroll 1
-  for (i32 peer = warp_idx(); kPerExpert && peer < world.size; peer += num_warps()) {
+  for (i32 peer = (warp_idx() + num_warps() - 1) % num_warps(); kPerExpert && peer < world.size; peer += num_warps()) {
     if (!is_active(peer)) continue;
     const i32* counts = scratch.before + peer * world.local_stride;
     auto word = [&](i32 i) -> u32 { return i < world.local_stride ? counts[i] : 0; };

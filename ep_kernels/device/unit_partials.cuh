@@ -13,10 +13,10 @@ __device__ __forceinline__ i64 position_of(const World& world, i32 owner, i32 po
   return static_cast<i64>(owner) * world.max_tokens + position;
 }
 
-__device__ __forceinline__ u8* home_lines_at(const CombineArgs& args, i32 rank, i32 row) {
+// Unit row * home_units + index; units are fewer than 2^31, as they are of 1024 bytes.
+__device__ __forceinline__ u8* home_lines_at(const CombineArgs& args, i32 rank) {
   const RegionMap& map = args.world.map;
-  return region_at<u8>(args.world, rank, map.home_lines + args.slot * map.home_lines_stride) +
-         static_cast<i64>(row) * args.world.home_units * kUnitBytes;
+  return region_at<u8>(args.world, rank, map.home_lines + args.slot * map.home_lines_stride);
 }
 
 __device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i64 position) {
@@ -65,22 +65,41 @@ __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&secon
 using RowVector = Words<Y, kVector>;
 constexpr i32 kRowWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
 
-// Adds one row's columns to the sums: the first row sets them, so that -0 stays -0.
-__device__ __forceinline__ void add_row(const RowVector& y, f32 weight, bool first, f32 (&sum)[kVector]) {
+// What a sum may begin with instead, so that the first term stays what it is; 0 where there are none.
+template <i32 N>
+__device__ __forceinline__ void begin_sum(bool terms, f32 (&sum)[N]) {
 #pragma unroll
-  for (i32 i = 0; i < kVector; ++i) {
-    const f32 column = value_in<Y>(y.at, i), value = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
-    sum[i] = first ? value : __fadd_rn(sum[i], value);
+  for (i32 i = 0; i < N; ++i) sum[i] = terms ? -0.0f : 0.0f;
+}
+
+// Adds a term to the sums; the first one they are, so that -0 stays -0.
+template <i32 N>
+__device__ __forceinline__ void add_columns(const f32 (&term)[N], bool first, f32 (&sum)[N]) {
+  if (first) {
+#pragma unroll
+    for (i32 i = 0; i < N; ++i) sum[i] = term[i];
+  } else {
+#pragma unroll
+    for (i32 i = 0; i < N; ++i) sum[i] = __fadd_rn(sum[i], term[i]);
   }
 }
 
-// Rows that travel as they are: 16 bytes from `column` on, 0 past the row.
-__device__ __forceinline__ Vector load_vector(const Y* row, i32 column, i32 hidden) {
-  return column < hidden ? *reinterpret_cast<const Vector*>(row + column) : Vector{0, 0};
+// This lane's part of a row: both its vectors, weighted.
+__device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, bool first, f32 (&sum)[2][kVector]) {
+#pragma unroll
+  for (i32 half = 0; half < 2; ++half) {
+    f32 term[kVector];
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) {
+      const f32 column = value_in<Y>(y[half].at, i);
+      term[i] = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
+    }
+    add_columns(term, first, sum[half]);
+  }
 }
 
 constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
-// A partial's rows are asked for while the one before is still under way, where registers hold both; and as many together as they hold.
+// A partial's rows are asked for before the one before leaves, where registers hold both; and as many together as they hold.
 constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
 constexpr i32 kAhead = KIND == PER_EXPERT && kRowWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
 
@@ -111,35 +130,31 @@ __device__ __forceinline__ void ask_rows(const CombineArgs& args, const Task& ta
   }
 }
 
-// Part of a row that travels as it is; 0 if it was dropped.
-__device__ __forceinline__ Unit move_row(const CombineArgs& args, const Task& task) {
-  if (task.taken == 0) return {};
-  const i32 hidden = args.world.hidden, column = column_of(task);
-  const Y* row = row_of(args, task, __ffs(task.taken) - 1);
-  Unit unit = {load_vector(row, column, hidden), {0, 0}};
-  if (!is_tag_lane()) unit.second = load_vector(row, column + kSecondColumn, hidden);
-  return unit;
-}
+__device__ __forceinline__ Vector vector_in(const RowVector& y) { return vector_of(y.at[0], y.at[1], y.at[2], y.at[3]); }
 
-// This lane's part of a partial, whose first rows have been asked for where they run ahead. 0 if all were dropped.
+// This lane's part of a partial, whose first rows have been asked for. 0 if all were dropped.
 __device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task, Asked& asked) {
-  if constexpr (kMoves) return move_row(args, task);
-  f32 first[kVector] = {}, second[kVector] = {};
-  bool begun = false;
-  for (u32 left = task.taken; left != 0;) {
-    if (!kRunsAhead) ask_rows(args, task, asked);
+  if constexpr (kMoves) return {vector_in(asked.rows[0][0]), vector_in(asked.rows[0][1])};
+  if (task.taken == 0) return {};
+  f32 sum[2][kVector];
+  u32 left = task.taken;
+  auto add = [&](i32 j, bool first) {
+    const f32 weight = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, __ffs(left) - 1) : 1.0f;
+    left &= left - 1;
+    add_row(asked.rows[j], weight, first, sum);
+  };
+  add(0, true);
 #pragma unroll
-    for (i32 j = 0; j < kAhead; ++j) {
-      if (left == 0) break;
-      const f32 weight = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, __ffs(left) - 1) : 1.0f;
-      left &= left - 1;
-      add_row(asked.rows[j][0], weight, !begun, first);
-      add_row(asked.rows[j][1], weight, !begun, second);
-      begun = true;
-    }
-    if (kRunsAhead && left != 0) ask_rows(args, task, asked);
+  for (i32 j = 1; j < kAhead; ++j)
+    if (left != 0) add(j, false);
+#pragma unroll 1
+  while (left != 0) {
+    ask_rows(args, task, asked);
+#pragma unroll
+    for (i32 j = 0; j < kAhead; ++j)
+      if (left != 0) add(j, false);
   }
-  return unit_of(first, second);
+  return unit_of(sum[0], sum[1]);
 }
 
 template <i32 N>
@@ -160,14 +175,12 @@ __device__ __forceinline__ void unpack(const Vector& value, f32 scale, f32 (&out
 }
 
 template <i32 N>
-__device__ __forceinline__ void add_term(const Vector& value, f32 scale, f32 weight, bool first, f32 (&sum)[N]) {
+__device__ __forceinline__ void add_term(const Vector& value, f32 scale, f32 weight, f32 (&sum)[N]) {
   f32 term[N];
   unpack(value, scale, term);
 #pragma unroll
-  for (i32 i = 0; i < N; ++i) {
-    const f32 weighted = KIND == EXACT ? __fmul_rn(term[i], weight) : term[i];
-    sum[i] = first ? weighted : __fadd_rn(sum[i], weighted);
-  }
+  for (i32 i = 0; KIND == EXACT && i < N; ++i) term[i] = __fmul_rn(term[i], weight);
+  add_columns(term, false, sum);
 }
 
 template <i32 N>

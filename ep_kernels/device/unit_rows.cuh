@@ -3,16 +3,17 @@
 
 constexpr bool kQuantised = sizeof(X) > 1;
 
-__device__ __forceinline__ u8* lines_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+// Unit `index` of a position; units are fewer than 2^31, as they are of 1024 bytes.
+__device__ __forceinline__ u8* unit_at(const DispatchArgs& args, i32 at, i32 source, i32 position, i32 index) {
   const RegionMap& map = args.world.map;
-  return array_at(args, at, map.lines, map.lines_stride) +
-         line_position(args.world, source, position) * args.world.row_units * kUnitBytes;
+  const i32 number = line_position(args.world, source, position) * args.world.row_units + index;
+  return array_at(args, at, map.lines, map.lines_stride) + static_cast<i64>(number) * kUnitBytes;
 }
 
 __device__ __forceinline__ u8* meta_lines_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
   return array_at(args, at, map.meta_lines, map.meta_lines_stride) +
-         line_position(args.world, source, position) * args.world.meta_lines * kLineBytes;
+         static_cast<i64>(line_position(args.world, source, position) * args.world.meta_lines) * kLineBytes;
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 at, i32 source) {
@@ -25,32 +26,51 @@ __device__ __forceinline__ u8* head_at(const DispatchArgs& args, i32 at, i32 sou
 }
 
 // 16 bytes of what travels for a token: the row, then the caller's scales.
-__device__ __forceinline__ Vector load_raw(const DispatchArgs& args, i64 token, i32 offset) {
+__device__ __forceinline__ Vector load_raw(const DispatchArgs& args, i32 token, i32 offset) {
   const World& world = args.world;
-  if (offset < world.row_bytes) return *reinterpret_cast<const Vector*>(args.x + token * world.row_bytes + offset);
+  const i64 row = static_cast<i64>(token) * world.row_bytes;
+  if (offset < world.row_bytes) return *reinterpret_cast<const Vector*>(args.x + row + offset);
   const i32 at = offset - world.row_bytes;
-  return at < world.scale_bytes ? load_bytes(args.x_scales + token * world.scale_bytes + at, world.scale_bytes - at)
+  const u8* scales = args.x_scales + static_cast<i64>(token) * world.scale_bytes;
+  return at < world.scale_bytes ? load_bytes(scales + at, world.scale_bytes - at)
                                 : Vector{0, 0};
 }
 
-// This lane's part of unit `index` of a token's row.
-__device__ __forceinline__ Unit make_unit(const DispatchArgs& args, i32 token, i32 index) {
+// This lane's part of a unit as it lies in x, perhaps on its way. Not words where bytes travel: the compiler would take loads apart,
+// and so wait for them, as soon as they are under way.
+template <class T>
+struct LoadedOf {
+  quant::Columns<T> first, second;
+};
+template <>
+struct LoadedOf<u8> : Unit {};
+using Loaded = LoadedOf<X>;
+
+// Asks for unit `index` of a token's row.
+template <class T>
+__device__ __forceinline__ LoadedOf<T> load_unit(const DispatchArgs& args, i32 token, i32 index) {
   const World& world = args.world;
   const i32 at = first_offset();
-  if constexpr (kQuantised) {
-    quant::Columns<X> first = {}, second = {};
-    const X* row = reinterpret_cast<const X*>(args.x) + static_cast<i64>(token) * world.hidden;
+  LoadedOf<T> loaded = {};
+  if constexpr (sizeof(T) > 1) {
+    const T* row = reinterpret_cast<const T*>(args.x) + static_cast<i64>(token) * world.hidden;
     if (!is_tag_lane()) {
-      first = quant::columns_of<X>(load_words<X, 16>(row, index * kUnitColumns + at, world.hidden).at);
-      second = quant::columns_of<X>(load_words<X, 16>(row, index * kUnitColumns + at + kSecond, world.hidden).at);
+      loaded.first = quant::columns_of<T>(load_words<T, 16>(row, index * kUnitColumns + at, world.hidden).at);
+      loaded.second = quant::columns_of<T>(load_words<T, 16>(row, index * kUnitColumns + at + kSecond, world.hidden).at);
     }
-    return quantize_unit(first, second, args.power_of_two != quant::kFp32);
   } else {
     const i32 offset = index * kUnitData + at;
-    Unit made = {load_raw(args, token, offset), {0, 0}};
-    if (!is_tag_lane()) made.second = load_raw(args, token, offset + kSecond);
-    return made;
+    loaded.first = load_raw(args, token, offset);
+    if (!is_tag_lane()) loaded.second = load_raw(args, token, offset + kSecond);
   }
+  return loaded;
+}
+
+// The unit as it travels.
+template <class T>
+__device__ __forceinline__ Unit make_unit(const DispatchArgs& args, const LoadedOf<T>& loaded) {
+  if constexpr (sizeof(T) > 1) return quantize_unit(loaded.first, loaded.second, args.power_of_two != quant::kFp32);
+  else return loaded;
 }
 
 // What a lane has to do with the scales of a fp8 unit: lane b with those of its block b, wherever the row goes; lanes behind the last
@@ -119,6 +139,7 @@ __device__ __forceinline__ void write_unit(const DispatchArgs& args, const Unit&
 // What one warp looks at: a unit of a row, or (index = row_units) its records.
 struct Arrival {
   Turn turn;
+  const u8 *lines, *records;  // where they land
   Unit unit;
   Vector record;  // lane i: vector i of the first four lines of records
   bool there;     // this lane's lines are
@@ -134,16 +155,19 @@ __device__ __forceinline__ i32 source_at(const World& world, Turn turn) {
   return source < world.size ? source : source - world.size;
 }
 
+// Where to look: found out once, for each address is a chain of loads.
+__device__ __forceinline__ void locate(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
+  const World& world = args.world;
+  const i32 number = line_position(world, source_at(world, arrival.turn), arrival.turn.position);
+  arrival.lines = scratch.lines_here + static_cast<i64>(number * world.row_units + arrival.turn.index) * kUnitBytes;
+  arrival.records = scratch.records_here + static_cast<i64>(number * world.meta_lines) * kLineBytes;
+}
+
 __device__ __forceinline__ void look(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
-  const i32 source = source_at(world, arrival.turn), position = arrival.turn.position;
-  arrival.there = true;
-  if (!is_records(world, arrival))
-    arrival.there =
-        peek_unit(lines_at(args, world.rank, source, position) + arrival.turn.index * kUnitBytes, seq, &arrival.unit);
+  arrival.there = is_records(world, arrival) || peek_unit(arrival.lines, seq, &arrival.unit);
   if (kPerExpert || is_records(world, arrival))
-    arrival.there &=
-        peek_lines(meta_lines_at(args, world.rank, source, position), min(4, world.meta_lines), seq, &arrival.record);
+    arrival.there &= peek_lines(arrival.records, min(4, world.meta_lines), seq, &arrival.record);
 }
 
 // This lane's record (k = lane) of an arrival that is there. K > 28: the fifth line is awaited here; false: in vain.
@@ -154,7 +178,7 @@ __device__ __forceinline__ bool record_of(const DispatchArgs& args, const Arriva
   if (world.meta_lines > 4) {
     Vector more = {};
     const i32 source = source_at(world, arrival.turn);
-    const u8* at = meta_lines_at(args, world.rank, source, arrival.turn.position) + 4 * kLineBytes;
+    const u8* at = arrival.records + 4 * kLineBytes;
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] { return peek_lines(at, 1, seq, &more); }))
       return false;
     const Vector late = shuffle(more, (k - 4 * kLineMetas) & 31);

@@ -1,19 +1,22 @@
 // How low-latency dispatch finds out where rows go: each block for itself, one barrier between the ids and the first row that
 // leaves. ep_kernels/routing.py is the definition.
 //
-// A lane stands for a token: 32 tokens are a chunk. The warps of a block share the chunks and leave each token's ranks in
-// shared memory; then each warp numbers rows with a ballot per rank, and counts the chunks before its own on its way.
-// Worked example, 2 ranks, tokens to ranks {0}, {0, 1}, {1}: masks 01, 11, 10; ballot of rank 1 = 110, so token 2's row is
-// position 1 there.
+// Ranks are served in turn, the next one first and this very one last: turn i is rank (this + 1 + i) % R. A thread stands for an
+// entry (token, k) and notes its turn in shared memory. Then each warp numbers rows: a lane stands for a token, 32 of them are a
+// chunk, and a ballot per turn leaves in the turn's lane which of them go there, so that all positions of a token are known at
+// once; chunks before are counted on the way.
+// Worked example, rank 1 of 2, tokens to ranks {0}, {0, 1}, {1}: turn 0 is rank 0, masks 01, 11, 10; ballot of turn 1 = 110, so
+// token 2's row is position 1 at rank 1.
 #pragma once
 
 constexpr i32 kChoose = -4;  // in the table: several copies, which take turns
 
 // Shared memory of a block.
 struct LlScratch : Scratch {
-  u64* masks;       // [T, rounded up to whole chunks] ranks of each token (bit r)
-  u8** lines_to;    // [R] this rank's part of lines at each peer
+  u64* masks;       // [T, rounded up to whole chunks] turns of each token (bit i)
+  u8** lines_to;    // [R] by turn, this rank's part of lines there
   u8** records_to;  // [R] and of meta_lines
+  const u8 *lines_here, *records_here;  // of this rank, all sources
   i32* table;    // [E] rank << 16 | local expert, kGone, kChoose
   i32* before;   // [num_keys] rows per (rank, local expert): the block that tells
   i32* arrived;  // [R, 1 + local_stride] rows from each source, and for each local expert
@@ -47,6 +50,7 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
 
 // What does not change while kernels run. All threads; a block barrier follows.
 __device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch) {
+#pragma unroll 1
   for (i32 i = threadIdx.x; i < world.num_experts; i += THREADS) {
     const Expert expert = reinterpret_cast<const Expert*>(world.experts)[i];
     scratch.table[i] = expert.num_copies > 1 ? kChoose : expert.rank < 0 ? expert.rank : expert.rank << 16 | expert.slot;
@@ -78,138 +82,134 @@ __device__ __forceinline__ i32 key_of(const World& world, const Home& home) {
   return home.rank < 0 ? home.rank : known ? home.rank << 16 | home.slot : kNowhere;
 }
 
-// Calls visit(key) for each k of a token that is not as most are: its routing is used again, or copies take turns.
-template <class Visit>
-__device__ __forceinline__ void for_rare_keys(const DispatchArgs& args, const LlScratch& scratch, i32 token, Visit visit) {
-  const i64 base = static_cast<i64>(token) * args.world.topk;
-#pragma unroll 1
-  for (i32 k = 0; k < args.world.topk; ++k)
-    visit(args.cached ? key_of(args.world, args.home[base + k])
-                      : key_of(args.world, scratch.table, args.topk_ids[base + k], token));
-}
-
-// Ranks to which a token goes (bit r) and how many of its ids are out of range.
-struct Routed {
-  u64 ranks;
-  i32 invalid;
+// Ids of the first entries (token, k) that a thread looks at, on their way.
+constexpr i32 kIdsAhead = 2;
+struct Ids {
+  i32 at[kIdsAhead];
 };
 
-__device__ __forceinline__ void add_key(Routed& routed, i32 key) {
-  routed.ranks |= key >= 0 ? 1ull << (key >> 16) : 0;
-  routed.invalid += key == kInvalid;
+__device__ __forceinline__ i32 load_id(const DispatchArgs& args, i32 entry) {
+  return !args.cached && entry < args.num_tokens * args.world.topk ? args.topk_ids[entry] : kNowhere;
 }
 
-// This lane's token; none past the last.
-__device__ __forceinline__ Routed route(const DispatchArgs& args, const LlScratch& scratch, i32 token) {
-  Routed routed = {0, 0};
-  if (token >= args.num_tokens) return routed;
-  const i32 topk = args.world.topk;
-  const i32* ids = args.topk_ids + static_cast<i64>(token) * topk;
-  bool rare = args.cached;
-  auto add = [&](i32 id) {
-    const i32 key = look_up(args.world, scratch.table, id);
-    rare |= key == kChoose;
-    add_key(routed, key);
-  };
-  if (!args.cached && topk % 4 == 0 && reinterpret_cast<u64>(args.topk_ids) % 16 == 0) {
-#pragma unroll 2
-    for (i32 k = 0; k < topk; k += 4) {
-      const Vector four = *reinterpret_cast<const Vector*>(ids + k);
+__device__ __forceinline__ Ids ask_ids(const DispatchArgs& args) {
+  Ids ids;
 #pragma unroll
-      for (i32 i = 0; i < 4; ++i) add(static_cast<i32>(word_of(four, i)));
-    }
-  } else {
-#pragma unroll 4
-    for (i32 k = 0; k < topk && !args.cached; ++k) add(ids[k]);
-  }
-  if (rare) {
-    routed = {0, 0};
-    for_rare_keys(args, scratch, token, [&](i32 key) { add_key(routed, key); });
-  }
-  return routed;
+  for (i32 a = 0; a < kIdsAhead; ++a) ids.at[a] = load_id(args, threadIdx.x + a * THREADS);
+  return ids;
 }
 
-__device__ __forceinline__ u32 ballot_of(u64 mask, i32 rank) {
-  const u32 half = static_cast<u32>(rank < 32 ? mask : mask >> 32);
-  return __ballot_sync(~0u, half >> (rank & 31) & 1);
-}
-
-// Calls visit(routed) for each chunk that this warp routes for its block, the last warp the first chunk; masks are there after
-// a block barrier.
+// Calls visit(token, key) for each entry of this rank's, a thread for each; lanes past the last have kNowhere. All threads of a block.
 template <class Visit>
-__device__ __forceinline__ void route_chunks(const DispatchArgs& args, const LlScratch& scratch, Visit visit) {
+__device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlScratch& scratch, const Ids& ids, Divisor topk,
+                                            Visit visit) {
+  const World& world = args.world;
+  const i32 entries = args.num_tokens * world.topk;
+  auto look = [&](i32 entry, i32 id) {
+    const i32 token = divide(entry, topk);
+    i32 key = kNowhere;
+    if (!args.cached) key = key_of(world, scratch.table, id, token);
+    else if (entry < entries) key = key_of(world, args.home[entry]);
+    visit(token, key);
+  };
+#pragma unroll
+  for (i32 a = 0; a < kIdsAhead; ++a)
+    if (warp_idx() * 32 + a * THREADS < entries) look(threadIdx.x + a * THREADS, ids.at[a]);
 #pragma unroll 1
-  for (i32 chunk = num_warps() - 1 - warp_idx(); chunk * 32 < args.num_tokens; chunk += num_warps()) {
-    const i32 token = chunk * 32 + lane_idx();
-    const Routed routed = route(args, scratch, token);
-    scratch.masks[token] = routed.ranks;
-    visit(routed);
-  }
+  for (i32 entry = threadIdx.x + kIdsAhead * THREADS; entry - lane_idx() < entries; entry += THREADS)
+    look(entry, load_id(args, entry));
 }
 
-// How far a warp has come in the order of tokens.
+__device__ __forceinline__ i32 turn_of_rank(const World& world, i32 rank) {
+  const i32 turn = rank - world.rank - 1;
+  return turn < 0 ? turn + world.size : turn;
+}
+
+__device__ __forceinline__ i32 rank_of_turn(const World& world, i32 turn) {
+  const i32 rank = turn + world.rank + 1;
+  return rank < world.size ? rank : rank - world.size;
+}
+
+// Notes in scratch.masks, which is zero, that a token goes to a rank; whether it was noted before. A block barrier follows.
+__device__ __forceinline__ bool note_rank(const World& world, const LlScratch& scratch, i32 token, i32 key) {
+  const i32 turn = turn_of_rank(world, key >> 16);
+  const u32 bit = 1u << (turn & 31);
+  return atomicOr(reinterpret_cast<u32*>(scratch.masks + token) + (turn >> 5), bit) & bit;
+}
+
+// How far a warp has come in the order of tokens. Lane i speaks of turns i (low) and 32 + i (high).
 struct Walk {
-  i32 chunk;      // that the masks are of
-  i32 low, high;  // lane r: rows to rank r, and to rank 32 + r, in all chunks before
-  u64 mask;       // ranks of this lane's token
+  i32 chunk;
+  i32 low, high;        // rows there in all chunks before
+  u32 to_low, to_high;  // tokens of this chunk that go there (bit of a token)
 };
 
-__device__ __forceinline__ Walk start_walk(const LlScratch& scratch) { return {0, 0, 0, scratch.masks[lane_idx()]}; }
-
-// Adds the rows of the chunk that the masks are of.
-__device__ __forceinline__ void count_chunk(const World& world, Walk& walk) {
+// Lane i: which lanes have bit i, of `count` bits and of some more, which are 0.
+__device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
+  constexpr i32 kTogether = 4;
+  u32 found = 0;
 #pragma unroll 1
-  for (i32 rank = 0; rank < world.size; ++rank) {
-    const i32 rows = __popc(ballot_of(walk.mask, rank));
-    if (rank == lane_idx()) walk.low += rows;
-    if (rank == lane_idx() + 32) walk.high += rows;
-  }
+  for (i32 first = 0; first < count; first += kTogether)
+#pragma unroll
+    for (i32 i = 0; i < kTogether; ++i) {
+      const u32 lanes = __ballot_sync(~0u, bits & 1);
+      if (first + i == lane_idx()) found = lanes;
+      bits >>= 1;
+    }
+  return found;
+}
+
+__device__ __forceinline__ void enter(const World& world, const LlScratch& scratch, i32 chunk, Walk& walk) {
+  const u64 turns = scratch.masks[chunk * 32 + lane_idx()];
+  walk.chunk = chunk;
+  walk.to_low = transposed(static_cast<u32>(turns), min(world.size, 32));
+  if (world.size > 32) walk.to_high = transposed(static_cast<u32>(turns >> 32), world.size - 32);
+}
+
+__device__ __forceinline__ Walk start_walk(const World& world, const LlScratch& scratch) {
+  Walk walk = {0, 0, 0, 0, 0};
+  enter(world, scratch, 0, walk);
+  return walk;
 }
 
 __device__ __forceinline__ void walk_to(const World& world, const LlScratch& scratch, i32 chunk, Walk& walk) {
 #pragma unroll 1
   while (walk.chunk < chunk) {
-    count_chunk(world, walk);
-    ++walk.chunk;
-    walk.mask = scratch.masks[walk.chunk * 32 + lane_idx()];
+    walk.low += __popc(walk.to_low);
+    walk.high += __popc(walk.to_high);
+    enter(world, scratch, walk.chunk + 1, walk);
   }
 }
 
-// Position at a rank of a token of the walk's chunk that goes there. All lanes.
-__device__ __forceinline__ i32 position_at(const Walk& walk, i32 token, i32 rank) {
-  const i32 before = __shfl_sync(~0u, rank < 32 ? walk.low : walk.high, rank & 31);
-  return before + __popc(ballot_of(walk.mask, rank) & ((1u << (token & 31)) - 1));
+// Where a token of the walk's chunk goes: turns i and 32 + i (bit i); in lane i, its positions there, if it goes there.
+struct Stops {
+  u32 turns_low, turns_high;
+  i32 low, high;
+};
+
+__device__ __forceinline__ Stops stops_of(const World& world, const Walk& walk, i32 token) {
+  const u32 bit = 1u << (token & 31);
+  return {__ballot_sync(~0u, walk.to_low & bit), world.size > 32 ? __ballot_sync(~0u, walk.to_high & bit) : 0,
+          walk.low + __popc(walk.to_low & (bit - 1)), walk.high + __popc(walk.to_high & (bit - 1))};
 }
 
-// Calls work(rank, position) for each rank that a token of the walk's chunk goes to, from the next rank on; all lanes.
-template <class Work>
-__device__ __forceinline__ void for_ranks(const World& world, const Walk& walk, i32 token, Work work) {
-  const i32 lane = token & 31;
-  const u64 ranks = __shfl_sync(~0u, walk.mask, lane);
-  u64 later = ranks & (~1ull << world.rank), sooner = ranks & ~later;
-#pragma unroll 1
-  while ((later | sooner) != 0) {
-    const i32 rank = __ffsll(later != 0 ? later : sooner) - 1;
-    later &= ~(1ull << rank);
-    sooner &= ~(1ull << rank);
-    work(rank, position_at(walk, token, rank));
-  }
+// What the lane of a turn has of it; all lanes, which may ask for different ones.
+template <class T>
+__device__ __forceinline__ T of_turn(const World& world, T low, T high, i32 turn) {
+  const T found = __shfl_sync(~0u, low, turn & 31);
+  if (world.size <= 32) return found;
+  const T other = __shfl_sync(~0u, high, turn & 31);
+  return turn < 32 ? found : other;
 }
 
 __device__ __forceinline__ i32 index_of(const World& world, i32 key) {
   return (key >> 16) * world.local_stride + (key & 0xFFFF);
 }
 
-// Notes in scratch.seen, which is zero, which tokens want which expert. All threads of a block; a block barrier follows.
-__device__ __forceinline__ void note_wants(const DispatchArgs& args, const LlScratch& scratch, Divisor topk) {
-  const i32 chunks = chunks_of(args.world);
-#pragma unroll 2
-  for (i32 e = threadIdx.x; e < args.num_tokens * args.world.topk; e += THREADS) {
-    const i32 token = divide(e, topk), key = key_of(args.world, scratch.table, args.topk_ids[e], token);
-    if (key < 0) continue;
-    const u32 bit = 1u << (token & 31);
-    if (atomicOr(&scratch.seen[index_of(args.world, key) * chunks + (token >> 5)], bit) & bit) *scratch.twice = true;
-  }
+// Notes in scratch.seen, which is zero, that a token wants an expert. A block barrier follows.
+__device__ __forceinline__ void note_want(const World& world, const LlScratch& scratch, i32 token, i32 key) {
+  const u32 bit = 1u << (token & 31);
+  if (atomicOr(&scratch.seen[index_of(world, key) * chunks_of(world) + (token >> 5)], bit) & bit) *scratch.twice = true;
 }
 
 // How many of this source's rows for the same local expert come before (token, k = lane): Home.place. `key` is this lane's,

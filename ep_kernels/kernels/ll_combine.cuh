@@ -42,12 +42,12 @@ __device__ __forceinline__ bool is_whole_row(const CombineArgs& args) {
 
 __device__ __forceinline__ i32 units_per_row(const World& world) { return world.home_units * (KIND == EXACT ? world.topk : 1); }
 
-// The next task, its places loaded but not yet looked at; the caller refills the queue. False: none is left.
+// The task of queue.turn, or the first after it that there is; its places are loaded but not yet looked at. False: none is left.
 __device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& owed, Queue& queue, Task& task) {
   const World& world = args.world;
   const i32 units = world.home_units, k = lane_idx(), topk = world.topk;
 #pragma unroll 1
-  while (queue.turn.position < owed.most) {
+  for (; queue.turn.position < owed.most; refill(queue)) {
     const Turn turn = queue.turn;
     const i32 source = turn.source + world.rank + 1;
     task.source = source < world.size ? source : source - world.size;
@@ -64,9 +64,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& o
         if (KIND == EXACT) task.landing = args.tokens[at] * topk + task.only;
       }
     }
-    queue.turn = queue.next;
     if (owes) return true;
-    refill(queue);
   }
   return false;
 }
@@ -101,9 +99,10 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 
-__device__ __forceinline__ void send_partial(const CombineArgs& args, const Task& task, Asked& asked, u64 seq) {
-  const i64 row = KIND == EXACT ? task.landing : line_position(args.world, args.world.rank, task.position);
-  store_unit(home_lines_at(args, task.source, static_cast<i32>(row)) + task.index * kUnitBytes, make_partial(args, task, asked), seq);
+__device__ __forceinline__ void send_partial(const CombineArgs& args, u8* const* homes, const Task& task, Asked& asked, u64 seq) {
+  const i32 row = KIND == EXACT ? task.landing : line_position(args.world, args.world.rank, task.position);
+  u8* to = homes[task.source] + static_cast<i64>(row * args.world.home_units + task.index) * kUnitBytes;
+  store_unit(to, make_partial(args, task, asked), seq);
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
@@ -112,31 +111,35 @@ __device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& 
                                            Task& next, bool& more) {
   const bool sends = take_rows(args, task);
   asked.left = task.taken;
-  if (sends && kRunsAhead) ask_rows(args, task, asked);
+  if (sends) ask_rows(args, task, asked);
   refill(queue);
   more = next_task(args, owed, queue, next);
   return sends;
 }
 
-// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one. Loads
-// would queue behind a warp's own stores, so sums run ahead (kRunsAhead): while one partial leaves, the rows of the second and the
-// places of the third are under way. Else the places of the next alone are.
-__device__ __forceinline__ void send_partials(const CombineArgs& args, const Owed& owed, Queue& queue, Task next, bool more,
-                                              u64 seq) {
+// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one; while its
+// rows are under way, permit() waits until homes may be written. Loads would queue behind a warp's own stores, so sums run ahead
+// (kRunsAhead): while one partial leaves, the rows of the second and the places of the third are under way. Else a partial leaves
+// before the next begins.
+template <class Permit>
+__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task next,
+                                              bool more, u64 seq, Permit permit) {
   Task now = {};
   Asked asked = {};
-  bool sends = false;
+  bool sends = false, permitted = false;
 #pragma unroll 1
-  while (more || (kRunsAhead && sends)) {
+  do {
+    if (!kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
     Task second = next;
     Asked ahead = {};
     const bool follows = more && begin_task(args, owed, queue, second, ahead, next, more);
-    if (kRunsAhead && sends) send_partial(args, now, asked, seq);
-    if (!kRunsAhead && follows) send_partial(args, second, ahead, seq);
+    if (!permitted) permitted = permit();
+    if (!permitted) return;
+    if (kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
     now = second;
     asked = ahead;
     sends = follows;
-  }
+  } while (more || sends);
 }
 
 // Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
@@ -197,20 +200,23 @@ __device__ __forceinline__ void take_term(const CombineArgs& args, Terms& terms,
 
 // Unit `index` of z[token]; false where the wait was ended.
 __device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms, i32 token, i32 index,
-                                            const volatile i32* verdict, u64* waits, u64 start, u64 seq) {
+                                            const u8* home, const volatile i32* verdict, u64* waits, u64 start, u64 seq) {
   const World& world = args.world;
-  f32 first[kVector] = {}, second[kVector] = {};
-  bool begun = false;
+  f32 first[kVector], second[kVector];
+  begin_sum(terms.left != 0, first);
+  begin_sum(terms.left != 0, second);
 #pragma unroll 1
   while (terms.left != 0) {
     Unit units[kTogether];
-    i32 row[kTogether], owner[kTogether], late = -1;
+    i32 number[kTogether] = {}, owner[kTogether] = {}, late = -1;
     f32 weight[kTogether];
     i32 count = 0;
 #pragma unroll
     for (i32 j = 0; j < kTogether; ++j) {
       if (terms.left == 0) continue;
-      take_term(args, terms, token, &owner[j], &row[j], &weight[j]);
+      i32 row;
+      take_term(args, terms, token, &owner[j], &row, &weight[j]);
+      number[j] = row * world.home_units + index;
       ++count;
     }
     i32 missing = world.rank;
@@ -218,7 +224,7 @@ __device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms
       bool there = true;
 #pragma unroll
       for (i32 j = 0; j < kTogether; ++j) {
-        if (j >= count || peek_unit(home_lines_at(args, world.rank, row[j]) + index * kUnitBytes, seq, &units[j])) continue;
+        if (peek_unit(home + static_cast<i64>(number[j]) * kUnitBytes, seq, &units[j], j < count)) continue;
         there = false;
         missing = owner[j];
       }
@@ -240,9 +246,8 @@ __device__ __forceinline__ bool reduce_unit(const CombineArgs& args, Terms terms
         scale_first = __uint_as_float(scale_of_block(units[j], first_block()));
         scale_second = __uint_as_float(scale_of_block(units[j], second_block()));
       }
-      add_term(units[j].first, scale_first, weight[j], !begun, first);
-      add_term(units[j].second, scale_second, weight[j], !begun, second);
-      begun = true;
+      add_term(units[j].first, scale_first, weight[j], first);
+      add_term(units[j].second, scale_second, weight[j], second);
     }
   }
   const i32 column = index * kUnitWidth + first_column();
@@ -331,9 +336,10 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, number);
   u64* waits = waits_at(shared);
+  const u8* lines = ptx::known(home_lines_at(args, world.rank));
   if (warp_idx() == num_warps() - 1) await_origins(args, verdict, origin, seq);
   for_units(args, team, [&](const Home& home, i32 token, i32 index) {
-    bool ok = reduce_unit(args, list_terms(args, home, token), token, index, verdict, waits, start, seq);
+    bool ok = reduce_unit(args, list_terms(args, home, token), token, index, lines, verdict, waits, start, seq);
     if (ok && args.z_weights != nullptr && index == 0) ok = receive_weights(args, home, token, verdict, seq);
     if (!ok && lane_idx() == 0) atomicCAS(verdict, kSame, kFailed);
   });
@@ -359,6 +365,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   __shared__ i32 verdict;
   __shared__ u64 start, number;  // of the operation; its record
   const World& world = args.world;
+  u8** homes = reinterpret_cast<u8**>(after_waits(world, shared));  // [R] where partials of all owners lie
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool apart = senders < team.num_blocks, here = team.block < senders;
@@ -367,30 +374,42 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
   Queue queue = queue_of(sending, items, sources, world.state->taken + 16);
   load_active(world);
-  for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
+  for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
+    waits_at(shared)[i] = 0;
+    homes[i] = home_lines_at(args, i);
+  }
   if (threadIdx.x == 0) verdict = kSame;
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
+  // All is asked for before anything is looked at; what is computed from an answer, above, would be waited for.
   const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
-  if (threadIdx.x == THREADS - 1) start = ptx::now_ns();
-  const u64 seq = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq) + sends;
+  const u64 last = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq);
   const u64 record = record_number(world, args.work.halves, args.op);
+  Credit credit = {0, 0};
+  Owed owed = {0, 0, 0};
   if (here) {
-    const Credit credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
-    const Owed owed = owed_rows(args);
-    if (threadIdx.x == THREADS - 1) number = record;
+    credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    owed = owed_rows(args);
+  }
+  const u64 seq = last + sends;
+  if (threadIdx.x == THREADS - 1) {
+    start = ptx::now_ns();
+    number = record;
+  }
+  if (here) {
     Task task = {};
     const bool more = next_task(args, owed, queue, task);
     const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
     if (first && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
-    if (stop == STOP_RUNNING &&
-        warp_await_credit(world, FLAG_COMBINE_STARTED, credit, credit_needed(world, credit, seq), OP_COMBINE)) {
-      if (first) tell_origin(args, origin, seq);
-      send_partials(args, owed, queue, task, more, seq);
-    }
+    if (stop == STOP_RUNNING)
+      send_partials(args, homes, owed, queue, task, more, seq, [&] {
+        const u64 needed = credit_needed(world, credit, seq);
+        if (!warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE)) return false;
+        if (first) tell_origin(args, origin, seq);
+        return true;
+      });
   }
-  if (!here && threadIdx.x == THREADS - 1) number = record;
   const bool reads = receives && (!apart || !here);
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, receiving) : void();
   if (sends && threadIdx.x == THREADS - 1)

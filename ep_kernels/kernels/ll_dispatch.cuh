@@ -29,7 +29,7 @@ struct Entry {
 __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token) {
   Entry entry = {kNowhere, 0.0f, {kNowhere, -1, -1, -1}};
   if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
-  const i64 at = static_cast<i64>(token) * args.world.topk + lane_idx();
+  const i32 at = token * args.world.topk + lane_idx();
   entry.weight = args.topk_weights[at];
   if (args.cached) entry.home = args.home[at];
   else entry.id = args.topk_ids[at];
@@ -37,13 +37,9 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
 }
 
 // What this rank keeps of a token: where its rows go.
-__device__ __forceinline__ void keep_home(const DispatchArgs& args, const Walk& walk, i32 key, i32 place, i32 token) {
-  const i32 topk = args.world.topk, k = lane_idx();
-  const i64 at = static_cast<i64>(token) * topk + k;
-  i32 mine = -1;
-  for_ranks(args.world, walk, token, [&](i32 rank, i32 position) {
-    if (key >= 0 && key >> 16 == rank) mine = position;
-  });
+__device__ __forceinline__ void keep_home(const DispatchArgs& args, const Stops& stops, i32 key, i32 place, i32 token) {
+  const i32 topk = args.world.topk, k = lane_idx(), at = token * topk + k;
+  const i32 mine = of_turn(args.world, stops.low, stops.high, turn_of_rank(args.world, max(key, 0) >> 16));
   if (k < topk && !args.cached) args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, mine, key & 0xFFFF, place};
   const bool valid = __all_sync(~0u, key != kGone);
   if (k == 0) args.valid[token] = valid;
@@ -51,12 +47,12 @@ __device__ __forceinline__ void keep_home(const DispatchArgs& args, const Walk& 
 
 // The token's records to one of its ranks.
 __device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry, i32 key,
-                                             i32 place, i32 token, i32 rank, i32 position, u64 seq) {
+                                             i32 place, i32 token, i32 turn, i32 position, u64 seq) {
   const World& world = args.world;
-  const bool here = key >= 0 && key >> 16 == rank;
+  const bool here = key >= 0 && key >> 16 == rank_of_turn(world, turn);
   const Vector record =
       vector_of(here ? key & 0xFFFF : ~0u, here ? place : ~0u, here ? __float_as_uint(entry.weight) : 0, token);
-  u8* to = scratch.records_to[rank] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
+  u8* to = scratch.records_to[turn] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
 #pragma unroll 1
   for (i32 line = 0; line < world.meta_lines; line += 4) {
     const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
@@ -70,7 +66,7 @@ __device__ __forceinline__ void send_records(const DispatchArgs& args, const LlS
 __device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team team, const LlScratch& scratch, Entry entry,
                                                  Divisor ranks, u64 seq) {
   const World& world = args.world;
-  Walk walk = start_walk(scratch);
+  Walk walk = start_walk(world, scratch);
   const i32 step = num_items_at_once(team);
   i32 item = first_item(team), token = divide(item, ranks);
 #pragma unroll 1
@@ -81,35 +77,43 @@ __device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team 
     token = divide(item, ranks);
     if (token != current) entry = load_entry(args, token);
     walk_to(world, scratch, current >> 5, walk);
-    const i32 rank = turn + world.rank < world.size ? turn + world.rank : turn + world.rank - world.size;
-    const bool goes = __shfl_sync(~0u, walk.mask, current & 31) >> rank & 1;
+    const Stops stops = stops_of(world, walk, current);
+    const bool goes = (turn < 32 ? stops.turns_low : stops.turns_high) >> (turn & 31) & 1;
     if (!goes && turn != 0) continue;
     const i32 key = args.cached ? key_of(world, now.home) : key_of(world, scratch.table, now.id, current);
     i32 place = now.home.place;
     if (kPerExpert && !args.cached)
       place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, current, key)
                                                         : rows_noted(world, scratch, current, key);
-    if (goes) send_records(args, scratch, now, key, place, current, rank, position_at(walk, current, rank), seq);
-    if (turn == 0) keep_home(args, walk, key, place, current);
+    if (goes) send_records(args, scratch, now, key, place, current, turn, of_turn(world, stops.low, stops.high, turn), seq);
+    if (turn == 0) keep_home(args, stops, key, place, current);
   }
 }
 
-// The rows, unit by unit; `unit` is this warp's first.
-__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue, Unit unit,
+// The rows, unit by unit; this warp's first has been asked for.
+__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue, Loaded asked,
                                           u64 seq) {
   const World& world = args.world;
-  Walk walk = start_walk(scratch);
+  Walk walk = start_walk(world, scratch);
+  const i32 lane = min(lane_idx(), world.size - 1), other = min(lane_idx() + 32, world.size - 1);
 #pragma unroll 1
   while (queue.turn.position < args.num_tokens) {
     const Turn now = queue.turn;
-    const Unit row = unit;
-    if (queue.next.position < args.num_tokens) unit = make_unit(args, queue.next.position, queue.next.index);
-    walk_to(world, scratch, now.position >> 5, walk);
-    for_ranks(world, walk, now.position, [&](i32 rank, i32 position) {
-      store_unit(scratch.lines_to[rank] + (static_cast<i64>(position) * world.row_units + now.index) * kUnitBytes, row, seq);
-    });
-    queue.turn = queue.next;
+    const Loaded loaded = asked;
     refill(queue);
+    if (queue.turn.position < args.num_tokens) asked = load_unit<X>(args, queue.turn.position, queue.turn.index);
+    walk_to(world, scratch, now.position >> 5, walk);
+    const Stops stops = stops_of(world, walk, now.position);
+    const Unit row = make_unit(args, loaded);
+    auto send_to = [&](u32 turns, const u8* lines, i32 position) {  // lane i: of its turn
+      const i64 number = position * world.row_units + now.index;
+      const u64 to = reinterpret_cast<u64>(lines) + number * kUnitBytes;
+#pragma unroll 1
+      for (u32 left = turns; left != 0; left &= left - 1)
+        store_unit(reinterpret_cast<u8*>(__shfl_sync(~0u, to, __ffs(left) - 1)), row, seq);
+    };
+    send_to(stops.turns_low, scratch.lines_to[lane], stops.low);
+    if (world.size > 32) send_to(stops.turns_high, scratch.lines_to[other], stops.high);
   }
 }
 
@@ -142,16 +146,16 @@ __device__ __forceinline__ void record_row(const DispatchArgs& args, const LlScr
                                            i32 position) {
   const World& world = args.world;
   const i32 topk = world.topk, k = lane_idx();
-  const i64 at = position_of(world, source, position);
+  const i32 at = source * world.max_tokens + position, entry = at * topk + k;  // 31 bits: plan.sizes_of
   if (k >= topk) return;
-  args.places[at * topk + k] = place_of(args, scratch, meta, source, position);
-  args.weights[at * topk + k] = meta.weight;
+  args.places[entry] = place_of(args, scratch, meta, source, position);
+  args.weights[entry] = meta.weight;
   if (k == 0) args.tokens[at] = meta.token;
   if (kPerExpert) return;
   const i32 row = row_of(args, scratch, source, position);
   if (row < 0) return;
-  args.out_ids[static_cast<i64>(row) * topk + k] = meta.local_expert;
-  args.out_weights[static_cast<i64>(row) * topk + k] = meta.weight;
+  args.out_ids[row * topk + k] = meta.local_expert;
+  args.out_weights[row * topk + k] = meta.weight;
 }
 
 // An arrival whose lines are here, to its final rows. False after a failed wait.
@@ -176,13 +180,16 @@ __device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratc
 __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* verdict, u64* heads_here,
                                             Arrival& first, u64 origin, u64 seq, u64 start, u64* waits) {
   i32 found = kHere;
-  const bool asks = warp_idx() == num_warps() - 2, helps = asks || (kPerExpert && warp_idx() < args.world.size);
+  const i32 helper = num_warps() - 1 - warp_idx();  // in small steps items are the first warps'
+  const bool asks = helper == (kPerExpert ? min(args.world.size, num_warps() - 1) : 1);
+  const bool helps = asks || (kPerExpert && helper < args.world.size);
   if (asks) found = await_heads(args, scratch, origin, seq, start, waits);
-  for (i32 source = warp_idx(); kPerExpert && source < args.world.size; source += num_warps())
+  for (i32 source = helper; kPerExpert && source < args.world.size; source += num_warps())
     if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
   if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
   if (asks && lane_idx() == 0) ptx::barrier_arrive(heads_here);
   if (first.turn.position < args.world.ll_tokens) {
+    locate(args, scratch, first);
     look(args, first, seq);
     while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
     if (LAYOUT == RANK_MAJOR && !is_records(args.world, first) && __all_sync(~0u, first.there))
@@ -212,6 +219,7 @@ __device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlS
     next.turn = turn;
     move_on(turn, step, world.row_units + 1, world.size);
     if (!is_sent(world, scratch, next.turn)) continue;
+    locate(args, scratch, next);
     look(args, next, seq);
     return true;
   }
@@ -308,12 +316,6 @@ __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
 }
 
-// The ids that this warp routes first, on their way into L1 while it looks for credit.
-__device__ __forceinline__ void hurry_ids(const DispatchArgs& args) {
-  const i32 token = (num_warps() - 1 - warp_idx()) * 32 + lane_idx();
-  if (token < args.num_tokens) ptx::hurry(args.topk_ids + static_cast<i64>(token) * args.world.topk);
-}
-
 // Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
 // records, whose loads would queue behind rows, and receive. A rank of one block does all.
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
@@ -335,21 +337,25 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const bool notes = sends && (apart ? !here : carries) && records.block < args.num_tokens * world.size;
   const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
-  const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr;
+  const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr, routes = tells || carries || notes;
+  scratch.lines_here = ptx::known(unit_at(args, world.rank, 0, 0, 0));
+  scratch.records_here = ptx::known(meta_lines_at(args, world.rank, 0, 0));
   load_active(world);
   fill_table(world, scratch);
-  for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
-    waits_at(shared)[i] = 0;
-    scratch.lines_to[i] = lines_at(args, i, world.rank, 0);
-    scratch.records_to[i] = meta_lines_at(args, i, world.rank, 0);
-  }
-  for (i32 i = threadIdx.x; i < MAX_RANKS; i += THREADS) told.rows[i] = 0;
-  if (threadIdx.x == 0) {
+  if (warp_idx() == num_warps() - 1) {  // each by a warp of its own: a late block's start is waited for
+    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.lines_to[i] = unit_at(args, rank_of_turn(world, i), world.rank, 0, 0);
+  } else if (warp_idx() == num_warps() - 2) {
+    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.records_to[i] = meta_lines_at(args, rank_of_turn(world, i), world.rank, 0);
+  } else if (warp_idx() == num_warps() - 3) {
+    for (i32 i = lane_idx(); i < world.size; i += 32) waits_at(shared)[i] = 0;
+    for (i32 i = lane_idx(); i < MAX_RANKS; i += 32) told.rows[i] = 0;
+  } else if (threadIdx.x == 0) {
     verdict = told.invalid = 0;
     twice = false;
     ptx::barrier_init(&heads_here);
   }
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
+  for (i32 i = threadIdx.x; routes && i < aligned(max(args.num_tokens, 1), 32); i += THREADS) scratch.masks[i] = 0;
   for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
   Queue queue = queue_of(rows, units, one, world.state->taken);
   const Turn none = {world.ll_tokens, 0, 0};
@@ -358,35 +364,35 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
+  // All is asked for before anything is looked at; what is computed from an answer, above, would be waited for.
   const u64 stop = ptx::load_cached(&world.state->aborted);
-  const u64 seq = ptx::load_cached(sends ? &world.state->dispatch_seq : args.op + kOpSeq) + sends;
-  const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0;
-  const u64 origin = origin_of(args, seq), number = record_number(world, args.work.halves, args.op);
+  const u64 last = ptx::load_cached(sends ? &world.state->dispatch_seq : args.op + kOpSeq);
   Credit credit = {0, 0};
   if (here || notes) credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
-  Unit unit = {};
-  if (carries && queue.turn.position < args.num_tokens) unit = make_unit(args, queue.turn.position, queue.turn.index);
+  Ids ids = {};
+  if (routes) ids = ask_ids(args);
+  Entry entry = {};
+  if (notes) entry = load_entry(args, divide(first_item(records), sources));
+  const u64 number = record_number(world, args.work.halves, args.op);
+  Loaded unit = {};
+  if (carries && queue.turn.position < args.num_tokens) unit = load_unit<X>(args, queue.turn.position, queue.turn.index);
+  const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0, seq = last + sends, origin = origin_of(args, seq);
   if (tells && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)  // before anything of this operation waits for peers
     warp_tell_started(world, FLAG_STARTED, seq);
   bool granted = false;
   if (here || notes) {
-    if (!args.cached) hurry_ids(args);
     const u64 needed = free_from(world, credit.last, seq);
     granted = stop == STOP_RUNNING && warp_await_credit(world, FLAG_STARTED, credit, needed, OP_DISPATCH);
   }
-  if (tells) {
-    const Walk counted = count_all(args, scratch, told);
-    const bool all = args.num_tokens <= 32 && warp_idx() == num_warps() - 1;
-    if (all && granted) tell_heads(args, counted.low, counted.high, origin, seq);
-  } else if (carries || notes) {
-    route_chunks(args, scratch, [](Routed) {});
-  }
-  Entry entry = {};
-  if (notes) entry = load_entry(args, divide(first_item(records), sources));
-  if (wants) note_wants(args, scratch, topk);
+  if (routes)
+    for_entries(args, scratch, ids, topk, [&](i32 token, i32 key) {
+      const bool fresh = key >= 0 && !note_rank(world, scratch, token, key);
+      if (wants && key >= 0) note_want(world, scratch, token, key);
+      if (tells) count_entry(world, scratch, told, key, fresh);
+    });
   if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
   if (tells && threadIdx.x == 0) *args.num_invalid_ids = told.invalid;
-  if (tells && warp_idx() == 0 && args.num_tokens > 32 && granted)
+  if (tells && warp_idx() == 0 && granted)
     tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);
   if (tells && kPerExpert && granted) tell_counts(args, scratch, seq);
   if (notes && first_item(records) < args.num_tokens * world.size && granted)

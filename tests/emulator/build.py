@@ -45,12 +45,12 @@ def _swapped(text: str, old: str, new: str) -> str:
 def _lines(text: str) -> str:
     """A line's eight lanes store and load as one on the GPU; here the tag is stored last and loaded first."""
     store = re.search(r"  ptx::store_pair\(mine, .*\n  ptx::store_pair\(mine \+ kHalf, .*\n", text)
-    load = "  const Vector a = ptx::load_pair<Vector>(mine), b = ptx::load_pair<Vector>(mine + kHalf);\n"
-    if store is None:
-        raise ValueError("emulator: store_unit is not as expected")
+    load = re.search(r"  const Vector a = (ptx::load_pair_if.*), b = (ptx::load_pair_if.*);\n", text)
+    if store is None or load is None:
+        raise ValueError("emulator: store_unit or peek_unit is not as expected")
     text = _swapped(text, store[0], _TAGS_LAST.format(when=1, body=" ".join(store[0].split())))
-    loads = "a = ptx::load_pair<Vector>(mine); b = ptx::load_pair<Vector>(mine + kHalf);"
-    text = _swapped(text, load, "  Vector a, b;\n" + _TAGS_LAST.format(when=0, body=loads))
+    loads = f"a = {load[1]}; b = {load[2]};"
+    text = _swapped(text, load[0], "  Vector a, b;\n" + _TAGS_LAST.format(when=0, body=loads))
     some = re.search(r"  if \(lane_idx\(\) < 8 \* num_lines\) ptx::store_pair\(.*\n", text)
     if some is None:
         raise ValueError("emulator: store_lines is not as expected")

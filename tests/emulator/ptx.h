@@ -16,6 +16,7 @@ inline u64 load_acquire_sys(const u64* at) { return polled(at); }
 inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_block(u64* at) { return polled(at); }
+inline u8* known(u8* address) { return address; }
 inline u64 load_cached(const u64* at) { return loaded(at); }
 inline u64 load_volatile(const u64* at) { return loaded(at); }
 inline void hurry(const i32*) {}
@@ -54,6 +55,11 @@ T load_pair(const u8* at) {
   value.low = reinterpret_cast<const u64*>(at)[0];
   value.high = reinterpret_cast<const u64*>(at)[1];
   return value;
+}
+
+template <class T>
+T load_pair_if(const u8* at, bool wanted) {
+  return wanted ? load_pair<T>(at) : T{0, 0};
 }
 
 inline void fence_sys() {}

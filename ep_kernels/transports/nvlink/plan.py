@@ -52,8 +52,8 @@ the largest step measured (505 against 546). Kept at 512 all the same: LL takes 
 grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
-DISPATCH_SENDERS = {(False, False): 0.2, (False, True): 0.35, (True, False): 0.14, (True, True): 0.3}
-COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.6, (True, True): 0.6}
+DISPATCH_SENDERS = {(False, False): 0.15, (False, True): 0.35, (True, False): 0.12, (True, True): 0.3}
+COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.5, (True, True): 0.6}
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
 quantises needs more hands. Measured on 4 H200: docs/kernels/ll.md."""
 ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
@@ -287,7 +287,7 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Laun
     """How a combine runs."""
     if mode is Mode.LL:
         fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
-        return _ll_launch(num_sms, _head_bytes(c), COMBINE_SENDERS[c.resolved_layout.per_expert, fp8])
+        return _ll_launch(num_sms, _head_bytes(c) + 8 * c.group.size, COMBINE_SENDERS[c.resolved_layout.per_expert, fp8])
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_rings(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
