@@ -47,8 +47,8 @@ LL_MAX_TOKENS = {
     Layout.GROUPED: 512,
 }
 """AUTO's crossover by layout: most tokens per rank at which an LL pair is faster than an HT pair, bf16, H 7168, K 8.
-Source: docs/results/2026-11-22-h200x4/auto.csv (grouped): LL is ahead at 512 (144 against 177 us) and still at 2048,
-the largest step measured (505 against 546). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
+Source: docs/results/2026-11-22-h200x4/auto.csv (grouped): LL is ahead at 512 (141 against 177 us) and still at 2048,
+the largest step measured (512 against 545). Kept at 512 all the same: LL takes every multiprocessor, and its buffers
 grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
