@@ -287,7 +287,8 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Laun
     """How a combine runs."""
     if mode is Mode.LL:
         fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
-        return _ll_launch(num_sms, _head_bytes(c) + 8 * c.group.size, COMBINE_SENDERS[c.resolved_layout.per_expert, fp8])
+        share = COMBINE_SENDERS[c.resolved_layout.per_expert, fp8]
+        return _ll_launch(num_sms, _head_bytes(c) + 8 * c.group.size, share)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_rings(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
