@@ -13,7 +13,7 @@ __device__ __forceinline__ i64 position_of(const World& world, i32 owner, i32 po
   return static_cast<i64>(owner) * world.max_tokens + position;
 }
 
-// Unit row * home_units + index; units are fewer than 2^31, as they are of 1024 bytes.
+// Where the rows begin that come home to a rank: unit row * home_units + index, fewer than 2^31, as a unit is of 1024 bytes.
 __device__ __forceinline__ u8* home_lines_at(const CombineArgs& args, i32 rank) {
   const RegionMap& map = args.world.map;
   return region_at<u8>(args.world, rank, map.home_lines + args.slot * map.home_lines_stride);
@@ -65,7 +65,7 @@ __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&secon
 using RowVector = Words<Y, kVector>;
 constexpr i32 kRowWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
 
-// What a sum may begin with instead, so that the first term stays what it is; 0 where there are none.
+// -0, to which a first term may be added like any other, for -0 + x is x, and -0 + -0 is -0; 0 where there are no terms.
 template <i32 N>
 __device__ __forceinline__ void begin_sum(bool terms, f32 (&sum)[N]) {
 #pragma unroll

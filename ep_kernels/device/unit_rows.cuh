@@ -3,17 +3,18 @@
 
 constexpr bool kQuantised = sizeof(X) > 1;
 
-// Unit `index` of a position; units are fewer than 2^31, as they are of 1024 bytes.
-__device__ __forceinline__ u8* unit_at(const DispatchArgs& args, i32 at, i32 source, i32 position, i32 index) {
+// The rows of a source.
+__device__ __forceinline__ u8* lines_at(const DispatchArgs& args, i32 at, i32 source) {
   const RegionMap& map = args.world.map;
-  const i32 number = line_position(args.world, source, position) * args.world.row_units + index;
-  return array_at(args, at, map.lines, map.lines_stride) + static_cast<i64>(number) * kUnitBytes;
+  const i64 units = line_position(args.world, source, 0) * args.world.row_units;
+  return array_at(args, at, map.lines, map.lines_stride) + units * kUnitBytes;
 }
 
-__device__ __forceinline__ u8* meta_lines_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+// The records of a source.
+__device__ __forceinline__ u8* meta_lines_at(const DispatchArgs& args, i32 at, i32 source) {
   const RegionMap& map = args.world.map;
-  return array_at(args, at, map.meta_lines, map.meta_lines_stride) +
-         static_cast<i64>(line_position(args.world, source, position) * args.world.meta_lines) * kLineBytes;
+  const i64 lines = line_position(args.world, source, 0) * args.world.meta_lines;
+  return array_at(args, at, map.meta_lines, map.meta_lines_stride) + lines * kLineBytes;
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 at, i32 source) {
@@ -155,7 +156,7 @@ __device__ __forceinline__ i32 source_at(const World& world, Turn turn) {
   return source < world.size ? source : source - world.size;
 }
 
-// Where to look: found out once, for each address is a chain of loads.
+// Where to look: found out once, for each address is a chain of loads. Units are fewer than 2^31, as they are of 1024 bytes.
 __device__ __forceinline__ void locate(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
   const i32 number = line_position(world, source_at(world, arrival.turn), arrival.turn.position);

@@ -1,22 +1,22 @@
 // How low-latency dispatch finds out where rows go: each block for itself, one barrier between the ids and the first row that
 // leaves. ep_kernels/routing.py is the definition.
 //
-// Ranks are served in turn, the next one first and this very one last: turn i is rank (this + 1 + i) % R. A thread stands for an
-// entry (token, k) and notes its turn in shared memory. Then each warp numbers rows: a lane stands for a token, 32 of them are a
-// chunk, and a ballot per turn leaves in the turn's lane which of them go there, so that all positions of a token are known at
+// Ranks are served in turn, the next one first and this very one last: hop i is rank (this + 1 + i) % R. A thread stands for an
+// entry (token, k) and notes its hop in shared memory. Then each warp numbers rows: a lane stands for a token, 32 of them are a
+// chunk, and a ballot per hop leaves in the hop's lane which of them go there, so that all positions of a token are known at
 // once; chunks before are counted on the way.
-// Worked example, rank 1 of 2, tokens to ranks {0}, {0, 1}, {1}: turn 0 is rank 0, masks 01, 11, 10; ballot of turn 1 = 110, so
+// Worked example, rank 1 of 2, tokens to ranks {0}, {0, 1}, {1}: hop 0 is rank 0, masks 01, 11, 10; ballot of hop 1 = 110, so
 // token 2's row is position 1 at rank 1.
 #pragma once
 
 constexpr i32 kChoose = -4;  // in the table: several copies, which take turns
 
-// Shared memory of a block.
+// Shared memory of a block, and two addresses.
 struct LlScratch : Scratch {
-  u64* masks;       // [T, rounded up to whole chunks] turns of each token (bit i)
-  u8** lines_to;    // [R] by turn, this rank's part of lines there
+  u64* masks;       // [T, rounded up to whole chunks] hops of each token (bit i)
+  u8** lines_to;    // [R] by hop, this rank's part of lines there
   u8** records_to;  // [R] and of meta_lines
-  const u8 *lines_here, *records_here;  // of this rank, all sources
+  const u8 *lines_here, *records_here;  // where this rank's lines and meta_lines begin
   i32* table;    // [E] rank << 16 | local expert, kGone, kChoose
   i32* before;   // [num_keys] rows per (rank, local expert): the block that tells
   i32* arrived;  // [R, 1 + local_stride] rows from each source, and for each local expert
@@ -112,32 +112,36 @@ __device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlSc
     else if (entry < entries) key = key_of(world, args.home[entry]);
     visit(token, key);
   };
+  i32 next = load_id(args, threadIdx.x + kIdsAhead * THREADS);  // of later ones, one is on its way
 #pragma unroll
   for (i32 a = 0; a < kIdsAhead; ++a)
     if (warp_idx() * 32 + a * THREADS < entries) look(threadIdx.x + a * THREADS, ids.at[a]);
 #pragma unroll 1
-  for (i32 entry = threadIdx.x + kIdsAhead * THREADS; entry - lane_idx() < entries; entry += THREADS)
-    look(entry, load_id(args, entry));
+  for (i32 entry = threadIdx.x + kIdsAhead * THREADS; entry - lane_idx() < entries; entry += THREADS) {
+    const i32 id = next;
+    next = load_id(args, entry + THREADS);
+    look(entry, id);
+  }
 }
 
-__device__ __forceinline__ i32 turn_of_rank(const World& world, i32 rank) {
-  const i32 turn = rank - world.rank - 1;
-  return turn < 0 ? turn + world.size : turn;
+__device__ __forceinline__ i32 hop_of_rank(const World& world, i32 rank) {
+  const i32 hop = rank - world.rank - 1;
+  return hop < 0 ? hop + world.size : hop;
 }
 
-__device__ __forceinline__ i32 rank_of_turn(const World& world, i32 turn) {
-  const i32 rank = turn + world.rank + 1;
+__device__ __forceinline__ i32 rank_of_hop(const World& world, i32 hop) {
+  const i32 rank = hop + world.rank + 1;
   return rank < world.size ? rank : rank - world.size;
 }
 
 // Notes in scratch.masks, which is zero, that a token goes to a rank; whether it was noted before. A block barrier follows.
 __device__ __forceinline__ bool note_rank(const World& world, const LlScratch& scratch, i32 token, i32 key) {
-  const i32 turn = turn_of_rank(world, key >> 16);
-  const u32 bit = 1u << (turn & 31);
-  return atomicOr(reinterpret_cast<u32*>(scratch.masks + token) + (turn >> 5), bit) & bit;
+  const i32 hop = hop_of_rank(world, key >> 16);
+  const u32 bit = 1u << (hop & 31);
+  return atomicOr(reinterpret_cast<u32*>(scratch.masks + token) + (hop >> 5), bit) & bit;
 }
 
-// How far a warp has come in the order of tokens. Lane i speaks of turns i (low) and 32 + i (high).
+// How far a warp has come in the order of tokens. Lane i speaks of hops i (low) and 32 + i (high).
 struct Walk {
   i32 chunk;
   i32 low, high;        // rows there in all chunks before
@@ -160,10 +164,10 @@ __device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
 }
 
 __device__ __forceinline__ void enter(const World& world, const LlScratch& scratch, i32 chunk, Walk& walk) {
-  const u64 turns = scratch.masks[chunk * 32 + lane_idx()];
+  const u64 hops = scratch.masks[chunk * 32 + lane_idx()];
   walk.chunk = chunk;
-  walk.to_low = transposed(static_cast<u32>(turns), min(world.size, 32));
-  if (world.size > 32) walk.to_high = transposed(static_cast<u32>(turns >> 32), world.size - 32);
+  walk.to_low = transposed(static_cast<u32>(hops), min(world.size, 32));
+  if (world.size > 32) walk.to_high = transposed(static_cast<u32>(hops >> 32), world.size - 32);
 }
 
 __device__ __forceinline__ Walk start_walk(const World& world, const LlScratch& scratch) {
@@ -181,9 +185,9 @@ __device__ __forceinline__ void walk_to(const World& world, const LlScratch& scr
   }
 }
 
-// Where a token of the walk's chunk goes: turns i and 32 + i (bit i); in lane i, its positions there, if it goes there.
+// Where a token of the walk's chunk goes: hops i and 32 + i (bit i); in lane i, its positions there, if it goes there.
 struct Stops {
-  u32 turns_low, turns_high;
+  u32 hops_low, hops_high;
   i32 low, high;
 };
 
@@ -193,13 +197,12 @@ __device__ __forceinline__ Stops stops_of(const World& world, const Walk& walk, 
           walk.low + __popc(walk.to_low & (bit - 1)), walk.high + __popc(walk.to_high & (bit - 1))};
 }
 
-// What the lane of a turn has of it; all lanes, which may ask for different ones.
-template <class T>
-__device__ __forceinline__ T of_turn(const World& world, T low, T high, i32 turn) {
-  const T found = __shfl_sync(~0u, low, turn & 31);
+// What the lane of a hop has of it; all lanes, which may ask for different ones.
+__device__ __forceinline__ i32 of_hop(const World& world, i32 low, i32 high, i32 hop) {
+  const i32 found = __shfl_sync(~0u, low, hop & 31);
   if (world.size <= 32) return found;
-  const T other = __shfl_sync(~0u, high, turn & 31);
-  return turn < 32 ? found : other;
+  const i32 other = __shfl_sync(~0u, high, hop & 31);
+  return hop < 32 ? found : other;
 }
 
 __device__ __forceinline__ i32 index_of(const World& world, i32 key) {

@@ -382,7 +382,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
-  // All is asked for before anything is looked at; what is computed from an answer, above, would be waited for.
+  // All is asked for before anything is looked at (owed_rows does, last): what is computed from an answer, above, would be waited for.
   const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
   const u64 last = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq);
   const u64 record = record_number(world, args.work.halves, args.op);

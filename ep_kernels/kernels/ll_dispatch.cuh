@@ -39,7 +39,7 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
 // What this rank keeps of a token: where its rows go.
 __device__ __forceinline__ void keep_home(const DispatchArgs& args, const Stops& stops, i32 key, i32 place, i32 token) {
   const i32 topk = args.world.topk, k = lane_idx(), at = token * topk + k;
-  const i32 mine = of_turn(args.world, stops.low, stops.high, turn_of_rank(args.world, max(key, 0) >> 16));
+  const i32 mine = of_hop(args.world, stops.low, stops.high, hop_of_rank(args.world, max(key, 0) >> 16));
   if (k < topk && !args.cached) args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, mine, key & 0xFFFF, place};
   const bool valid = __all_sync(~0u, key != kGone);
   if (k == 0) args.valid[token] = valid;
@@ -47,12 +47,12 @@ __device__ __forceinline__ void keep_home(const DispatchArgs& args, const Stops&
 
 // The token's records to one of its ranks.
 __device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry, i32 key,
-                                             i32 place, i32 token, i32 turn, i32 position, u64 seq) {
+                                             i32 place, i32 token, i32 hop, i32 position, u64 seq) {
   const World& world = args.world;
-  const bool here = key >= 0 && key >> 16 == rank_of_turn(world, turn);
+  const bool here = key >= 0 && key >> 16 == rank_of_hop(world, hop);
   const Vector record =
       vector_of(here ? key & 0xFFFF : ~0u, here ? place : ~0u, here ? __float_as_uint(entry.weight) : 0, token);
-  u8* to = scratch.records_to[turn] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
+  u8* to = scratch.records_to[hop] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
 #pragma unroll 1
   for (i32 line = 0; line < world.meta_lines; line += 4) {
     const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
@@ -72,21 +72,21 @@ __device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team 
 #pragma unroll 1
   while (token < args.num_tokens) {
     const Entry now = entry;
-    const i32 current = token, turn = item - token * ranks.value;
+    const i32 current = token, hop = item - token * ranks.value;
     item += step;
     token = divide(item, ranks);
     if (token != current) entry = load_entry(args, token);
     walk_to(world, scratch, current >> 5, walk);
     const Stops stops = stops_of(world, walk, current);
-    const bool goes = (turn < 32 ? stops.turns_low : stops.turns_high) >> (turn & 31) & 1;
-    if (!goes && turn != 0) continue;
+    const bool goes = (hop < 32 ? stops.hops_low : stops.hops_high) >> (hop & 31) & 1;
+    if (!goes && hop != 0) continue;
     const i32 key = args.cached ? key_of(world, now.home) : key_of(world, scratch.table, now.id, current);
     i32 place = now.home.place;
     if (kPerExpert && !args.cached)
       place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, current, key)
                                                         : rows_noted(world, scratch, current, key);
-    if (goes) send_records(args, scratch, now, key, place, current, turn, of_turn(world, stops.low, stops.high, turn), seq);
-    if (turn == 0) keep_home(args, stops, key, place, current);
+    if (goes) send_records(args, scratch, now, key, place, current, hop, of_hop(world, stops.low, stops.high, hop), seq);
+    if (hop == 0) keep_home(args, stops, key, place, current);
   }
 }
 
@@ -105,15 +105,15 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
     walk_to(world, scratch, now.position >> 5, walk);
     const Stops stops = stops_of(world, walk, now.position);
     const Unit row = make_unit(args, loaded);
-    auto send_to = [&](u32 turns, const u8* lines, i32 position) {  // lane i: of its turn
-      const i64 number = position * world.row_units + now.index;
+    auto send_to = [&](u32 hops, const u8* lines, i32 position) {  // lane i: of its hop
+      const i64 number = position * world.row_units + now.index;  // fewer than 2^31, as a unit is of 1024 bytes
       const u64 to = reinterpret_cast<u64>(lines) + number * kUnitBytes;
 #pragma unroll 1
-      for (u32 left = turns; left != 0; left &= left - 1)
+      for (u32 left = hops; left != 0; left &= left - 1)
         store_unit(reinterpret_cast<u8*>(__shfl_sync(~0u, to, __ffs(left) - 1)), row, seq);
     };
-    send_to(stops.turns_low, scratch.lines_to[lane], stops.low);
-    if (world.size > 32) send_to(stops.turns_high, scratch.lines_to[other], stops.high);
+    send_to(stops.hops_low, scratch.lines_to[lane], stops.low);
+    if (world.size > 32) send_to(stops.hops_high, scratch.lines_to[other], stops.high);
   }
 }
 
@@ -307,7 +307,8 @@ __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, 
   note_end(world, team, number, waits);
 }
 
-// Every warp has read the counters when the last block comes here: the next operation's are set at once. One thread.
+// Every warp has asked for the counters before its block's last barrier, and when the last block comes here all have: the next
+// operation's are set at once. One thread.
 __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_DISPATCH_SEND)) return;
   args.world.state->taken[0] = 0;
@@ -338,14 +339,14 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr, routes = tells || carries || notes;
-  scratch.lines_here = ptx::known(unit_at(args, world.rank, 0, 0, 0));
-  scratch.records_here = ptx::known(meta_lines_at(args, world.rank, 0, 0));
+  scratch.lines_here = ptx::known(lines_at(args, world.rank, 0));
+  scratch.records_here = ptx::known(meta_lines_at(args, world.rank, 0));
   load_active(world);
   fill_table(world, scratch);
   if (warp_idx() == num_warps() - 1) {  // each by a warp of its own: a late block's start is waited for
-    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.lines_to[i] = unit_at(args, rank_of_turn(world, i), world.rank, 0, 0);
+    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.lines_to[i] = lines_at(args, rank_of_hop(world, i), world.rank);
   } else if (warp_idx() == num_warps() - 2) {
-    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.records_to[i] = meta_lines_at(args, rank_of_turn(world, i), world.rank, 0);
+    for (i32 i = lane_idx(); i < world.size; i += 32) scratch.records_to[i] = meta_lines_at(args, rank_of_hop(world, i), world.rank);
   } else if (warp_idx() == num_warps() - 3) {
     for (i32 i = lane_idx(); i < world.size; i += 32) waits_at(shared)[i] = 0;
     for (i32 i = lane_idx(); i < MAX_RANKS; i += 32) told.rows[i] = 0;

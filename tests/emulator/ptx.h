@@ -19,7 +19,6 @@ inline u64 load_relaxed_block(u64* at) { return polled(at); }
 inline u8* known(u8* address) { return address; }
 inline u64 load_cached(const u64* at) { return loaded(at); }
 inline u64 load_volatile(const u64* at) { return loaded(at); }
-inline void hurry(const i32*) {}
 inline void store_release_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_block(u64* at, u64 value) { stored(at, value); }

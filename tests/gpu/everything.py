@@ -33,8 +33,8 @@ GRACE_S = 5.0
 PARTING_S = 12.0
 """A stage that is interrupted at its deadline has so long to write its report."""
 WEIGHTS = {1: 0.25, 2: 0.2, 3: 0.2, 4: 0.16, 5: 0.12, 6: 0.07}
-"""Shares of the time, by wave, as the waves took it on 4 H200 (100, 85, 90, 75, 55 and 38 s); what a wave leaves falls to those
-after it. In the last a hundred communicators come and go."""
+"""Shares of the time, by wave, as the waves took it on 4 H200 (100, 85, 90, 75, 55 and 38 s); what a wave leaves falls
+to those after it. In the last a hundred communicators come and go."""
 THREADS = {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}
 """References are computed on processors by many processes at once."""
 

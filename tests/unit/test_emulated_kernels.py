@@ -124,3 +124,13 @@ def test_many_tokens_in_few_blocks() -> None:
     run([case, replace(case, kind="repeated", seed=draw_seed())], Mode.HT, Layout.EXPERT_MAJOR)
     few = replace(case, tokens=(72, 33, 1), max_tokens=72, topk=4)
     run([few], Mode.LL, Layout.EXPERT_MAJOR, blocks=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_ranks_than_lanes_and_several_chunks(layout: Layout) -> None:
+    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once."""
+    tokens = (140, 33, *(0,) * 31, 70)
+    case = RoutingCase(70, 8, 16, tokens, "uniform", draw_seed(), max_tokens=140)
+    loop = Loopback(lambda group: case.config(group, mode=Mode.LL, layout=layout), len(tokens), 1, Emulated())
+    handles = check(loop, case, Mode.LL)
+    check(loop, case, Mode.LL, again=replace(case, seed=draw_seed()), previous=handles)

@@ -250,6 +250,14 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + seen)
 
 
+@pytest.mark.parametrize("size", [1, 4, 9, abi.MAX_RANKS])
+def test_combine_has_room_for_its_homes(size: int) -> None:
+    """Behind barriers and waits an address per rank (`homes` in kernels/ll_combine.cuh)."""
+    c = config(size=size)
+    launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
+    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * size
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     """More where rows are summed on their way out, or where less travels; as many as given where a number is given."""
