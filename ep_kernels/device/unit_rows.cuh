@@ -46,6 +46,7 @@ struct LoadedOf {
 template <>
 struct LoadedOf<u8> : Unit {};
 using Loaded = LoadedOf<X>;
+constexpr bool kMakesFirst = sizeof(X) == 4;  // before the next is asked for: registers do not hold two
 
 // Asks for unit `index` of a token's row.
 template <class T>
@@ -160,8 +161,8 @@ __device__ __forceinline__ i32 source_at(const World& world, Turn turn) {
 __device__ __forceinline__ void locate(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
   const i32 number = line_position(world, source_at(world, arrival.turn), arrival.turn.position);
-  arrival.lines = scratch.lines_here + static_cast<i64>(number * world.row_units + arrival.turn.index) * kUnitBytes;
-  arrival.records = scratch.records_here + static_cast<i64>(number * world.meta_lines) * kLineBytes;
+  arrival.lines = scratch.here[0] + static_cast<i64>(number * world.row_units + arrival.turn.index) * kUnitBytes;
+  arrival.records = scratch.here[1] + static_cast<i64>(number * world.meta_lines) * kLineBytes;
 }
 
 __device__ __forceinline__ void look(const DispatchArgs& args, Arrival& arrival, u64 seq) {

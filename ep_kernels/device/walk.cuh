@@ -11,12 +11,12 @@
 
 constexpr i32 kChoose = -4;  // in the table: several copies, which take turns
 
-// Shared memory of a block, and two addresses.
+// Shared memory of a block.
 struct LlScratch : Scratch {
   u64* masks;       // [T, rounded up to whole chunks] hops of each token (bit i)
   u8** lines_to;    // [R] by hop, this rank's part of lines there
   u8** records_to;  // [R] and of meta_lines
-  const u8 *lines_here, *records_here;  // where this rank's lines and meta_lines begin
+  const u8** here;   // [2] where this rank's lines and meta_lines begin
   i32* table;    // [E] rank << 16 | local expert, kGone, kChoose
   i32* before;   // [num_keys] rows per (rank, local expert): the block that tells
   i32* arrived;  // [R, 1 + local_stride] rows from each source, and for each local expert
@@ -28,9 +28,10 @@ __device__ __forceinline__ i32 arrived_stride(const World& world) { return 1 + (
 
 __device__ __forceinline__ i32 chunks_of(const World& world) { return (world.ll_tokens + 31) / 32; }
 
-__device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bool* twice) {
+__device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bool* twice, const u8** here) {
   LlScratch scratch;
   scratch.twice = twice;
+  scratch.here = here;
   const i32 keys = kPerExpert ? num_keys(world) : 0, groups = kPerExpert ? world.local_stride : 0;
   scratch.origin = 0;
   scratch.masks = reinterpret_cast<u64*>(after_waits(world, shared));

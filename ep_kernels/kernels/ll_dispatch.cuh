@@ -100,11 +100,13 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
   while (queue.turn.position < args.num_tokens) {
     const Turn now = queue.turn;
     const Loaded loaded = asked;
+    Unit row;
+    if (kMakesFirst) row = make_unit(args, loaded);
     refill(queue);
     if (queue.turn.position < args.num_tokens) asked = load_unit<X>(args, queue.turn.position, queue.turn.index);
     walk_to(world, scratch, now.position >> 5, walk);
     const Stops stops = stops_of(world, walk, now.position);
-    const Unit row = make_unit(args, loaded);
+    if (!kMakesFirst) row = make_unit(args, loaded);
     auto send_to = [&](u32 hops, const u8* lines, i32 position) {  // lane i: of its hop
       const i64 number = position * world.row_units + now.index;  // fewer than 2^31, as a unit is of 1024 bytes
       const u64 to = reinterpret_cast<u64>(lines) + number * kUnitBytes;
@@ -326,7 +328,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   __shared__ bool twice;
   __shared__ Told told;
   const World& world = args.world;
-  LlScratch scratch = carve_ll(world, shared, &twice);
+  __shared__ const u8* here_at[2];
+  LlScratch scratch = carve_ll(world, shared, &twice, here_at);
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool apart = senders < team.num_blocks, here = team.block < senders, tells = here && team.block == senders - 1;
@@ -339,8 +342,6 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Divisor units = divisor_of(world.row_units), arriving = divisor_of(world.row_units + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr, routes = tells || carries || notes;
-  scratch.lines_here = ptx::known(lines_at(args, world.rank, 0));
-  scratch.records_here = ptx::known(meta_lines_at(args, world.rank, 0));
   load_active(world);
   fill_table(world, scratch);
   if (warp_idx() == num_warps() - 1) {  // each by a warp of its own: a late block's start is waited for
@@ -351,6 +352,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
     for (i32 i = lane_idx(); i < world.size; i += 32) waits_at(shared)[i] = 0;
     for (i32 i = lane_idx(); i < MAX_RANKS; i += 32) told.rows[i] = 0;
   } else if (threadIdx.x == 0) {
+    scratch.here[0] = lines_at(args, world.rank, 0);
+    scratch.here[1] = meta_lines_at(args, world.rank, 0);
     verdict = told.invalid = 0;
     twice = false;
     ptx::barrier_init(&heads_here);
