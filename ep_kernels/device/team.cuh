@@ -70,6 +70,17 @@ __device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 so
   }
 }
 
+// Ranks are served in turn, the next one first and this very one last: hop i is rank (this + 1 + i) % R.
+__device__ __forceinline__ i32 hop_of_rank(const World& world, i32 rank) {
+  const i32 hop = rank - world.rank - 1;
+  return hop < 0 ? hop + world.size : hop;
+}
+
+__device__ __forceinline__ i32 rank_of_hop(const World& world, i32 hop) {
+  const i32 rank = hop + world.rank + 1;
+  return rank < world.size ? rank : rank - world.size;
+}
+
 __device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
 __device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
 

@@ -1,10 +1,9 @@
 // How low-latency dispatch finds out where rows go: each block for itself, one barrier between the ids and the first row that
 // leaves. ep_kernels/routing.py is the definition.
 //
-// Ranks are served in turn, the next one first and this very one last: hop i is rank (this + 1 + i) % R. A thread stands for an
-// entry (token, k) and notes its hop in shared memory. Then each warp numbers rows: a lane stands for a token, 32 of them are a
-// chunk, and a ballot per hop leaves in the hop's lane which of them go there, so that all positions of a token are known at
-// once; chunks before are counted on the way.
+// A thread stands for an entry (token, k) and notes its hop (device/team.cuh) in shared memory. Then each warp numbers rows: a lane
+// stands for a token, 32 of them are a chunk, and a ballot per hop leaves in the hop's lane which of them go there, so that all
+// positions of a token are known at once; chunks before are counted on the way.
 // Worked example, rank 1 of 2, tokens to ranks {0}, {0, 1}, {1}: hop 0 is rank 0, masks 01, 11, 10; ballot of hop 1 = 110, so
 // token 2's row is position 1 at rank 1.
 #pragma once
@@ -16,7 +15,7 @@ struct LlScratch : Scratch {
   u64* masks;       // [T, rounded up to whole chunks] hops of each token (bit i)
   u8** lines_to;    // [R] by hop, this rank's part of lines there
   u8** records_to;  // [R] and of meta_lines
-  const u8** here;   // [2] where this rank's lines and meta_lines begin
+  const u8** here;  // [2] where this rank's lines and meta_lines begin
   i32* table;    // [E] rank << 16 | local expert, kGone, kChoose
   i32* before;   // [num_keys] rows per (rank, local expert): the block that tells
   i32* arrived;  // [R, 1 + local_stride] rows from each source, and for each local expert
@@ -123,16 +122,6 @@ __device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlSc
     next = load_id(args, entry + THREADS);
     look(entry, id);
   }
-}
-
-__device__ __forceinline__ i32 hop_of_rank(const World& world, i32 rank) {
-  const i32 hop = rank - world.rank - 1;
-  return hop < 0 ? hop + world.size : hop;
-}
-
-__device__ __forceinline__ i32 rank_of_hop(const World& world, i32 hop) {
-  const i32 rank = hop + world.rank + 1;
-  return rank < world.size ? rank : rank - world.size;
 }
 
 // Notes in scratch.masks, which is zero, that a token goes to a rank; whether it was noted before. A block barrier follows.

@@ -49,8 +49,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const Owed& o
 #pragma unroll 1
   for (; queue.turn.position < owed.most; refill(queue)) {
     const Turn turn = queue.turn;
-    const i32 source = turn.source + world.rank + 1;
-    task.source = source < world.size ? source : source - world.size;
+    task.source = rank_of_hop(world, turn.source);
     task.position = turn.position;
     task.only = KIND == EXACT ? turn.index / units : 0;
     task.index = turn.index - task.only * units;
