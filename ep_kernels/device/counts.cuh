@@ -4,6 +4,9 @@
 // Counters that are told: rows per (rank, local expert), then rows per rank; where rows are not grouped per expert, only the
 // latter. Among blocks pair p of block b lies at [p][b], so that a warp reads 32 blocks at once.
 //
+// Who exchanges them is the block's crew: all warps where counters are per expert, which are many; else the clerk alone, and the other
+// warps go on meanwhile.
+//
 // Memory contract: 16 aligned bytes, one store and one load (as heads of LL), which PTX promises of .b128. seq grows for the life of
 // the region, so a tag is never met again; what is mapped is blank before any peer writes.
 #pragma once
@@ -14,6 +17,26 @@ constexpr i32 kPairsTogether = 4;  // loads of a lane under way
 struct alignas(16) Pair {
   u64 low, high;
 };
+
+__device__ __forceinline__ bool is_clerk() { return warp_idx() == num_warps() - 1; }
+
+__device__ __forceinline__ bool in_crew() { return kPerExpert || is_clerk(); }
+__device__ __forceinline__ i32 crew_warp() { return kPerExpert ? warp_idx() : 0; }
+__device__ __forceinline__ i32 crew_warps() { return kPerExpert ? num_warps() : 1; }
+__device__ __forceinline__ i32 crew_thread() { return crew_warp() * 32 + lane_idx(); }
+
+__device__ __forceinline__ void crew_sync() {
+  if (kPerExpert) __syncthreads();
+  else __syncwarp();
+}
+
+// Whether it holds for any thread of the crew; a barrier, too.
+__device__ __forceinline__ bool crew_any(bool holds) {
+  if (kPerExpert) return __syncthreads_or(holds) != 0;
+  const bool any = __any_sync(~0u, holds) != 0;
+  __syncwarp();
+  return any;
+}
 
 __device__ __forceinline__ i32 first_told(const World& world) { return kPerExpert ? 0 : num_keys(world); }
 __device__ __forceinline__ i32 num_pairs(const World& world) { return (num_counters(world) - first_told(world) + 1) / 2; }
@@ -44,17 +67,17 @@ __device__ __forceinline__ u8* pair_at(const DispatchArgs& args, i32 at, i32 sou
          (static_cast<i64>(source) * (num_counters(args.world) / 2 + 1) + p) * sizeof(Pair);
 }
 
-// This block's counters to the blocks after it. All threads.
+// This block's counters to the blocks after it. The crew.
 __device__ __forceinline__ void tell_blocks(const World& world, Team team, const i32* counters, u64 seq) {
-  for (i32 p = threadIdx.x; p < num_pairs(world); p += blockDim.x)
+  for (i32 p = crew_thread(); p < num_pairs(world); p += crew_warps() * 32)
     ptx::store_pair(block_pair_at(world, team, p, team.block), pair_of(world, counters, p), seq);
 }
 
-// before[counter] = sum over the blocks before this one. All threads; false in a warp whose wait failed; a block barrier follows.
+// before[counter] = sum over the blocks before this one. The crew; false in a warp whose wait failed.
 __device__ __forceinline__ bool sum_blocks_before(const World& world, Team team, i32* before, u64 seq) {
-  const i32 pairs = num_pairs(world), step = num_warps();
+  const i32 pairs = num_pairs(world), step = crew_warps();
   bool ok = true;
-  for (i32 first = warp_idx(); first < pairs && ok; first += step * kPairsTogether) {
+  for (i32 first = crew_warp(); first < pairs && ok; first += step * kPairsTogether) {
     u64 sum[kPairsTogether] = {};
     for (i32 base = 0; base < team.block && ok; base += 32) {
       const i32 block = base + lane_idx();
@@ -87,29 +110,35 @@ __device__ __forceinline__ bool sum_blocks_before(const World& world, Team team,
 }
 
 // Totals of this rank (null: it brought a handle) and the origin of its routing, to each peer as soon as that peer's slot is free:
-// one that is silent must not silence this rank towards the others. A warp per peer; the origin is carried by a later share.
-__device__ __forceinline__ void tell_ranks(const DispatchArgs& args, const i32* totals, u64 origin, u64 seq) {
+// one that is silent must not silence this rank towards the others, so each lane waits for a peer of its own. The crew; `credit` has
+// been asked for. The origin is carried by a later share.
+__device__ __forceinline__ void tell_ranks(const DispatchArgs& args, Credit credit, const i32* totals, u64 origin, u64 seq) {
   const World& world = args.world;
-  const u64 credit = free_from(world, ptx::load_volatile(&world.state->dispatch_slot_seq[args.slot]), seq);
-  for (i32 i = warp_idx(); i < world.size; i += num_warps()) {
-    const i32 peer = (world.rank + i) % world.size;
-    if (!is_active(peer)) continue;
-    const u64* started = flag_at(world, world.rank, FLAG_STARTED, peer);
-    bool free = true;
-    if (lane_idx() == 0) free = spin::wait_for(world, started, credit, OP_DISPATCH, PHASE_CREDIT, peer);
-    if (!__all_sync(~0u, free)) continue;
-    for (i32 p = lane_idx(); p < num_pairs(world); p += 32)
-      ptx::store_pair(pair_at(args, peer, world.rank, p), totals == nullptr ? kNoCounts : pair_of(world, totals, p), seq);
-    if (lane_idx() == 0) *origin_at(world, peer, origins_at(args), world.rank) = origin;
+  const u64 needed = free_from(world, credit.last, seq);
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 peer = min(base + lane_idx(), world.size - 1);
+    bool told = base + lane_idx() >= world.size || !is_active(peer);
+    u64 seen = base == 0 ? credit.seen : 0;
+    spin::warp_wait(world, needed, OP_DISPATCH, PHASE_CREDIT, peer, [&] {
+      if (told) return true;
+      if (seen < needed) seen = ptx::load_acquire_sys(flag_at(world, world.rank, FLAG_STARTED, peer));
+      if (seen < needed) return false;
+#pragma unroll 1
+      for (i32 p = crew_warp(); p < num_pairs(world); p += crew_warps())
+        ptx::store_pair(pair_at(args, peer, world.rank, p), totals == nullptr ? kNoCounts : pair_of(world, totals, p), seq);
+      if (crew_warp() == 0) *origin_at(world, peer, origins_at(args), world.rank) = origin;
+      return told = true;
+    });
   }
 }
 
 // Everybody's counts: per counter the sum over the sources before this rank and over all; rows[source] for this rank. `differs`:
-// a peer brought a handle and so no counts. All threads; false in a warp whose wait failed; a block barrier follows.
+// a peer brought a handle and so no counts. The crew; false in a warp whose wait failed.
 __device__ __forceinline__ bool read_counts(const DispatchArgs& args, i32* before, i32* all, i32* rows, u64 seq, bool* differs) {
   const World& world = args.world;
   const i32 pairs = num_pairs(world), mine = num_keys(world) + world.rank - first_told(world);
-  for (i32 slab = warp_idx() * 32; slab < pairs; slab += blockDim.x) {
+  for (i32 slab = crew_warp() * 32; slab < pairs; slab += crew_warps() * 32) {
     const i32 p = slab + lane_idx();
     u64 sum = 0, sum_before = 0;
     for (i32 base = 0; base < world.size; base += kPairsTogether) {

@@ -26,7 +26,7 @@ __device__ __forceinline__ Pipe open_pipe(const Work& work, u8* shared) {
   if (lane_idx() == 0) {
     for (u32 s = 0; s < kStages; ++s) ptx::barrier_init(pipe.barriers + s);
     ptx::fence_barrier_init();
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_shared();
   }
   __syncwarp();
   return pipe;

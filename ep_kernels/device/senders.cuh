@@ -2,7 +2,7 @@
 // first; the others move the rows, piece by piece, by the copy engine: loaded once, stored once per destination. No barrier stands
 // between them: warps take pieces from counters, first from their block's, then from one that all blocks share.
 //
-// A unit is a piece of a row. The first one of each warp is loaded before anybody knows where it goes.
+// A unit is a piece of a row. The first one of each warp is loaded, and becomes fp8, before anybody knows where it goes.
 //
 // Per-expert layouts: a row whose stores are complete is announced to its destinations, which then copy it to its other places
 // while later rows travel; on its own rank a row goes to all its places at once.
@@ -23,7 +23,10 @@ struct Sender {
   Pipe pipe;
   u32 turn;  // stages used so far
   i32 unit;  // loaded, or being so; below 0: none is left
-  i32 pieces;
+  Range mine;      // tokens of this block
+  Divisor pieces;  // of a row
+  Divisor topk;
+  bool made;    // the unit is here, as it travels
   bool pooled;  // the block's own units are used up
 };
 
@@ -38,10 +41,20 @@ __device__ __forceinline__ i32 piece_size(const DispatchArgs& args, i32 piece) {
   return min(most, loaded_bytes(args) - piece * most);
 }
 
+// A unit: piece `piece` of a token's row.
+struct Part {
+  i32 token, piece;
+};
+
+__device__ __forceinline__ Part part_of_unit(const Sender& sender, i32 unit) {
+  const i32 token = divide(unit, sender.pieces);
+  return {token, unit - token * sender.pieces.value};
+}
+
 __device__ __forceinline__ void load_unit(const DispatchArgs& args, const Sender& sender, i32 unit, u32 stage) {
   if (lane_idx() != 0 || unit < 0) return;
-  const u8* row = args.x + static_cast<i64>(unit / sender.pieces) * loaded_bytes(args);
-  const i32 piece = unit % sender.pieces;
+  const auto [token, piece] = part_of_unit(sender, unit);
+  const u8* row = args.x + static_cast<i64>(token) * loaded_bytes(args);
   ptx::bulk_load(sender.pipe.stage(stage), row + static_cast<i64>(piece) * args.work.piece_bytes, piece_size(args, piece),
                  sender.pipe.barriers + stage);
 }
@@ -56,43 +69,44 @@ __device__ __forceinline__ bool await_settled(const World& world, Team team) {
   return __all_sync(~0u, ok);
 }
 
-// A unit of the first quarter of this block's tokens, -1 = none is left.
-__device__ __forceinline__ i32 next_own_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, const Sender& sender) {
-  const Range mine = block_tokens(args, team.block, team.num_blocks);
-  const i32 grain = kPerExpert ? sender.pieces : 1;
-  u32 taken = 0;
-  if (lane_idx() == 0) taken = atomicAdd(scratch.next_unit, 1u);
-  const i32 unit = static_cast<i32>(__shfl_sync(~0u, taken, 0)) * grain;
-  return unit < own_tokens(mine.past - mine.first) * sender.pieces ? mine.first * sender.pieces + unit : -1;
+// Units that a warp takes at once: rows that are announced go as a whole.
+__device__ __forceinline__ i32 grain_of(const Sender& sender) { return kPerExpert ? sender.pieces.value : 1; }
+
+// Number `number` of the units of the first quarter of this block's tokens, -1 = there are not so many.
+__device__ __forceinline__ i32 own_unit(const Sender& sender, i32 number) {
+  const i32 unit = number * grain_of(sender), pieces = sender.pieces.value;
+  return unit < own_tokens(sender.mine.past - sender.mine.first) * pieces ? sender.mine.first * pieces + unit : -1;
 }
 
 // The next unit for this warp: of its block's own, then of what all blocks share, each block's in turn; where rows are announced,
 // the rest of the warp's row first. -1 = none is left, kStopped = the rank was stopped.
 __device__ __forceinline__ i32 next_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, i32 unit) {
-  const i32 pieces = sender.pieces, grain = kPerExpert ? pieces : 1;
-  if (unit >= 0 && (unit + 1) % grain != 0) return unit + 1;
+  const i32 pieces = sender.pieces.value, grain = grain_of(sender);
+  if (kPerExpert && unit >= 0 && part_of_unit(sender, unit).piece != pieces - 1) return unit + 1;
   if (!sender.pooled) {
-    const i32 own = next_own_unit(args, team, scratch, sender);
+    u32 taken = 0;
+    if (lane_idx() == 0) taken = atomicAdd(scratch.next_unit, 1u);
+    const i32 own = own_unit(sender, static_cast<i32>(__shfl_sync(~0u, taken, 0)));
     if (own >= 0) return own;
     sender.pooled = true;
     if (!args.cached && !await_settled(args.world, team)) return kStopped;
   }
-  const i32 tokens = (args.num_tokens + team.num_blocks - 1) / team.num_blocks;  // of a block, at most
-  const i32 most = (tokens - own_tokens(tokens)) * pieces;
+  const Split split = split_tokens(args.num_tokens, team.num_blocks);
+  const i32 most = (split.most() - own_tokens(split.most())) * pieces;
   for (;;) {
     u64 taken = 0;
     if (lane_idx() == 0) taken = atomicAdd(&args.world.state->pool, 1ull);
     const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0)), index = number / team.num_blocks * grain;
     if (index >= most) return -1;
-    const Range theirs = block_tokens(args, number % team.num_blocks, team.num_blocks);
+    const Range theirs = split.of(number % team.num_blocks);
     const i32 next = (theirs.first + own_tokens(theirs.past - theirs.first)) * pieces + index;
     if (next < theirs.past * pieces) return next;
   }
 }
 
-// Before anybody knows where it goes.
-__device__ __forceinline__ void load_first_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender) {
-  sender.unit = next_own_unit(args, team, scratch, sender);
+// The first of the block's units are its warps', `number` of this one: asked for before anybody knows where it goes.
+__device__ __forceinline__ void load_first_unit(const DispatchArgs& args, Sender& sender, i32 number) {
+  sender.unit = own_unit(sender, number);
   load_unit(args, sender, sender.unit, sender.turn % kStages);
 }
 
@@ -100,10 +114,10 @@ __device__ __forceinline__ void load_first_unit(const DispatchArgs& args, Team t
 // k of a rank will do, begin at another k with each token: else a routing that is the same for all tokens would send all rows of
 // all ranks to the same rank first.
 __device__ __forceinline__ Home home_of(const DispatchArgs& args, const Sender& sender, i32 unit) {
-  const i32 topk = args.world.topk;
+  const i32 topk = sender.topk.value;
   if (lane_idx() >= topk || unit < 0) return {kNowhere, -1, -1, -1};
-  const i32 token = unit / sender.pieces;
-  const i32 k = lane_idx() + (kPerExpert ? 0 : (token + args.world.rank) % topk);
+  const i32 token = divide(unit, sender.pieces), turn = token + args.world.rank;
+  const i32 k = lane_idx() + (kPerExpert ? 0 : turn - divide(turn, sender.topk) * topk);
   return args.home[static_cast<i64>(token) * topk + (k < topk ? k : k - topk)];
 }
 
@@ -113,48 +127,57 @@ __device__ __forceinline__ bool leads(const Home& home) {
   return home.rank >= 0 && lane_idx() == __ffs(same) - 1;
 }
 
-// Quantises a loaded piece where it lies, its scales behind it; the last piece pads packed words with zero bytes. Returns bytes of
-// scales that travel with it, which begin at `first` of the row's.
-template <class T>
-__device__ __forceinline__ i32 quantize_unit(const DispatchArgs& args, i32 column, i32 count, u8* stage, i32* first) {
-  const World& world = args.world;
-  const bool packed = args.power_of_two == quant::kPacked;
-  u8* scales = stage + args.work.piece_bytes;
-  quant::in_place<T>(stage, count, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
-    if (packed) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
-    else reinterpret_cast<f32*>(scales)[block] = scale;
-  });
-  const i32 size = packed ? 1 : 4;
-  *first = column / quant::kBlock * size;
-  i32 num_bytes = (count + quant::kBlock - 1) / quant::kBlock * size;
-  if (column + count == world.hidden) {
-    if (lane_idx() < world.scale_bytes - *first - num_bytes) scales[num_bytes + lane_idx()] = 0;
-    num_bytes = world.scale_bytes - *first;
-  }
-  ptx::fence_proxy_shared();
-  __syncwarp();
-  return num_bytes;
+// The columns of a piece, and the bytes of scales that travel with it. The last piece pads packed words.
+struct Piece {
+  i32 column, columns;
+  i32 first_scale, scale_bytes, padding;
+};
+
+__device__ __forceinline__ Piece piece_of(const DispatchArgs& args, i32 piece) {
+  const i32 column = piece * (static_cast<i32>(args.work.piece_bytes) / kWidth), columns = piece_size(args, piece) / kWidth;
+  if (!kQuantises) return {column, columns, 0, 0, 0};
+  const i32 size = args.power_of_two == quant::kPacked ? 1 : 4, first = column / quant::kBlock * size;
+  const i32 num_bytes = (columns + quant::kBlock - 1) / quant::kBlock * size;
+  const i32 padding = column + columns == args.world.hidden ? args.world.scale_bytes - first - num_bytes : 0;
+  return {column, columns, first, num_bytes + padding, padding};
 }
 
-// Stores a loaded piece once per rank, at the first place that was not dropped; on this rank at all of them. Its scales go with it.
-__device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, i32 piece, u8* stage) {
+// Waits for the sender's unit, and makes fp8 of it where it lies, its scales behind it. One warp.
+__device__ __forceinline__ void make_unit(const DispatchArgs& args, Sender& sender) {
+  const u32 s = sender.turn % kStages;
+  ptx::bulk_load_wait(sender.pipe.barriers + s, sender.pipe.parities >> s & 1);
+  sender.pipe.parities ^= 1u << s;
+  sender.made = true;
+  if constexpr (kQuantises) {
+    const Piece piece = piece_of(args, part_of_unit(sender, sender.unit).piece);
+    const bool packed = args.power_of_two == quant::kPacked;
+    u8 *stage = sender.pipe.stage(s), *scales = stage + args.work.piece_bytes;
+    quant::in_place<X>(stage, piece.columns, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
+      if (packed) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
+      else reinterpret_cast<f32*>(scales)[block] = scale;
+    });
+    if (lane_idx() < piece.padding) scales[piece.scale_bytes - piece.padding + lane_idx()] = 0;
+    ptx::fence_proxy_shared();
+    __syncwarp();
+  }
+}
+
+// Stores a piece once per rank, at the first place that was not dropped; on this rank at all of them. Its scales go with it.
+__device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, const Piece& piece, u8* stage) {
   const World& world = args.world;
-  const i32 num_bytes = piece_size(args, piece) / kWidth, column = piece * (static_cast<i32>(args.work.piece_bytes) / kWidth);
-  i32 first_scale = 0, scale_bytes = 0;
-  if constexpr (kQuantises) scale_bytes = quantize_unit<X>(args, column, num_bytes, stage, &first_scale);
   const bool placed = home.rank >= 0 && home.place >= 0;
   const u32 same = __match_any_sync(~0u, home.rank) & __ballot_sync(~0u, placed);
   const bool leads = placed && lane_idx() == __ffs(same) - 1;
   if (leads || (kPerExpert && placed && home.rank == world.rank))
-    ptx::bulk_store(row_at(args, home.rank, home.place) + column, stage, num_bytes);
+    ptx::bulk_store(row_at(args, home.rank, home.place) + piece.column, stage, piece.columns);
   if constexpr (kQuantises) {
     u8* scales = stage + args.work.piece_bytes;
-    u8* to = leads ? scales_of(args, home.rank, home.position, home.place) + first_scale : nullptr;
-    if ((first_scale | scale_bytes | world.scale_bytes) % 16 == 0) {
-      if (leads) ptx::bulk_store(to, scales, scale_bytes);
+    u8* to = leads ? scales_of(args, home.rank, home.position, home.place) + piece.first_scale : nullptr;
+    if ((piece.first_scale | piece.scale_bytes | world.scale_bytes) % 16 == 0) {
+      if (leads) ptx::bulk_store(to, scales, piece.scale_bytes);
     } else {
       for (u32 left = __ballot_sync(~0u, leads); left != 0; left &= left - 1)
-        copy_bytes(reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), __ffs(left) - 1)), scales, scale_bytes);
+        copy_bytes(reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), __ffs(left) - 1)), scales, piece.scale_bytes);
     }
   }
 }
@@ -174,13 +197,13 @@ __device__ __forceinline__ void announce(const DispatchArgs& args, Sent sent, u6
 __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
   constexpr Sent kNone = {-1, 0};
   Sent ended = kNone, before = kNone;  // rows that ended with the unit before this, and with the one before that
-  ptx::fence_proxy_async();  // the copy engine writes where peers have started this operation
+  ptx::fence_proxy_global();  // the copy engine writes where peers have started this operation
   if (sender.unit < 0) {
     sender.unit = next_unit(args, team, scratch, sender, -1);
     load_unit(args, sender, sender.unit, sender.turn % kStages);
   }
   Home home = home_of(args, sender, sender.unit);
-  Pipe& pipe = sender.pipe;
+  const Pipe& pipe = sender.pipe;
   while (sender.unit >= 0) {
     const u32 s = sender.turn % kStages;
     if constexpr (kPerExpert) {
@@ -196,12 +219,12 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
     const i32 ahead = next_unit(args, team, scratch, sender, sender.unit);
     load_unit(args, sender, ahead, (sender.turn + 1) % kStages);
     const Home home_ahead = home_of(args, sender, ahead);
-    ptx::bulk_load_wait(pipe.barriers + s, pipe.parities >> s & 1);
-    pipe.parities ^= 1u << s;
-    const i32 piece = sender.unit % sender.pieces;
-    deliver_unit(args, home, piece, pipe.stage(s));
+    if (!sender.made) make_unit(args, sender);
+    sender.made = false;
+    const i32 piece = part_of_unit(sender, sender.unit).piece;
+    deliver_unit(args, home, piece_of(args, piece), pipe.stage(s));
     ptx::bulk_commit();
-    if (kPerExpert && piece == sender.pieces - 1) ended = {leads(home) ? home.rank : -1, home.position};
+    if (kPerExpert && piece == sender.pieces.value - 1) ended = {leads(home) ? home.rank : -1, home.position};
     sender.unit = ahead;
     home = home_ahead;
     ++sender.turn;
@@ -217,7 +240,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
 
 // Nothing is to be sent: what was loaded ahead must be here before the block ends.
 __device__ __forceinline__ void drop_unit(Sender& sender) {
-  if (sender.unit >= 0) ptx::bulk_load_wait(sender.pipe.barriers + sender.turn % kStages, 0);
+  if (sender.unit >= 0 && !sender.made) ptx::bulk_load_wait(sender.pipe.barriers + sender.turn % kStages, 0);
 }
 
 // Records of this block's tokens to their ranks, the caller's own scales with them, and what the caller is told: valid [T], ids out

@@ -13,10 +13,18 @@ struct Team {
 
 __shared__ u8 active_ranks[MAX_RANKS];
 
-// All threads, once, before a block barrier that comes before any question. Changes only while no kernel runs.
-__device__ __forceinline__ void load_active(const World& world) {
-  for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) active_ranks[i] = world.active[i];
+// Whether the rank of this thread's number takes part, on its way. Changes only while no kernel runs.
+__device__ __forceinline__ u8 ask_active(const World& world) {
+  static_assert(THREADS >= MAX_RANKS, "a thread for each rank");
+  return threadIdx.x < static_cast<u32>(world.size) ? world.active[threadIdx.x] : 0;
 }
+
+// All threads, once, before a block barrier that comes before any question.
+__device__ __forceinline__ void keep_active(const World& world, u8 active) {
+  if (threadIdx.x < static_cast<u32>(world.size)) active_ranks[threadIdx.x] = active;
+}
+
+__device__ __forceinline__ void load_active(const World& world) { keep_active(world, ask_active(world)); }
 
 __device__ __forceinline__ bool is_active(i32 rank) { return active_ranks[rank] != 0; }
 
@@ -83,6 +91,21 @@ __device__ __forceinline__ i32 rank_of_hop(const World& world, i32 hop) {
 
 __device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
 __device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
+
+// Lane i: which lanes have bit i, of `count` bits and of some more, which are 0.
+__device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
+  constexpr i32 kTogether = 4;
+  u32 found = 0;
+#pragma unroll 1
+  for (i32 first = 0; first < count; first += kTogether)
+#pragma unroll
+    for (i32 i = 0; i < kTogether; ++i) {
+      const u32 lanes = __ballot_sync(~0u, bits & 1);
+      if (first + i == lane_idx()) found = lanes;
+      bits >>= 1;
+    }
+  return found;
+}
 
 // Work that the warps of a rank take as they come to it, since the links serve some later than others. The first two items of
 // each warp are its own; later ones are asked for an item ahead. The last block to arrive resets `taken`.
@@ -183,8 +206,8 @@ __device__ __forceinline__ bool warp_await_peers(const World& world, u32 kind, u
   return ok;
 }
 
-// One block waits until flag[kind] of every active peer is >= value. Afterwards all threads of the block, and copies that
-// they start, see what the peers wrote. `waited_ns` (may be null) gets the time at which each peer was there, from `start`.
+// One block waits until flag[kind] of every active peer is >= value. Afterwards all threads of the block see what the peers wrote;
+// copies that they start would need a proxy fence. `waited_ns` (may be null) gets the time at which each peer was there, from `start`.
 __device__ __forceinline__ bool await_peers(const World& world, u32 kind, u64 value, u32 op, u32 phase, u64 start,
                                             u64* waited_ns) {
   bool failed = false;
@@ -193,9 +216,7 @@ __device__ __forceinline__ bool await_peers(const World& world, u32 kind, u64 va
     failed |= !spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, phase, peer);
     if (waited_ns != nullptr) waited_ns[peer] = peer == world.rank ? 0 : ptx::now_ns() - start;
   }
-  const bool all_there = __syncthreads_or(failed) == 0;
-  ptx::fence_proxy_async();
-  return all_there;
+  return __syncthreads_or(failed) == 0;
 }
 
 // ---- routings that must be the same on all ranks ----

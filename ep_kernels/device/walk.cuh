@@ -8,8 +8,6 @@
 // token 2's row is position 1 at rank 1.
 #pragma once
 
-constexpr i32 kChoose = -4;  // in the table: several copies, which take turns
-
 // Shared memory of a block.
 struct LlScratch : Scratch {
   u64* masks;       // [T, rounded up to whole chunks] hops of each token (bit i)
@@ -46,33 +44,6 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
   const bool fits = kPerExpert && keys * chunks_of(world) <= MOST_SEEN;
   scratch.seen = fits ? reinterpret_cast<u32*>(scratch.arrived + world.size * (1 + groups)) : nullptr;
   return scratch;
-}
-
-// What does not change while kernels run. All threads; a block barrier follows.
-__device__ __forceinline__ void fill_table(const World& world, const LlScratch& scratch) {
-#pragma unroll 1
-  for (i32 i = threadIdx.x; i < world.num_experts; i += THREADS) {
-    const Expert expert = reinterpret_cast<const Expert*>(world.experts)[i];
-    scratch.table[i] = expert.num_copies > 1 ? kChoose : expert.rank < 0 ? expert.rank : expert.rank << 16 | expert.slot;
-  }
-}
-
-__device__ __noinline__ i32 choose_copy(const World& world, i32 id, i32 token) {
-  const Expert expert = reinterpret_cast<const Expert*>(world.experts)[id];
-  const i32 chosen = expert.first_copy + (world.rank + token) % expert.num_copies;
-  return world.copies_rank[chosen] << 16 | world.copies_slot[chosen];
-}
-
-// rank << 16 | local expert of an id, below 0 as Home.rank; kChoose is left to choose_copy. No branch.
-__device__ __forceinline__ i32 look_up(const World& world, const i32* table, i32 id) {
-  const bool known = static_cast<u32>(id) < static_cast<u32>(world.num_experts);
-  const i32 key = table[known ? id : 0];
-  return known ? key : id == -1 ? kNowhere : kInvalid;
-}
-
-__device__ __forceinline__ i32 key_of(const World& world, const i32* table, i32 id, i32 token) {
-  const i32 key = look_up(world, table, id);
-  return key == kChoose ? choose_copy(world, id, token) : key;
 }
 
 // Of a routing used again. After a dispatch that was stopped its memory may hold anything, and the abort word is not here yet
@@ -137,21 +108,6 @@ struct Walk {
   i32 low, high;        // rows there in all chunks before
   u32 to_low, to_high;  // tokens of this chunk that go there (bit of a token)
 };
-
-// Lane i: which lanes have bit i, of `count` bits and of some more, which are 0.
-__device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
-  constexpr i32 kTogether = 4;
-  u32 found = 0;
-#pragma unroll 1
-  for (i32 first = 0; first < count; first += kTogether)
-#pragma unroll
-    for (i32 i = 0; i < kTogether; ++i) {
-      const u32 lanes = __ballot_sync(~0u, bits & 1);
-      if (first + i == lane_idx()) found = lanes;
-      bits >>= 1;
-    }
-  return found;
-}
 
 __device__ __forceinline__ void enter(const World& world, const LlScratch& scratch, i32 chunk, Walk& walk) {
   const u64 hops = scratch.masks[chunk * 32 + lane_idx()];

@@ -3,7 +3,7 @@
 // experts of one rank share is replicated there, from its first place, while others are still under way.
 //
 //   every rank                                        memory
-//   route own tokens: numbers from 0, counts     -->  home (relative), block_counts: tagged pairs to the blocks after
+//   route own tokens: numbers from 0, counts     -->  block_counts: tagged pairs to the blocks after
 //   last block: totals to all peers              -->  counts[source]: tagged pairs
 //   every block reads all counts; final rows     -->  home
 //   clerk warps: records                         ===> meta[source], RECORDS[source] += share
@@ -29,57 +29,43 @@ struct Halves {
   bool sends, receives;
 };
 
-__device__ __forceinline__ bool is_clerk() { return warp_idx() == num_warps() - 1; }
-
-// Whether this warp sends rows from the start.
-__device__ __forceinline__ bool is_sender(Halves halves) {
-  return halves.sends && warp_idx() < num_warps() - 1 - (halves.receives ? kCopiers : 0);
-}
+// Warps that send rows from the start, the block's first.
+__device__ __forceinline__ i32 num_senders(Halves halves) { return num_warps() - 1 - (halves.receives ? kCopiers : 0); }
+__device__ __forceinline__ bool is_sender(Halves halves) { return halves.sends && warp_idx() < num_senders(halves); }
 
 enum Outcome { FAILED, DIFFERS, READY };
 
-// Everybody's counts, and what follows from them. All threads; ends with a block barrier.
+// Everybody's counts, and what follows from them. The crew.
 __device__ __forceinline__ Outcome ht_learn(const DispatchArgs& args, HtScratch& scratch, u64 seq) {
   bool differs = false;
   const bool ok = read_counts(args, scratch.first, scratch.all, scratch.rows, seq, &differs);
-  if (__syncthreads_or(!ok) != 0) return FAILED;
-  if (__syncthreads_or(differs) != 0) return DIFFERS;
+  if (crew_any(!ok)) return FAILED;
+  if (crew_any(differs)) return DIFFERS;
   lay_out_rows(args, scratch);
   return READY;
 }
 
-// Routes this block's tokens and tells, and learns, counts. All threads; ends with a block barrier.
-__device__ __forceinline__ Outcome ht_route(const DispatchArgs& args, Team team, HtScratch& scratch, u64 seq) {
+// Tells, and learns, counts: `first` = rows of this block. The crew.
+__device__ __forceinline__ Outcome ht_exchange(const DispatchArgs& args, Team team, HtScratch& scratch, Credit credit, u64 seq) {
   const World& world = args.world;
-  const Range tokens = block_tokens(args, team.block, team.num_blocks);
-  route_rows(args, scratch, tokens);
-  tell_blocks(world, team, scratch.counters, seq);
-  if (__syncthreads_or(!sum_blocks_before(world, team, scratch.first, seq)) != 0) return FAILED;
-  for (i32 i = first_told(world) + threadIdx.x; i < num_counters(world); i += blockDim.x) {
-    scratch.all[i] = scratch.first[i] + scratch.counters[i];
-    scratch.counters[i] = scratch.first[i];
-  }
-  __syncthreads();
+  tell_blocks(world, team, scratch.first, seq);
+  if (crew_any(!sum_blocks_before(world, team, scratch.before, seq))) return FAILED;
   if (team.block == team.num_blocks - 1) {
-    tell_ranks(args, scratch.all, scratch.origin, seq);
-    __syncthreads();
+    for (i32 i = first_told(world) + crew_thread(); i < num_counters(world); i += crew_warps() * 32)
+      scratch.all[i] = scratch.before[i] + scratch.first[i];
+    crew_sync();
+    tell_ranks(args, credit, scratch.all, scratch.origin, seq);
   }
-  const Outcome outcome = ht_learn(args, scratch, seq);
-  if (outcome != READY) return outcome;
-  settle_rows(args, scratch, tokens);
-  if (threadIdx.x == 0) ptx::add_release_gpu(&world.state->settled, 1);
-  return READY;
+  crew_sync();
+  return ht_learn(args, scratch, seq);
 }
 
 // With a previous handle: all rows are placed already. Rows go to their final places, so a peer must be in this very
-// operation, not only past the slot's last use: one that has gone on without this rank never is. All threads.
-__device__ __forceinline__ Outcome ht_route_again(const DispatchArgs& args, Team team, HtScratch& scratch, u64 seq) {
-  bool credit = true;
-  if (warp_idx() == 0) credit = warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
-  if (__syncthreads_or(!credit) != 0) return FAILED;
-  if (team.block == team.num_blocks - 1) tell_ranks(args, nullptr, scratch.origin, seq);
-  __syncthreads();
-  return READY;
+// operation, not only past the slot's last use: one that has gone on without this rank never is. All warps; the clerk knows.
+__device__ __forceinline__ Outcome ht_route_again(const DispatchArgs& args, Team team, HtScratch& scratch, Credit credit, u64 seq) {
+  if (team.block == team.num_blocks - 1 && in_crew()) tell_ranks(args, credit, nullptr, scratch.origin, seq);
+  const bool started = !is_clerk() || warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
+  return started ? READY : FAILED;
 }
 
 // A warp has sent what it had to; the last of the block's adds the block's shares, the last of the rank's moves the counters on.
@@ -107,11 +93,10 @@ __device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, co
 // send, and in per-expert layouts the rest looks after arrivals, in the end all do. Each part stands here once: code that is not
 // in a cache comes slowly.
 __device__ __forceinline__ void ht_work(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, Halves halves,
-                                        u64 seq, u64 start, Outcome outcome) {
+                                        u64 seq, u64 num_ops, u64 start, Outcome outcome) {
   const World& world = args.world;
   const bool clerk = halves.sends && is_clerk(), shares = clerk || is_sender(halves);
-  const u64 num_ops = halves.sends ? seq - ptx::load_volatile(&world.state->dispatch_shared) : 0;
-  if (clerk && outcome == READY) tell_records(args, block_tokens(args, team.block, team.num_blocks));
+  if (clerk && outcome == READY) tell_records(args, sender.mine);
   if (clerk && outcome != FAILED) warp_add_share(world, team, FLAG_RECORDS, num_ops);
   bool here = halves.receives && outcome == READY;
   if (here && !is_sender(halves)) {
@@ -137,44 +122,78 @@ __device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, 
   if (team.block == 0 && outcome == READY && !args.cached) write_counts(args, scratch);
   const bool arrived =
       await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
-  const bool differs = outcome == DIFFERS || (arrived && origin_differs(world, origins_at(args), scratch.origin));
-  const bool any_differs = __syncthreads_or(differs) != 0;
-  if (arrived && !any_differs && outcome == READY && *scratch.lacking == 0) {
+  if (arrived && outcome == READY && *scratch.lacking == 0) {  // whoever awaited the records looked at their origins
     if (team.block == 0 && args.cached) write_kept_counts(args);
     if (!kPerExpert && args.out_scales != nullptr && !scales_land(args)) place_all_scales(args, team, scratch);
   } else {
-    deliver_nothing(args, team, scratch, arrived && any_differs);
+    const bool differs = outcome == DIFFERS || (arrived && origin_differs(world, origins_at(args), scratch.origin));
+    deliver_nothing(args, team, scratch, __syncthreads_or(differs) != 0 && arrived);
   }
   note_end(world, team, number, waits_at(shared));
+}
+
+// Where the rows go, before the first one leaves. Meanwhile warps that have no part in counting make their first piece. All threads;
+// ends with a block barrier.
+__device__ __forceinline__ Outcome ht_route(const DispatchArgs& args, Team team, HtScratch& scratch, Sender& sender, Halves halves,
+                                            Credit credit, Ids ids, u64 seq) {
+  const Range last = last_tile(args.world, sender.mine);
+  Outcome outcome = READY;
+  if (halves.sends && team.block == 0 && is_clerk()) warp_tell_started(args.world, FLAG_STARTED, seq);
+  if (args.cached) {
+    if (halves.sends) outcome = ht_route_again(args, team, scratch, credit, seq);
+  } else {
+    if (halves.sends) route_rows(args, scratch, sender.mine, last, ids, sender.topk);
+    if (in_crew()) outcome = halves.sends ? ht_exchange(args, team, scratch, credit, seq) : ht_learn(args, scratch, seq);
+  }
+  if (kQuantises && !kPerExpert && sender.unit >= 0) make_unit(args, sender);
+  if (__syncthreads_or(outcome == FAILED) != 0) return FAILED;
+  if (__syncthreads_or(outcome == DIFFERS) != 0) return DIFFERS;
+  if (!halves.sends || args.cached) return READY;
+  settle_rows(args, scratch, sender.mine, last, sender.topk);
+  if (is_clerk() && lane_idx() == 0) ptx::add_release_gpu(&args.world.state->settled, 1);
+  return READY;
 }
 
 __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
   const Halves halves = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
+  const Range mine = split_tokens(args.num_tokens, team.num_blocks).of(team.block);
+  // All is asked for before anything is looked at; words of the state through L1, for a thousand warps queue at one line of L2.
+  const u64 stop = ptx::load_cached(&world.state->aborted);
+  const u64 last = ptx::load_cached(halves.sends ? &world.state->dispatch_seq : args.op + kOpSeq);
+  const u64 shared_last = ptx::load_cached(&world.state->dispatch_shared);
+  const u64 number = record_number(world, args.work.halves, args.op);
+  const bool routes = halves.sends && !args.cached;
+  const Ids ids = routes ? ask_ids(args, mine.first, min(tile_tokens(world), mine.past - mine.first), threadIdx.x) : Ids{};
+  const u8 active = ask_active(world);
+  const i32 room = threadIdx.x < static_cast<u32>(world.size) ? world.capacities[threadIdx.x] : 0;
+  Credit credit = {0, 0};
+  if (halves.sends && team.block == team.num_blocks - 1 && in_crew())
+    credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   HtScratch scratch = carve_ht(world, shared);
-  Sender sender = {open_pipe(args.work, shared), 0, -1, pieces_per_row(args), false};
-  const u64 stop = ptx::load_volatile(&world.state->aborted);
-  const u64 seq = halves.sends ? ptx::load_volatile(&world.state->dispatch_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
-  load_active(world);
+  Sender sender = {open_pipe(args.work, shared), 0, -1, mine, divisor_of(pieces_per_row(args)), divisor_of(world.topk), false, false};
+  if (is_sender(halves)) load_first_unit(args, sender, warp_idx());
+  clear_tile(world, scratch);
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
-  if (threadIdx.x == 0) *scratch.next_unit = *scratch.next_arrival = *scratch.warps_sent = *scratch.lacking = 0;
+  if (threadIdx.x == 0) {
+    *scratch.next_unit = num_senders(halves);
+    *scratch.next_arrival = *scratch.warps_sent = *scratch.lacking = 0;
+  }
+  if (routes) fill_table(world, scratch.table);
+  if (threadIdx.x < static_cast<u32>(world.size)) scratch.room[threadIdx.x] = room;
+  keep_active(world, active);
   // One answer for the block: another block may stop the rank just now, and barriers want all threads.
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return deliver_nothing(args, team, scratch, false);
-  const u64 number = record_number(world, args.work.halves, args.op), start = ptx::now_ns();
+  if (__syncthreads_or(stop != STOP_RUNNING) != 0) {
+    drop_unit(sender);
+    return deliver_nothing(args, team, scratch, false);
+  }
+  const u64 seq = last + halves.sends, start = ptx::now_ns();
   scratch.origin = origin_of(args, seq);
-  Outcome outcome = READY;
   if (args.cached && warp_idx() == 1)
     scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });
-  if (halves.sends) {
-    if (team.block == 0 && is_clerk()) warp_tell_started(world, FLAG_STARTED, seq);
-    if (is_sender(halves)) load_first_unit(args, team, scratch, sender);
-    outcome = args.cached ? ht_route_again(args, team, scratch, seq) : ht_route(args, team, scratch, seq);
-  } else if (!args.cached) {
-    outcome = ht_learn(args, scratch, seq);
-  }
-  __syncthreads();
-  ht_work(args, team, scratch, sender, halves, seq, start, outcome);
+  const Outcome outcome = ht_route(args, team, scratch, sender, halves, credit, ids, seq);
+  ht_work(args, team, scratch, sender, halves, seq, seq - shared_last, start, outcome);
   __syncthreads();
   if (halves.receives) ht_receive(args, team, scratch, shared, number, seq, outcome);
 }

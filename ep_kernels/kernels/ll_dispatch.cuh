@@ -343,7 +343,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool wants = kPerExpert && notes && !args.cached && scratch.seen != nullptr, routes = tells || carries || notes;
   load_active(world);
-  fill_table(world, scratch);
+  fill_table(world, scratch.table);
   if (warp_idx() == num_warps() - 1) {  // each by a warp of its own: a late block's start is waited for
     for (i32 i = lane_idx(); i < world.size; i += 32) scratch.lines_to[i] = lines_at(args, rank_of_hop(world, i), world.rank);
   } else if (warp_idx() == num_warps() - 2) {

@@ -287,9 +287,10 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
     c = config(size=size, num_experts=experts, layout=layout, topk=topk)
     stride = c.resolved_expert_map.stride
     n, groups = size * stride + size, stride if layout.per_expert else 0
-    parts, counters, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n
+    parts, counters, before, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
     rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
-    tables = plan.TILE_BYTES + parts + counters + first + total + rows + row_start + offset + words
+    table, room = 4 * experts, 4 * size
+    tables = table + room + plan.TILE_BYTES + parts + counters + before + first + total + rows + row_start + offset + words
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
     assert launch.cooperative
@@ -351,7 +352,7 @@ def test_header_is_what_ctypes_says() -> None:
         ("lines", "kUnitData", abi.UNIT_DATA),
         ("lines", "kUnitColumns", abi.UNIT_COLUMNS),
         ("lines", "kLineInts", abi.LINE_INTS),
-        ("order", "kTileEntries", plan.TILE_BYTES // 10),
+        ("order", "kTileEntries", plan.TILE_BYTES // 9),
         ("lines", "kLineMetas", abi.LINE_METAS),
         ("clock", "kNumOpWords", abi.OP_WORDS),
         ("rows", "kStageExtra", plan.STAGE_EXTRA),

@@ -34,7 +34,7 @@ LINK_GBPS, BLOCK_GBPS = 350, 60
 """What NVLink of a GPU carries one way, and what a block of HT combine moves through its shared memory (in and out),
 measured on H200: docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
 BLOCK_UNIT = 4
-TILE_BYTES = 10 * 2048
+TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
@@ -276,7 +276,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
             )
         return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
-    words = 3 * counters + 2 * c.group.size + 1 + groups + 1 + 4
+    words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 4
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
     width = c.dtype.itemsize if c.quantize else 1
