@@ -58,13 +58,14 @@ __device__ __forceinline__ Lanes lanes_for(i32 topk) {
 }
 
 // Units of work, numbered 0 .. total - 1, that the blocks of a rank take from a counter: links and memory do not serve
-// all of them equally well. One warp; it asks a unit ahead, so that the answer is there when it is needed. Each block
-// takes until it hears of one that does not exist; the last to hear sets the counter back for the next launch. A block
-// that ends otherwise has a rank that was stopped, whose state is made anew.
+// all of them equally well. The first of each block is its own, unit `block`; the counter knows of those after them. One
+// warp; it asks a unit ahead, so that the answer is there when it is needed. Each block that had one of its own takes
+// until it hears of one that does not exist; the last to hear sets the counter back for the next launch. A block that
+// ends otherwise has a rank that was stopped, whose state is made anew.
 struct Claims {
   u64* counter;
   i32 total, blocks;
-  u64 answer;  // of lane 0: to what was asked last
+  u64 answer;  // of lane 0: to what was asked last; `blocks` before the unit
 
   __device__ __forceinline__ void ask() {
     if (lane_idx() == 0) answer = ptx::take_relaxed_gpu(counter, 1);
@@ -72,7 +73,7 @@ struct Claims {
 
   // The next unit; -1: there are no more, and this is not called again.
   __device__ __forceinline__ i32 next() {
-    const u64 unit = __shfl_sync(~0u, answer, 0), most = static_cast<u64>(total);
+    const u64 unit = __shfl_sync(~0u, answer, 0) + blocks, most = static_cast<u64>(total);
     if (unit < most) {
       ask();
       return static_cast<i32>(unit);
@@ -81,3 +82,9 @@ struct Claims {
     return -1;
   }
 };
+
+// threadIdx.y is 0: were the counter known to be the same in all lanes, the compiler would wait for each answer there and
+// then (queue_of in team.cuh).
+__device__ __forceinline__ Claims claims_of(Team team, u64* counter, i32 total) {
+  return {counter + threadIdx.y, total, team.num_blocks, static_cast<u64>(static_cast<i64>(team.block - team.num_blocks))};
+}

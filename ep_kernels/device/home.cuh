@@ -135,11 +135,12 @@ __device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& 
   return true;
 }
 
-// One warp: the tokens that this block takes, lanes.count at a time. `claims` has been asked.
-__device__ __forceinline__ void load_all_home(const CombineArgs& args, Claims claims, Ring ring, u64 seq, u64 origin,
+// One warp: the tokens that this block takes, lanes.count at a time.
+__device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team, Ring ring, u64 seq, u64 origin,
                                               u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
-  claims.total = (args.num_tokens + lanes.count - 1) / lanes.count;
+  Claims claims =
+      claims_of(team, &args.world.state->tokens_taken, (args.num_tokens + lanes.count - 1) / lanes.count);
   auto first_of = [&](i32 unit) { return unit < 0 ? args.num_tokens : static_cast<i64>(unit) * lanes.count; };
   i32 unit = claims.next();
   Home home = load_home(args, lanes, first_of(unit));

@@ -4,12 +4,20 @@
 
 constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
-constexpr u32 kNamed = 64;          // chunks that are loaded and not told, at most
-constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come
+constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
+constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come; as chunks_told: no one waits for the teller
 
 __shared__ u64 chunk_words[kNamed];  // by the loader, in its order: address of the word that tells of a chunk
 __shared__ u32 chunks_done;           // by the storer: so many are complete
 __shared__ u32 chunks_told;           // by the teller
+__shared__ u64 credit_known;          // mbarrier: the teller has found out
+__shared__ bool has_credit;           // then: whether this block may write to peers
+
+// Anybody who writes to peers.
+__device__ __forceinline__ bool await_credit() {
+  ptx::bulk_load_wait(&credit_known, 0);
+  return has_credit;
+}
 
 // CHUNK positions of a source. All chunks of all sources have one order: by number, then by source, beginning after
 // this rank. So all links are busy at all times, and what homes sum first leaves first.
@@ -157,16 +165,16 @@ __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes&
 
 // The loading warp, lane 0: chunk `named` of this block is the one that `batch` ends.
 __device__ __forceinline__ void name_chunk(const World& world, const Batch& batch, u32 named) {
-  while (named - ptx::load_acquire_block(&chunks_told) >= kNamed) ptx::sleep_ns(100);
+  while (static_cast<i32>(named - ptx::load_acquire_block(&chunks_told)) >= kNamed) ptx::sleep_ns(100);
   u64* word = progress_at(world, batch.source, world.rank, batch.first);
   ptx::store_relaxed_block(chunk_words + named % kNamed, reinterpret_cast<u64>(word));
 }
 
-// One warp: the rows that this block takes. `claims` has been asked.
-__device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims claims, const i32* counts, Ring rows) {
+// One warp: the rows that this block takes, with or without credit; it writes nothing to peers but the numbers.
+__device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team, const i32* counts, Ring rows) {
   const Lanes lanes = lanes_for(args.world.topk);
   Chunks chunks = chunks_of(args, counts);
-  claims.total = chunks.total();
+  Claims claims = claims_of(team, &args.world.state->chunks_taken, chunks.total());
   Chunk chunk = {};
   u32 named = 0;
   Batch next = next_batch(args, lanes, chunks, claims, chunk);
@@ -176,7 +184,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Claims cl
     if (batch.ends_chunk && lane_idx() == 0) name_chunk(args.world, batch, named);
     __syncwarp();  // before the lane that fills the chunk's last stage
     named += batch.ends_chunk;
-    if (args.row_weights != nullptr) send_weights(args, lanes, batch);
+    if (args.row_weights != nullptr && await_credit()) send_weights(args, lanes, batch);
     const Loads loads = loads_of(args, lanes, batch);
     next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
     load_batch(args, lanes, rows, loads);
@@ -230,8 +238,18 @@ __device__ __forceinline__ void convert_rows(const CombineArgs& args, Ring rows,
   }
 }
 
+// One thread, without credit: what has been loaded goes nowhere, and nobody waits for a stage.
+__device__ __forceinline__ void drop_pieces(Ring from) {
+#pragma unroll 1
+  while ((take_stage(from).what & kNoMore) == 0) {
+    ptx::barrier_arrive(from.empty + from.at);
+    from.move_on();
+  }
+}
+
 // One thread: pieces to their homes, and how many chunks are complete. Stages go back as soon as they have been read.
 __device__ __forceinline__ void store_pieces(const CombineArgs& args, Ring from) {
+  if (!await_credit()) return drop_pieces(from);
   // Bit i of ends: the store before the last i ended a chunk.
   u32 ends = 0, done = 0, stored = 0, freed = 0;
 #pragma unroll 1
@@ -277,6 +295,21 @@ __device__ __forceinline__ void tell_chunks(u64 seq) {
 __device__ __forceinline__ u64 credit_needed(const CombineArgs& args, u64 last, u64 seq) {
   if (KIND == EXACT) return seq;
   return free_from(args.world, last, seq);
+}
+
+// The telling warp: whether this block may write to peers, which rows and makers do not wait for.
+__device__ __forceinline__ bool find_credit(const CombineArgs& args, Team team, Credit credit, u64 seq) {
+  const World& world = args.world;
+  if (team.block == 0) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
+  const u64 needed = credit_needed(args, credit.last, seq);
+  const bool granted = warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE);
+  __syncwarp();
+  if (lane_idx() == 0) {
+    has_credit = granted;
+    if (!granted) ptx::store_release_block(&chunks_told, kAllDone);
+    ptx::barrier_arrive(&credit_known);
+  }
+  return granted;
 }
 
 // One warp of one block: which routing this rank brings, to all peers.

@@ -10,7 +10,7 @@
 // A stage is handed over by two mbarriers. `full`: filled (a bulk load completes on it; makers arrive on it); `empty`:
 // read. Arrivals release and waits acquire, so an item, and whatever its writer had seen, is visible to who takes the
 // stage. Waits here are for warps of this block and for local copies: the former wait for peers only in spin.cuh, which
-// ends.
+// ends (so does the wait for credit, owner.cuh, for the telling warp).
 #pragma once
 
 constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12;

@@ -26,70 +26,84 @@
 // (release, block), acquired by the telling warp, whose fence (system) stands before the words of progress. Home
 // acquires these, and a proxy fence stands before its loads. Progress only grows: a higher seq vouches for a lower one,
 // for its kernel came later on the owner's stream. Reuse of a slot: a rank that has started num_in_flight combines more
-// has, in stream order, read the slot. Which routing a rank brings is told before any row (FLAG_COMBINE): where they
-// differ nobody waits for rows.
+// has, in stream order, read the slot; the telling warp finds out (credit) and arrives at an mbarrier, which whoever
+// writes to peers awaits. Rows are loaded and summed without. Which routing a rank brings is told before any row
+// (FLAG_COMBINE): where they differ nobody waits for rows.
 #pragma once
 
 __device__ __forceinline__ Rooms open_rooms(const CombineArgs& args, u8* shared, Item* items) {
   const Rooms rooms = carve_rooms(args.rings, shared, shared + args.work.stage_offset, items);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == THREADS - 1) {  // of a warp that has nothing to load
     open_ring(rooms.rows, 1, kCopies || kConverts ? 1 : kMakers);
     if constexpr (!kCopies) open_ring(rooms.made, kConverts ? 1 : kMakers, 1);
     open_ring(rooms.home, 1, kSummers);
+    ptx::barrier_init(&credit_known);
+    chunks_done = chunks_told = 0;
+    verdict = kSame;
     ptx::fence_barrier_init();
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_shared();
   }
   return rooms;
+}
+
+struct Beginning {
+  u64 stop, origin, seq;
+  Credit credit;  // of the telling warp
+};
+
+__shared__ u64 record;  // this operation's latency record; a register fewer through all tasks
+
+// Everything is asked for before any of it is looked at. All threads; shared memory: after the next block barrier.
+__device__ __forceinline__ Beginning begin(const CombineArgs& args, i32* rows, u64* waited) {
+  const World& world = args.world;
+  const bool sends = args.work.halves & kSend;
+  const i32 peer = threadIdx.x;
+  Beginning begun = {};
+  begun.stop = ptx::load_volatile(&world.state->aborted);
+  begun.origin = ptx::load_volatile(args.origin);
+  begun.seq = sends ? ptx::load_volatile(&world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
+  const u64 number = record_number(world, args.work.halves, args.op);
+  if (sends && warp_idx() == kTeller)
+    begun.credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+  const i32 num_rows = sends && peer < world.size ? args.source_rows[peer] : 0;
+  load_active(world);
+  if (peer == 0) record = number;
+  if (peer < world.size) {
+    waited[peer] = 0;
+    rows[peer] = is_active(peer) ? num_rows : 0;
+  }
+  return begun;
 }
 
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
   i32* rows = reinterpret_cast<i32*>(after_waits(world, shared));
-  const Rooms rooms = open_rooms(args, shared, reinterpret_cast<Item*>(rows + (world.size + 3) / 4 * 4));
   u64* waited = waits_at(shared);
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 warp = warp_idx();
-  load_active(world);
-  for (i32 i = threadIdx.x; i < world.size; i += THREADS) waited[i] = 0;
-  if (threadIdx.x == 0) {
-    chunks_done = chunks_told = 0;
-    verdict = kSame;
-  }
-  __syncthreads();
   ptx::wait_for_previous_launch();
-  const u64 stop = ptx::load_volatile(&world.state->aborted), origin = ptx::load_volatile(args.origin);
-  const u64 seq = sends ? ptx::load_volatile(&world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) {  // z is known where this launch receives
+  const Beginning begun = begin(args, rows, waited);
+  const Rooms rooms = open_rooms(args, shared, reinterpret_cast<Item*>(rows + (world.size + 3) / 4 * 4));
+  if (__syncthreads_or(begun.stop != STOP_RUNNING) != 0) {  // z is known where this launch receives
     if (receives) poison(args, team);
     return;
   }
-  const bool takes_rows = sends && warp == kRowLoader, takes_tokens = receives && warp == kHomeLoader;
-  Claims claims = {takes_rows ? &world.state->chunks_taken : &world.state->tokens_taken, 0, team.num_blocks, 0};
-  if (takes_rows || takes_tokens) claims.ask();
-  const u64 number = record_number(world, args.work.halves, args.op);
-  const u64 start = note_receive(world, team, args.work.halves, number);
-  const u64 last = ptx::load_volatile(&world.state->combine_slot_seq[args.slot]);
-  bool credit = true;
-  for (i32 s = threadIdx.x; sends && s < world.size; s += THREADS) rows[s] = is_active(s) ? args.source_rows[s] : 0;
-  if (sends && warp == kTeller) {
-    if (team.block == 0) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
-    credit = warp_await_peers(world, FLAG_COMBINE_STARTED, credit_needed(args, last, seq), OP_COMBINE, PHASE_CREDIT);
-  }
-  const bool sent = sends && __syncthreads_or(!credit) == 0;
+  const u64 seq = begun.seq, origin = begun.origin;
+  const u64 start = note_receive(world, team, args.work.halves, record);
   if (warp == kRowLoader) {
-    if (sent) load_all_rows(args, claims, rows, rooms.rows);
+    if (sends) load_all_rows(args, team, rows, rooms.rows);
   } else if (warp == kStorer) {
-    if (sent && lane_idx() == 0) store_pieces(args, kCopies ? rooms.rows : rooms.made);
+    if (sends && lane_idx() == 0) store_pieces(args, kCopies ? rooms.rows : rooms.made);
   } else if (warp == kTeller) {
-    if (sends) tell(args, team, sent, seq, origin, start);
+    if (sends) tell(args, team, find_credit(args, team, begun.credit, seq), seq, origin, start);
   } else if (warp == kHomeLoader) {
-    if (receives) load_all_home(args, claims, rooms.home, seq, origin, start, waited);
+    if (receives) load_all_home(args, team, rooms.home, seq, origin, start, waited);
   } else if (warp < kFirstSummer) {
     if constexpr (kConverts) {
-      if (sent) convert_rows(args, rooms.rows, rooms.made);
+      if (sends) convert_rows(args, rooms.rows, rooms.made);
     } else if constexpr (!kCopies) {
-      if (sent) make_partials<kMakers>(args, rooms.rows, rooms.made);
+      if (sends) make_partials<kMakers>(args, rooms.rows, rooms.made);
     }
   } else if (receives) {
     sum_home(args, rooms.home);
@@ -99,7 +113,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   // Where a wait failed nobody knows which tokens this block would have taken.
   if (verdict != kSame) poison(args, verdict == kFailed ? Team{0, 1} : team);
   if (verdict == kDiffers && team.block == 0) report_difference(world, OP_COMBINE, origins_at(args), origin);
-  note_end(world, team, number, waited);
+  note_end(world, team, record, waited);
 }
 
 #ifndef LOOPBACK

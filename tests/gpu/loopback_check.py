@@ -64,12 +64,13 @@ def check(
     return handles
 
 
-def combine_of(loop: Loopback, handles: list[DispatchHandle]) -> list[Call]:
-    """All ranks' combine of rows of ones, ready to be launched; zeros lie where its results will."""
+def combine_of(loop: Loopback, handles: list[DispatchHandle], numbers: list[torch.Tensor] | None = None) -> list[Call]:
+    """All ranks' combine of rows of ones, and of `numbers` beside them, ready to be launched; zeros lie where its
+    results will."""
     calls = []
-    for config, engine, handle in zip(loop.configs, loop.engines, handles, strict=True):
+    for rank, (config, engine, handle) in enumerate(zip(loop.configs, loop.engines, handles, strict=True)):
         y = loop.put(torch.ones(*handle.rows_shape, config.hidden_size, dtype=torch.bfloat16))
-        call, receive = engine.combine(CombineArgs(y, handle, None, True))
+        call, receive = engine.combine(CombineArgs(y, handle, None if numbers is None else numbers[rank], True))
         receive(None)[0].zero_()
         calls.append(call)
     return calls

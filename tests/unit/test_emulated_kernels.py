@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from ep_kernels import jit
+from ep_kernels.device import abi
+from ep_kernels.errors import PeerTimeout
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback import Loopback
-from tests.gpu.loopback_check import check, check_what_a_stop_left
+from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -84,6 +86,27 @@ def test_what_a_stopped_dispatch_left_is_not_believed(mode: Mode, layout: Layout
     for left in (0x7F, 0x00, None, None):
         loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=60.0), 2, 3, Emulated())
         check_what_a_stop_left(loop, case, mode, left, halves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_are_loaded_without_credit_go_nowhere(layout: Layout) -> None:
+    """HT combine loads before it knows; here more chunks than may wait to be told of. What follows the start of a rank
+    whose peer may still read the slot is nothing."""
+    case = RoutingCase(5, 4, 16, (300, 300), "uniform", draw_seed(), max_tokens=300)
+    fields: dict[str, Any] = {"mode": Mode.HT, "layout": layout, "max_in_flight": 1, "timeout_s": 0.05}
+    loop = Loopback(lambda group: case.config(group, **fields), 2, 1, Emulated())
+    handles = check(loop, case, Mode.HT)
+    for granted in (True, False):
+        numbers = [loop.put(torch.ones(*h.rows_shape, *(() if layout.per_expert else (4,)))) for h in handles]
+        calls = combine_of(loop, handles, numbers)
+        peer = loop.memory[1].data.view(torch.int64)
+        before = peer.clone()
+        loop.launch(calls[:1], 1)
+        changed = set((peer != before).nonzero().flatten().tolist())
+        started = abi.FLAGS.index("COMBINE_STARTED") * 2
+        assert started in changed
+        assert (len(changed) > 300) if granted else (changed == {started})
+        assert isinstance(loop.engines[0].tables.host.fault(), type(None) if granted else PeerTimeout)
 
 
 @pytest.mark.parametrize("mode", MODES)
