@@ -37,13 +37,34 @@ __device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 orig
   return !differs;
 }
 
-// Of the lane's (token, k); none past the last token. Only fields that are used: what is loaded
-// beside them would have to arrive before its register served for something else.
-__device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& lanes, i64 first) {
-  const i64 token = first + lanes.index;
+// Units of tokens: batches of as many as a warp looks at, and after them, kLone for each block, single ones: what is left to
+// be done when the last rows have come is then little, and shared by all blocks.
+constexpr i32 kLone = 6;
+
+struct Tokens {
+  i32 first, count;
+};
+
+struct TokenUnits {
+  i32 each, batches, total;  // tokens of a batch; batches; units
+
+  // None of them: no tokens.
+  __device__ __forceinline__ Tokens at(i32 unit) const {
+    return {unit + min(unit, batches) * (each - 1), unit < 0 ? 0 : unit < batches ? each : 1};
+  }
+};
+
+__device__ __forceinline__ TokenUnits units_of(i32 num_tokens, i32 each, i32 blocks) {
+  const i32 batches = max(num_tokens - kLone * blocks, 0) / each;
+  return {each, batches, num_tokens - batches * (each - 1)};
+}
+
+// Of the lane's (token, k), if it has one. Only fields that are used: what is loaded beside them would have to arrive
+// before its register served for something else.
+__device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& lanes, Tokens tokens) {
   Home home = {-1, -1, -1, -1};
-  if (lanes.index >= lanes.count || lanes.k >= args.world.topk || token >= args.num_tokens) return home;
-  const Home* at = args.home + token * args.world.topk + lanes.k;
+  if (lanes.index >= tokens.count || lanes.k >= args.world.topk) return home;
+  const Home* at = args.home + static_cast<i64>(tokens.first + lanes.index) * args.world.topk + lanes.k;
   home.rank = at->rank;
   home.position = at->position;
   if (kCopies) home.place = *const_cast<const volatile i32*>(&at->place);
@@ -58,8 +79,8 @@ struct Term {
   const u8* from;
 };
 
-// A token that no row serves has one of zeros.
-__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i64 first) {
+// A token that no row serves has one of zeros. `first`: of the unit.
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i32 first) {
   const World& world = args.world;
   const bool served = home.rank >= 0;
   const u32 same = __match_any_sync(~0u, served ? lanes.index * MAX_RANKS + home.rank : -1);
@@ -75,7 +96,7 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
     term.index = 0;
   }
   if (!served || !term.present) return term;
-  const i64 token = first + lanes.index;
+  const i64 token = static_cast<i64>(first) + lanes.index;
   if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
   if (reads_own(args) && home.rank == world.rank) {
     term.zeros = home.place < 0;
@@ -88,7 +109,7 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
   return term;
 }
 
-// The rows of a token, `token` of this batch, to stages, piece by piece, in the order of its sum.
+// The rows of a token, `token` of this unit, to stages, piece by piece, in the order of its sum.
 __device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
                                            i32 token, u8* z) {
   const Rings& rings = args.rings;
@@ -107,12 +128,11 @@ __device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes&
   }
 }
 
-// The numbers that came home beside a batch's rows.
+// The numbers that came home beside a unit's rows.
 __device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Home& home,
-                                                i64 first) {
+                                                Tokens tokens) {
   const World& world = args.world;
-  const i64 token = first + lanes.index;
-  if (lanes.index >= lanes.count || lanes.k >= world.topk || token >= args.num_tokens) return;
+  if (lanes.index >= tokens.count || lanes.k >= world.topk) return;
   f32 weight = 0.0f;
   if (home.rank == world.rank && reads_own(args)) {
     const i64 index = KIND == PER_RANK ? static_cast<i64>(home.place) * world.topk + lanes.k : home.place;
@@ -120,7 +140,7 @@ __device__ __forceinline__ void receive_weights(const CombineArgs& args, const L
   } else if (home.rank >= 0) {
     weight = home_weights_at(args, world.rank, position_of(world, home.rank, home.position))[lanes.k];
   }
-  args.z_weights[token * world.topk + lanes.k] = weight;
+  args.z_weights[static_cast<i64>(tokens.first + lanes.index) * world.topk + lanes.k] = weight;
 }
 
 // One warp, a few tokens: waits for their rows; loads may follow. False where the rank was stopped.
@@ -135,33 +155,33 @@ __device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& 
   return true;
 }
 
-// One warp: the tokens that this block takes, lanes.count at a time.
+// One warp: the tokens that this block takes.
 __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team, Ring ring, u64 seq, u64 origin,
                                               u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
-  Claims claims =
-      claims_of(team, &args.world.state->tokens_taken, (args.num_tokens + lanes.count - 1) / lanes.count);
-  auto first_of = [&](i32 unit) { return unit < 0 ? args.num_tokens : static_cast<i64>(unit) * lanes.count; };
-  i32 unit = claims.next();
-  Home home = load_home(args, lanes, first_of(unit));
+  const TokenUnits units = units_of(args.num_tokens, lanes.count, team.num_blocks);
+  Claims claims = claims_of(team, &args.world.state->tokens_taken, units.total);
+  Tokens tokens = units.at(claims.next());
+  Home home = load_home(args, lanes, tokens);
   bool ok = agree(args, seq, origin, start, waited);
 #pragma unroll 1
-  while (ok && unit >= 0) {
-    const i64 first = first_of(unit);
-    ok = await_rows(args, home, seq, start, waited);
+  while (ok && tokens.count != 0) {
+    const Tokens now = tokens;
+    const Home here = home;
+    tokens = units.at(claims.next());
+    home = load_home(args, lanes, tokens);  // on its way, like the claim after it, while words of progress are looked at
+    ok = await_rows(args, here, seq, start, waited);
     if (!ok) {
       if (lane_idx() == 0) verdict = kFailed;
       break;
     }
-    const Term term = term_of(args, lanes, home, first);
-    if (args.z_weights != nullptr) receive_weights(args, lanes, home, first);
-    unit = claims.next();  // asked for after the last look at this one: one scoreboard
-    home = load_home(args, lanes, first_of(unit));
+    const Term term = term_of(args, lanes, here, now.first);
+    if (args.z_weights != nullptr) receive_weights(args, lanes, here, now);
+    u8* z = args.z + static_cast<i64>(now.first) * args.world.hidden * sizeof(Y);
 #pragma unroll 1
-    for (i32 i = 0; i < lanes.count && first + i < args.num_tokens; ++i)
-      load_token(args, lanes, ring, term, i, args.z + (first + i) * args.world.hidden * sizeof(Y));
+    for (i32 i = 0; i < now.count; ++i, z += args.world.hidden * sizeof(Y)) load_token(args, lanes, ring, term, i, z);
   }
-  while (unit >= 0) unit = claims.next();
+  while (tokens.count != 0) tokens = units.at(claims.next());
   close_ring(ring);
 }
 
