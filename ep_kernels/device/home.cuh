@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
                                               u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
   const TokenUnits units = units_of(args.num_tokens, lanes.count, team.num_blocks);
-  Claims claims = claims_of(team, &args.world.state->tokens_taken, units.total);
+  Claims claims = claims_of(team, &args.world.state->tokens_taken, units.total, units.total);
   Tokens tokens = units.at(claims.next());
   Home home = load_home(args, lanes, tokens);
   bool ok = agree(args, seq, origin, start, waited);

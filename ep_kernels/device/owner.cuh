@@ -4,6 +4,7 @@
 
 constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
+constexpr i32 kLate = 2;            // the last chunks per block: taken when there is room for them
 constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
 constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come; as chunks_told: no one waits for the teller
 
@@ -174,7 +175,8 @@ __device__ __forceinline__ void name_chunk(const World& world, const Batch& batc
 __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team, const i32* counts, Ring rows) {
   const Lanes lanes = lanes_for(args.world.topk);
   Chunks chunks = chunks_of(args, counts);
-  Claims claims = claims_of(team, &args.world.state->chunks_taken, chunks.total());
+  const i32 total = chunks.total();
+  Claims claims = claims_of(team, &args.world.state->chunks_taken, total, total - kLate * team.num_blocks);
   Chunk chunk = {};
   u32 named = 0;
   Batch next = next_batch(args, lanes, chunks, claims, chunk);
@@ -186,8 +188,14 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
     named += batch.ends_chunk;
     if (args.row_weights != nullptr && await_credit()) send_weights(args, lanes, batch);
     const Loads loads = loads_of(args, lanes, batch);
-    next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
-    load_batch(args, lanes, rows, loads);
+    const bool ahead = claims.asked;
+#pragma unroll 1
+    for (i32 step = 0; step < 2; ++step) {
+      if (ahead == (step == 0))
+        next = next_batch(args, lanes, chunks, claims, chunk);  // after the last look at this one: one scoreboard
+      else
+        load_batch(args, lanes, rows, loads);
+    }
   }
   close_ring(rows, kConverts ? kMakers : 1);
 }
