@@ -58,10 +58,11 @@ __device__ __forceinline__ Lanes lanes_for(i32 topk) {
 }
 
 // Units of work, numbered 0 .. total - 1, that the blocks of a rank take from a counter: links and memory do not serve
-// all of them equally well. The first of each block is its own, unit `block`; the counter knows of those after them. One
-// warp; it asks a unit ahead, so that the answer is there when it is needed, but from unit `late` on asks when it has
-// room. Each block that had one of its own takes until it hears of one that does not exist; the last to hear sets the
-// counter back for the next launch. A block that ends otherwise has a rank that was stopped, whose state is made anew.
+// all of them equally well. The first of each block is its own, unit `block`; the counter knows of those after them.
+// One warp; it asks a unit ahead, so that the answer is there when it is needed, but from unit `late` on asks when it
+// has room. Each block that had one of its own takes until it hears of one that does not exist; the last to hear sets
+// the counter back for the next launch. A block that ends otherwise has a rank that was stopped, whose state is made
+// anew.
 struct Claims {
   u64* counter;
   i32 total, late, blocks;
@@ -86,8 +87,8 @@ struct Claims {
   }
 };
 
-// threadIdx.y is 0: were the counter known to be the same in all lanes, the compiler would wait for each answer there and
-// then (queue_of in team.cuh).
+// threadIdx.y is 0: were the counter known to be the same in all lanes, the compiler would wait for each answer there
+// and then (queue_of in team.cuh).
 __device__ __forceinline__ Claims claims_of(Team team, u64* counter, i32 total, i32 late) {
   return {counter + threadIdx.y, total, late, team.num_blocks, true,
           static_cast<u64>(static_cast<i64>(team.block - team.num_blocks))};

@@ -37,8 +37,8 @@ __device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 orig
   return !differs;
 }
 
-// Units of tokens: batches of as many as a warp looks at, and after them, kLone for each block, single ones: what is left to
-// be done when the last rows have come is then little, and shared by all blocks.
+// Units of tokens: batches of as many as a warp looks at, and after them, kLone for each block, single ones: what is left
+// to be done when the last rows have come is then little, and shared by all blocks.
 constexpr i32 kLone = 6;
 
 struct Tokens {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
     const Tokens now = tokens;
     const Home here = home;
     tokens = units.at(claims.next());
-    home = load_home(args, lanes, tokens);  // on its way, like the claim after it, while words of progress are looked at
+    home = load_home(args, lanes, tokens);  // on its way, as the next claim is, while words of progress are looked at
     ok = await_rows(args, here, seq, start, waited);
     if (!ok) {
       if (lane_idx() == 0) verdict = kFailed;
