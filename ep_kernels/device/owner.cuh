@@ -50,8 +50,7 @@ struct Chunks {
     const i32 rest = index < num_low ? index : index - num_low;
     const bool found = (among >> lane_idx() & 1) && __popc(among & ((1u << lane_idx()) - 1)) == rest;
     const i32 turn = __ffs(__ballot_sync(~0u, found)) - 1 + (index < num_low ? 0 : 32);
-    const i32 later = world.rank + 1 + turn, first = number * CHUNK;
-    const i32 source = later < world.size ? later : later - world.size;
+    const i32 source = rank_of_hop(world, turn), first = number * CHUNK;
     return {source, first, min(CHUNK, rows[source] - first)};
   }
 };
@@ -60,7 +59,7 @@ __device__ __forceinline__ Chunks chunks_of(const CombineArgs& args, const i32* 
   const World& world = args.world;
   const i32 num_sources = world.size - reads_own(args);
   auto count = [&](i32 turn) {
-    return turn < num_sources ? (rows[(world.rank + 1 + turn) % world.size] + CHUNK - 1) / CHUNK : 0;
+    return turn < num_sources ? (rows[rank_of_hop(world, turn)] + CHUNK - 1) / CHUNK : 0;
   };
   return {rows, count(lane_idx()), count(lane_idx() + 32), 0, 0};
 }
