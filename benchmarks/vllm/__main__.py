@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     whole.add_argument("--backends", default="", help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
     whole.add_argument("--eager", action="store_true", help="no CUDA graphs at all")
     whole.add_argument("--max-num-batched-tokens", type=int, default=0, help="of a rank in a step (0: vLLM's choice)")
-    whole.add_argument("--memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
-    whole.add_argument("--deadline", type=float, default=600.0, help="seconds of one engine, with its start")
+    whole.add_argument("--at-once", type=int, default=1, help="engines that load side by side, on the same GPUs")
+    whole.add_argument("--deadline", type=float, default=600.0, help="seconds of an engine's start, and of its work")
     named = ", ".join(models.SMALL)
     whole.add_argument("--tokens", default="", metavar="MODELS", help=f"compare greedy tokens: {named}, or your folder")
     alone = parser.add_argument_group("expert kernels")
@@ -67,6 +69,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tokens, --experts: expected one of them, got both")
     if options.experts:
         return options
+    if options.at_once < 1:
+        parser.error(f"--at-once: expected 1 engine or more, got {options.at_once}")
     if not 0 < options.decode <= plan.MOST_SEQUENCES:
         parser.error(f"--decode: expected 1 to {plan.MOST_SEQUENCES} sequences, got {options.decode}")
     if options.prefill < plan.PROMPT or options.prefill % plan.PROMPT:
@@ -92,48 +96,56 @@ def versions() -> tuple[str, str, str]:
 
 
 def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
-    """One engine after the other; 1 where one gave no times."""
+    """Times of one engine after the other; 1 where one gave none."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
     sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
     earlier = facts.without(facts.standing(options.out), ["vllm-steps"])
     rows: list[plan.Row] = []
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
-        for run in runs:
-            outcome = engine(options, run, sizes, run.name, name, "dummy")
-            rows += plan.rows_of(run, options.ranks, outcome, (vllm, torch_version, gpu))
-            print(plan.table(rows), flush=True)
-            write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
+        jobs = (job(options, "", run, name, "dummy") for run in runs)
+        with closing(launch.outcomes(jobs, sizes, options.at_once)) as outcomes:
+            for done, outcome in outcomes:
+                rows += plan.rows_of(done.run, options.ranks, outcome, (vllm, torch_version, gpu))
+                print(plan.table(rows), flush=True)
+                write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
     return 1 if any(row.fault for row in rows) else 0
 
 
-def engine(
-    options: argparse.Namespace, run: plan.Run, sizes: launch.Sizes, name: str, folder: str, weights: str
-) -> plan.Outcome:
-    """One engine over a checkpoint's folder, from its start to its end; its logs go by `name`."""
+def job(options: argparse.Namespace, model: str, run: plan.Run, folder: str, weights: str) -> launch.Job:
+    """An engine over a checkpoint's folder, which starts at once."""
+    name = "/".join(filter(None, (model, run.name)))
     print(f"{name}: starting {options.ranks} ranks", flush=True)
-    arguments = plan.engine_arguments(run, folder, options.memory, options.max_num_batched_tokens, weights)
-    return launch.measured(run, sizes, arguments, options.out / "logs" / name)
+    arguments = plan.engine_arguments(run, folder, options.max_num_batched_tokens, weights)
+    return launch.Job(model, run, arguments, options.out / "logs" / name)
 
 
 def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Mapping[str, Path | None]) -> int:
-    """Each model on one engine after the other; 1 where one gave no tokens, or logprobs far from those of the first."""
+    """Each model on each engine; 1 where one gave no tokens, or logprobs far from those of the first."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
     sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline, tokens=True)
     earlier = facts.without(facts.standing(options.out), ["vllm-tokens"])
     rows: list[tokens.Row] = []
-    for model, given in folders.items():
-        with tempfile.TemporaryDirectory() as parent:
-            folder = str(given or models.made(model, Path(parent)))
-            first: Sequence[tokens.Found] = ()
+    firsts: dict[str, Sequence[tokens.Found]] = {}
+
+    def jobs(parent: Path) -> Iterator[launch.Job]:
+        for model, given in folders.items():
+            folder = str(given or models.made(model, parent))
             for run in runs:
-                outcome = engine(options, run, sizes, f"{model}/{run.name}", folder, "auto")
-                first = first or outcome.results
-                rows.append(tokens.row_of(model, run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
+                if firsts.get(model, True):  # else there is nothing to compare it with
+                    yield job(options, model, run, folder, "auto")
+
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        closing(launch.outcomes(jobs(Path(parent)), sizes, options.at_once)) as outcomes,
+    ):
+        for done, outcome in outcomes:
+            first = firsts.setdefault(done.model, outcome.results)
+            if first or done.run == runs[0]:
+                row = tokens.row_of(done.model, done.run, outcome, first, options.ranks, (vllm, torch_version, gpu))
+                rows.append(row)
                 print(tokens.table(rows), flush=True)
                 write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
-                if not first:
-                    break  # nothing to compare the others with
     return 1 if any(row.fault for row in rows) else 0
 
 
@@ -171,5 +183,11 @@ def write(
     )
 
 
+def ended(number: int, _: object) -> None:
+    """A signal's handler: what has been started is stopped, what has been written stays."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, ended)
     sys.exit(main())

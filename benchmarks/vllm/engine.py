@@ -24,6 +24,14 @@ from benchmarks.vllm.tokens import NEW, TOP, prompts_of
 from crossdock.child import die_with
 from ep_kernels import StoreGroup
 
+TURN = "turn"
+"""The store has this key once an engine that has loaded shall work."""
+
+
+def loaded(rank: int) -> str:
+    """The key that the store has once a rank has loaded."""
+    return f"loaded/{rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -34,6 +42,7 @@ class Order:
         plugin: whether Crossdock stands behind the backend.
         store_port: of the store by which the ranks meet, on this host.
         deadline_s: of each wait for the others.
+        turn_s: of the wait for this engine's turn.
         parent: process to die with.
         decode, prefill: sequences of a decode batch, prompts of a prefill.
         runs: times of each.
@@ -47,6 +56,7 @@ class Order:
     ranks: int
     store_port: int
     deadline_s: float
+    turn_s: float
     parent: int
     decode: int
     prefill: int
@@ -60,7 +70,7 @@ class Order:
 
 
 def main(text: str) -> None:
-    """Load, measure, write."""
+    """Load, wait for the turn, measure, write."""
     order = Order(**json.loads(text))
     die_with(order.parent)
     if order.plugin and not entry_points(group="vllm.general_plugins", name="crossdock"):
@@ -75,6 +85,8 @@ def main(text: str) -> None:
     from vllm import LLM
 
     llm = LLM(**order.arguments)
+    store.set(loaded(order.rank), "")
+    store.wait([TURN], timedelta(seconds=order.turn_s))
     found = written(llm, order, meet) if order.tokens else taken(llm, order, meet)
     found["most_tokens"] = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     whole = Path(order.result)

@@ -1,29 +1,35 @@
-"""Starts an engine's ranks, waits for them, and ends them: whatever happens, within a deadline, and with a reason."""
+"""Starts engines' ranks, waits for them, and ends them: whatever happens, within a deadline, and with a reason."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.vllm.engine import Order
+from benchmarks.vllm import Refused
+from benchmarks.vllm.engine import TURN, Order, loaded
 from benchmarks.vllm.plan import Outcome, Run, environment, said
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 20.0
 """For processes to end by themselves, and again after SIGTERM."""
 LOOK_S = 0.2
+PORTS, PORTS_EACH = range(20000, 32000), 16
+"""Below those that the kernel gives to sockets that name none: an engine's ranks open hundreds of them."""
 ENGINE = (sys.executable, "-m", "benchmarks.vllm.engine")
 
 
@@ -52,27 +58,123 @@ class Sizes:
     tokens: bool = False
 
 
-def measured(
-    run: Run, sizes: Sizes, arguments: dict[str, object], folder: Path, command: Sequence[str] = ENGINE
-) -> Outcome:
-    """One engine, from its start to its end. `folder` gets each rank's log and result."""
-    folder = folder.resolve()  # the ranks work elsewhere
-    folder.mkdir(parents=True, exist_ok=True)
-    wait = timedelta(seconds=sizes.deadline_s)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
-    port, ranks, finished = _free_port(), [], False
-    try:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An engine that is to run.
+
+    Attributes:
+        model: its name, where several are compared.
+        arguments: of vLLM's `LLM`.
+        folder: gets each rank's log and result.
+    """
+
+    model: str
+    run: Run
+    arguments: dict[str, Any]
+    folder: Path
+
+
+class Engine:
+    """An engine: its ranks load, wait for their turn, and work.
+
+    Args:
+        turn_s: after it has loaded, until its turn, at most.
+        port: the first of some free ones, where vLLM's ranks meet.
+    """
+
+    def __init__(self, job: Job, sizes: Sizes, turn_s: float, port: int, command: Sequence[str]) -> None:
+        self.job, self._sizes, self._turn_s, self._port, self._command = job, sizes, turn_s, port, command
+        self._ranks: list[Rank] = []
+        self._fault: Outcome | None = None
+        self._finished = False
+        wait = timedelta(seconds=sizes.deadline_s)
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+
+    def start(self) -> None:
+        """A process for each rank."""
+        run, sizes = self.job.run, self._sizes
+        folder = self.job.folder.resolve()  # the ranks work elsewhere
+        folder.mkdir(parents=True, exist_ok=True)
         for rank in range(sizes.ranks):
             order = Order(
-                arguments, run.backend.tier != "built in", rank, sizes.ranks, store.port, sizes.deadline_s, os.getpid(),
-                sizes.decode, sizes.prefill, sizes.runs, sizes.tokens, str(folder / f"rank-{rank}.json"),
+                self.job.arguments, run.backend.tier != "built in", rank, sizes.ranks, self._store.port,
+                sizes.deadline_s, self._turn_s, os.getpid(), sizes.decode, sizes.prefill, sizes.runs, sizes.tokens,
+                str(folder / f"rank-{rank}.json"),
             )  # fmt: skip
-            ranks.append(_started(order, environment(run, rank, sizes.ranks, port), folder, command))
-        outcome = _outcome(ranks, sizes.deadline_s, run.backend.manager)
-        finished = bool(outcome.results)
-        return outcome
-    finally:
-        stop([rank.process for rank in ranks], patient=finished)
+            told = environment(run, rank, sizes.ranks, self._port)
+            self._ranks.append(_started(order, told, folder, self._command))
+
+    def load(self) -> None:
+        """Until all ranks have, or one cannot, or the deadline."""
+        self._fault = self._waited("had not loaded", lambda rank: self._store.check([loaded(rank)]))
+
+    def begin(self) -> None:
+        """It is its turn."""
+        self._store.set(TURN, b"")
+
+    def outcome(self) -> Outcome:
+        """Of its work; a fault of its loading comes out here."""
+        fault = self._fault or self._waited("gave nothing", lambda _: False)
+        if fault:
+            return fault
+        manager = self.job.run.backend.manager
+        if not any(f"{manager} all2all manager" in rank.log.read_text(errors="replace") for rank in self._ranks):
+            return Outcome(fault=f"something else was measured: no rank's log says that it uses {manager}")
+        self._finished = True
+        return Outcome([json.loads(rank.result.read_text(encoding="utf-8")) for rank in self._ranks])
+
+    def _waited(self, what: str, done: Callable[[int], bool]) -> Outcome | None:
+        """None once all ranks are done, as one with a result is; else the first that ends before, or the deadline."""
+        deadline = time.monotonic() + self._sizes.deadline_s
+
+        def late() -> list[int]:
+            return [number for number, rank in enumerate(self._ranks) if not (rank.result.exists() or done(number))]
+
+        while late():
+            for number, rank in enumerate(self._ranks):
+                code = rank.process.poll()
+                if code is not None and not rank.result.exists():
+                    return Outcome(fault=f"rank {number} ended with {code}: {rank.said()}", rank=number)
+            if time.monotonic() > deadline and (missing := late()):
+                last = self._ranks[missing[0]].said()
+                said = f"ranks {missing} {what} within {self._sizes.deadline_s:g} s: {last}"
+                return Outcome(fault=said, rank=missing[0])
+            time.sleep(LOOK_S)
+        return None
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Of its ranks."""
+        return [rank.process for rank in self._ranks]
+
+    def stop(self) -> None:
+        """End its processes; those that have given their results may do so by themselves."""
+        stop(self.processes, patient=self._finished)
+
+
+def outcomes(
+    jobs: Iterable[Job], sizes: Sizes, at_once: int, command: Sequence[str] = ENGINE
+) -> Generator[tuple[Job, Outcome], None, None]:
+    """Each job's, in their order. `at_once` engines load side by side, and work when all of them have: all together if
+    it is tokens that they give, one after the other if it is times. The next jobs are asked for after that."""
+    jobs, ports = iter(jobs), _free_ports()
+    while batch := list(islice(jobs, at_once)):
+        engines: list[Engine] = []
+        try:
+            for job in batch:
+                engines.append(Engine(job, sizes, len(batch) * sizes.deadline_s, next(ports), command))
+                engines[-1].start()
+            for engine in engines:
+                engine.load()
+            for engine in engines if sizes.tokens else ():
+                engine.begin()
+            for engine in engines:
+                engine.begin()
+                outcome = engine.outcome()
+                engine.stop()
+                yield engine.job, outcome
+        finally:
+            stop([process for engine in engines for process in engine.processes], patient=False)
 
 
 def _started(order: Order, told: dict[str, str], folder: Path, command: Sequence[str]) -> Rank:
@@ -84,24 +186,6 @@ def _started(order: Order, told: dict[str, str], folder: Path, command: Sequence
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
     return Rank(process, log, result)
-
-
-def _outcome(ranks: Sequence[Rank], deadline_s: float, manager: str) -> Outcome:
-    """Wait for all results; the first rank that ends without one, or the deadline, is the fault."""
-    deadline = time.monotonic() + deadline_s
-    while not all(rank.result.exists() for rank in ranks):
-        for number, rank in enumerate(ranks):
-            code = rank.process.poll()
-            if code is not None and not rank.result.exists():
-                return Outcome(fault=f"rank {number} ended with {code}: {rank.said()}", rank=number)
-        if time.monotonic() > deadline:
-            late = [number for number, rank in enumerate(ranks) if not rank.result.exists()]
-            last = ranks[late[0]].said()
-            return Outcome(fault=f"ranks {late} gave nothing within {deadline_s:g} s: {last}", rank=late[0])
-        time.sleep(LOOK_S)
-    if not any(f"{manager} all2all manager" in rank.log.read_text(errors="replace") for rank in ranks):
-        return Outcome(fault=f"something else was measured: no rank's log says that it uses {manager}")
-    return Outcome([json.loads(rank.result.read_text(encoding="utf-8")) for rank in ranks])
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]], *, patient: bool) -> None:
@@ -125,7 +209,14 @@ def _signalled(processes: Sequence[subprocess.Popen[bytes]], number: int) -> boo
     return left
 
 
-def _free_port() -> int:
-    """vLLM's ranks meet at it, and at the ones after it."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
+def _free_ports() -> Iterator[int]:
+    """The first of PORTS_EACH free ports, other ones each time: an engine binds its own long after it was told."""
+    firsts = list(range(PORTS.start, PORTS.stop, PORTS_EACH))
+    random.shuffle(firsts)
+    for first in firsts:
+        with suppress(OSError), ExitStack() as held:
+            for port in range(first, first + PORTS_EACH):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            held.close()
+            yield first
+    raise Refused(f"expected {PORTS_EACH} free ports in a row among {PORTS.start} to {PORTS.stop}, found no more")

@@ -23,6 +23,11 @@ START = 32
 """Tokens of its prompts."""
 PROMPT = 512
 MOST_SEQUENCES, MOST_LENGTH, VOCABULARY = 32, 1024, 4096
+CACHE_BYTES = 2 << 30
+"""Of a rank's keys and values: all sequences of the timed layers at their longest take half. vLLM would take what is
+free otherwise, and find it out wrong while other engines load."""
+FREE_AT_START = 0.1
+"""Of each GPU's memory; vLLM looks, and with a given cache takes what it needs."""
 SAID_LINES, SAID_CHARACTERS = 3, 600
 
 
@@ -93,7 +98,7 @@ def config_json(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_arguments(run: Run, model_folder: str, memory: float, most_tokens: int, weights: str) -> dict[str, Any]:
+def engine_arguments(run: Run, model_folder: str, most_tokens: int, weights: str) -> dict[str, Any]:
     """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency.
     `weights`: "dummy", or "auto" for those of the folder."""
     eager = run.mode == "eager"
@@ -103,8 +108,9 @@ def engine_arguments(run: Run, model_folder: str, memory: float, most_tokens: in
     return {
         "model": model_folder, "load_format": weights, "skip_tokenizer_init": True, "generation_config": "vllm",
         "enable_expert_parallel": True, "all2all_backend": run.backend.slot, "enable_prefix_caching": False,
-        "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "gpu_memory_utilization": memory,
-        "disable_log_stats": True, "seed": 0, **how, **({"max_num_batched_tokens": most_tokens} if most_tokens else {}),
+        "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "disable_log_stats": True,
+        "gpu_memory_utilization": FREE_AT_START, "kv_cache_memory_bytes": CACHE_BYTES, "seed": 0, **how,
+        **({"max_num_batched_tokens": most_tokens} if most_tokens else {}),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,17 +51,19 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(names: str) -> None:
 
 def test_an_engine_is_told_its_backend_and_its_mode() -> None:
     for run in plan.runs_of("ag,deepep_v2,ht1,ll+eager", eager=False):
-        given = plan.engine_arguments(run, "folder", 0.5, 0, "dummy")
+        given = plan.engine_arguments(run, "folder", 0, "dummy")
         assert given["all2all_backend"] == run.backend.slot
         assert given.get("enforce_eager", False) == (run.mode == "eager") == ("compilation_config" not in given)
         assert "max_num_batched_tokens" not in given
         assert plan.environment(run, 1, 2, 5)["CROSSDOCK_VLLM"] == run.backend.tier.replace("built in", "off")
-    assert plan.engine_arguments(AG, "folder", 0.5, 512, "dummy")["max_num_batched_tokens"] == 512
+    assert plan.engine_arguments(AG, "folder", 512, "dummy")["max_num_batched_tokens"] == 512
     assert plan.LONG + plan.START <= plan.MOST_LENGTH
     assert plan.PROMPT + 1 <= plan.MOST_LENGTH
 
 
-@pytest.mark.parametrize("words", [["--ranks", "3"], ["--ranks", "1"], ["--decode", "33"], ["--prefill", "1000"]])
+@pytest.mark.parametrize(
+    "words", [["--ranks", "3"], ["--ranks", "1"], ["--decode", "33"], ["--prefill", "1000"], ["--at-once", "0"]]
+)
 def test_sizes_that_do_not_fit_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parsed(["--out", "x", *words])
@@ -170,7 +173,9 @@ SAY = "print('Using AgRsAll2AllManager all2all manager.'); "
 
 
 def started(script: str, folder: Path, sizes: launch.Sizes = SIZES) -> Outcome:
-    return launch.measured(AG, sizes, {}, folder, (sys.executable, "-c", BEGIN + script))
+    job = launch.Job("", AG, {}, folder)
+    ((_, outcome),) = launch.outcomes([job], sizes, 1, (sys.executable, "-c", BEGIN + script))
+    return outcome
 
 
 def test_each_rank_is_told_who_it_is_and_gives_its_result(tmp_path: Path) -> None:
@@ -195,7 +200,39 @@ def test_a_rank_that_dies_is_named_and_the_others_are_ended(tmp_path: Path) -> N
 def test_an_engine_that_hangs_ends_with_its_deadline(tmp_path: Path) -> None:
     hasty = launch.Sizes(ranks=2, decode=2, prefill=1, runs=1, deadline_s=1)
     outcome = started("print('compiling', flush=True); time.sleep(600)", tmp_path, hasty)
-    assert outcome.fault.startswith("ranks [0, 1] gave nothing within 1 s: ")
+    assert outcome.fault.startswith("ranks [0, 1] had not loaded within 1 s: ")
+
+
+def test_what_is_started_ends_with_the_program_that_was_told_to_end(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` and schedulers do."""
+    rank = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    code = (
+        "import signal, sys; from pathlib import Path; from benchmarks.vllm import __main__ as bench, launch, plan\n"
+        "signal.signal(signal.SIGTERM, bench.ended)\n"
+        "sizes = launch.Sizes(ranks=1, decode=1, prefill=1, runs=1, deadline_s=60)\n"
+        f"job = launch.Job('', plan.runs_of('ag', eager=False)[0], {{}}, Path({str(tmp_path)!r}))\n"
+        f"list(launch.outcomes([job], sizes, 1, (sys.executable, '-c', {rank!r})))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    log = tmp_path / "rank-0.log"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not _runs(int(log.read_text()))
+
+
+def test_ports_that_are_given_are_free_and_others_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = next(launch._free_ports())
+    monkeypatch.setattr(launch, "PORTS", range(first, first + launch.PORTS_EACH))
+    held = socket.create_server(("127.0.0.1", first + launch.PORTS_EACH - 1))
+    with held, pytest.raises(Refused, match="16 free ports in a row"):
+        next(launch._free_ports())
+    given = launch._free_ports()
+    assert next(given) == first
+    with pytest.raises(Refused):
+        next(given)
 
 
 def test_a_backend_that_is_not_ours_is_no_result(tmp_path: Path) -> None:
@@ -288,7 +325,10 @@ def test_a_small_checkpoint_is_one(name: str, tmp_path: Path) -> None:
 # The whole program, over a package that stands for vLLM.
 
 STAND_IN = """
-import time
+import json, os, sys, time
+def note(what):
+    with open("NOTES", "a") as file:
+        file.write(f"{json.loads(sys.argv[1])['arguments']['all2all_backend']} {what}\\n")
 class SamplingParams:
     def __init__(self, **given):
         self.new = given["max_tokens"]
@@ -297,12 +337,14 @@ class Thing:
         self.__dict__.update(given)
 class LLM:
     def __init__(self, **given):
-        print("Using AgRsAll2AllManager all2all manager.", flush=True)
+        note("loads")
+        print("Using AgRsAll2AllManager all2all manager.\\nUsing GraphManager all2all manager.", flush=True)
         if given["enforce_eager" if "enforce_eager" in given else "seed"]:
             raise ValueError("no eager here")
         config = Thing(scheduler_config=Thing(max_num_batched_tokens=77))
         self.llm_engine, self.seen = Thing(vllm_config=config), set()
     def generate(self, prompts, how, use_tqdm):
+        note("works")
         ids = {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
         assert len(ids) == len(prompts) and not ids & self.seen, "prompts that the prefix cache knows"
         self.seen |= ids
@@ -316,7 +358,7 @@ class LLM:
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two GPUs and a vLLM, as it seems; the folder that results go to."""
     (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "vllm.py").write_text(STAND_IN)
+    (tmp_path / "path" / "vllm.py").write_text(STAND_IN.replace("NOTES", str(tmp_path / "notes")))
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path / "path", root, root / "services"))))
     pretend(monkeypatch, "0.26.0", 2)
@@ -341,10 +383,12 @@ def test_tokens_are_compared_with_those_of_the_first_engine(
     assert not {"model", "prefill"} & set(config), "what was not run"
 
 
-def test_without_the_first_engine_nothing_is_compared(stand_in: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_without_the_first_engine_nothing_is_compared(at_once: str, stand_in: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    assert bench.main(["--out", "out", "--tokens", "mine", "--backends", "ag+eager,ag"]) == 1
+    words = ["--out", "out", "--tokens", "mine", "--backends", "ag+eager,ag", "--at-once", at_once]
+    assert bench.main(words) == 1
     with (stand_in / "vllm-tokens.csv").open(newline="", encoding="utf-8") as file:
         (only,) = csv.DictReader(file)
     assert "ValueError: no eager here" in only["fault"]
@@ -364,6 +408,16 @@ def test_what_cannot_be_compared_is_refused(
     assert expected in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.parsed(["--out", "x", "--tokens", "mixtral", "--experts"])
+
+
+def test_engines_load_side_by_side_and_are_timed_one_after_the_other(stand_in: Path, tmp_path: Path) -> None:
+    words = ["--out", "out", "--backends", "ag,deepep_v2", "--runs", "1", "--decode", "2", "--prefill", "512"]
+    assert bench.main([*words, "--at-once", "2"]) == 0
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert {note.split()[1] for note in notes[:4]} == {"loads"}, "two ranks of each"
+    works = list(dict.fromkeys(notes[4:]))
+    assert works == ["allgather_reducescatter works", "deepep_v2 works"]
+    assert notes[4:] == sorted(notes[4:]), "no step of one between those of the other"
 
 
 def test_engines_are_measured_and_one_that_fails_is_a_row(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:

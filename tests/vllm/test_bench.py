@@ -20,7 +20,7 @@ def test_an_engine_takes_what_it_is_given(run: plan.Run) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert set(plan.engine_arguments(run, "folder", 0.5, 256, "dummy")) <= known
+    assert set(plan.engine_arguments(run, "folder", 256, "dummy")) <= known
     assert run.backend.slot in get_args(All2AllBackend)
 
 
