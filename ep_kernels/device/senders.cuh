@@ -192,42 +192,45 @@ __device__ __forceinline__ void announce(const DispatchArgs& args, Sent sent, u6
   if (sent.rank >= 0) ptx::store_release_sys(arrival_at(args, sent.rank, args.world.rank, sent.position), seq);
 }
 
-// Sends units until none is left, from sender.unit on. One warp; on return all its stores are complete. False when the rank was
-// stopped before.
+// Sends units until none is left, from sender.unit on, if there is one. One warp; on return all its stores are complete. False when the
+// rank was stopped before. The next unit is asked for while one becomes fp8; else behind its stores, so that the first leave at once.
 __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, u64 seq) {
   constexpr Sent kNone = {-1, 0};
   Sent ended = kNone, before = kNone;  // rows that ended with the unit before this, and with the one before that
   ptx::fence_proxy_global();  // the copy engine writes where peers have started this operation
-  if (sender.unit < 0) {
-    sender.unit = next_unit(args, team, scratch, sender, -1);
-    load_unit(args, sender, sender.unit, sender.turn % kStages);
-  }
   Home home = home_of(args, sender, sender.unit);
-  const Pipe& pipe = sender.pipe;
-  while (sender.unit >= 0) {
+  bool more = true;
+  while (more) {
+    const bool present = sender.unit >= 0;
     const u32 s = sender.turn % kStages;
+    const i32 piece = part_of_unit(sender, sender.unit).piece;
+    auto send = [&] {
+      if (!present) return;
+      if (!sender.made) make_unit(args, sender);
+      sender.made = false;
+      deliver_unit(args, home, piece_of(args, piece), sender.pipe.stage(s));
+      ptx::bulk_commit();
+    };
+    if (!kQuantises) send();
+    constexpr i32 kPending = kQuantises ? kStages - 2 : kStages - 1;  // that need not be over when a stage is filled again
     if constexpr (kPerExpert) {
-      ptx::bulk_wait<kStages - 2>();
+      ptx::bulk_wait<kPending>();
       __syncwarp();
       announce(args, before, seq);
       before = ended;
-      ended = kNone;
+      ended = present && piece == sender.pieces.value - 1 ? Sent{leads(home) ? home.rank : -1, home.position} : kNone;
     } else {
-      ptx::bulk_wait_read<kStages - 2>();
+      ptx::bulk_wait_read<kPending>();
       __syncwarp();
     }
     const i32 ahead = next_unit(args, team, scratch, sender, sender.unit);
-    load_unit(args, sender, ahead, (sender.turn + 1) % kStages);
+    load_unit(args, sender, ahead, (sender.turn + present) % kStages);
     const Home home_ahead = home_of(args, sender, ahead);
-    if (!sender.made) make_unit(args, sender);
-    sender.made = false;
-    const i32 piece = part_of_unit(sender, sender.unit).piece;
-    deliver_unit(args, home, piece_of(args, piece), pipe.stage(s));
-    ptx::bulk_commit();
-    if (kPerExpert && piece == sender.pieces.value - 1) ended = {leads(home) ? home.rank : -1, home.position};
+    if (kQuantises) send();
     sender.unit = ahead;
     home = home_ahead;
-    ++sender.turn;
+    sender.turn += present;
+    more = ahead >= 0;
   }
   ptx::bulk_wait_all();
   __syncwarp();
