@@ -119,8 +119,8 @@ struct Queue {
 
 // Were `taken` known to be the same in all lanes, the compiler would ask for the whole warp at once and wait for the answer there
 // and then, 0.6 us per item: hence threadIdx.y, which is 0.
-__device__ __forceinline__ Queue queue_of(Team team, Divisor items, Divisor sources, u64* taken) {
-  const i32 first = first_item(team), step = num_items_at_once(team);
+__device__ __forceinline__ Queue queue_of(Team team, i32 warps, Divisor items, Divisor sources, u64* taken) {
+  const i32 first = first_item(team), step = team.num_blocks * warps;
   return {items, sources, 2 * step, taken + threadIdx.y, static_cast<u64>(first - step), turn_of(first, items, sources)};
 }
 

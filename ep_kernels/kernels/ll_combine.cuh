@@ -105,40 +105,30 @@ __device__ __forceinline__ void send_partial(const CombineArgs& args, u8* const*
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
-// Asks for the rows of a task whose places are here; false: it has none. Meanwhile the places of the next task are asked for.
-__device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& owed, Queue& queue, Task& task, Asked& asked,
-                                           Task& next, bool& more) {
+// Asks for the rows of a task whose places are here; false: it has none.
+__device__ __forceinline__ bool begin_task(const CombineArgs& args, Task& task, Asked& asked) {
   const bool sends = take_rows(args, task);
   asked.left = task.taken;
   if (sends) ask_rows(args, task, asked);
-  refill(queue);
-  more = next_task(args, owed, queue, next);
   return sends;
 }
 
-// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one; while its
-// rows are under way, permit() waits until homes may be written. Loads would queue behind a warp's own stores, so sums run ahead
-// (kRunsAhead): while one partial leaves, the rows of the second and the places of the third are under way. Else a partial leaves
-// before the next begins.
+// Units of all partials, by position, then by source, side by side with other blocks. `task` is the first, if there is one; while its
+// rows are under way, permit() waits until homes may be written. A warp has one task in hand: what it takes ahead it holds while the
+// links are slow to take what it sends, and others idle in the end.
 template <class Permit>
-__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task next,
+__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task task,
                                               bool more, u64 seq, Permit permit) {
-  Task now = {};
   Asked asked = {};
-  bool sends = false, permitted = false;
+  bool sends = more && begin_task(args, task, asked);
+  if (!permit()) return;
 #pragma unroll 1
-  do {
-    if (!kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
-    Task second = next;
-    Asked ahead = {};
-    const bool follows = more && begin_task(args, owed, queue, second, ahead, next, more);
-    if (!permitted) permitted = permit();
-    if (!permitted) return;
-    if (kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
-    now = second;
-    asked = ahead;
-    sends = follows;
-  } while (more || sends);
+  while (more) {
+    if (sends) send_partial(args, homes, task, asked, seq);
+    refill(queue);
+    more = next_task(args, owed, queue, task);
+    sends = more && begin_task(args, task, asked);
+  }
 }
 
 // Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
@@ -371,7 +361,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Team sending = {team.block, max(1, senders)};
   const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
   const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
-  Queue queue = queue_of(sending, items, sources, world.state->taken + 16);
+  Queue queue = queue_of(sending, num_warps(), items, sources, world.state->taken + 16);
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;

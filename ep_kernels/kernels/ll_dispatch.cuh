@@ -321,6 +321,10 @@ __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks
 
 // Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
 // records, whose loads would queue behind rows, and receive. A rank of one block does all.
+// Of a block that sends, so many warps carry rows: more fill the links no better, and hold what others could have sent when the queue
+// runs dry.
+constexpr i32 kCarriers = THREADS / 64;
+
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ i32 verdict;     // what await_counts found
@@ -361,7 +365,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
   for (i32 i = threadIdx.x; routes && i < aligned(max(args.num_tokens, 1), 32); i += THREADS) scratch.masks[i] = 0;
   for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
-  Queue queue = queue_of(rows, units, one, world.state->taken);
+  Queue queue = queue_of(rows, kCarriers, units, one, world.state->taken);
   const Turn none = {world.ll_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
@@ -379,7 +383,8 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (notes) entry = load_entry(args, divide(first_item(records), sources));
   const u64 number = record_number(world, args.work.halves, args.op);
   Loaded unit = {};
-  if (carries && queue.turn.position < args.num_tokens) unit = load_unit<X>(args, queue.turn.position, queue.turn.index);
+  const bool moves = carries && warp_idx() < kCarriers;
+  if (moves && queue.turn.position < args.num_tokens) unit = load_unit<X>(args, queue.turn.position, queue.turn.index);
   const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0, seq = last + sends, origin = origin_of(args, seq);
   if (tells && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)  // before anything of this operation waits for peers
     warp_tell_started(world, FLAG_STARTED, seq);
@@ -401,7 +406,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (tells && kPerExpert && granted) tell_counts(args, scratch, seq);
   if (notes && first_item(records) < args.num_tokens * world.size && granted)
     send_all_records(args, records, scratch, entry, sources, seq);
-  if (carries && granted) send_rows(args, scratch, queue, unit, seq);
+  if (moves && granted) send_rows(args, scratch, queue, unit, seq);
   if (here) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? arrivals.num_blocks + (apart ? 1 : 0) : team.num_blocks, seq, start);
