@@ -4,7 +4,7 @@
 
 constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
-constexpr i32 kLate = 2;            // the last chunks per block: taken when there is room for them
+constexpr i32 kLate = 3;            // the last chunks per block: taken when there is room for them
 constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
 constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come; as chunks_told: no one waits for the teller
 
