@@ -108,7 +108,8 @@ __device__ __forceinline__ Ids ask_ids(const DispatchArgs& args, i32 first, i32 
 
 // Keys of the `count` tokens from `first` on, and the ranks that each goes to; `ahead`: from this thread's first entry on. tile.ranks is 0
 // before. All threads; ends with a block barrier.
-__device__ __forceinline__ void fill_tile(const DispatchArgs& args, const HtScratch& scratch, i32 first, i32 count, Ids ahead, Divisor topk) {
+__device__ __forceinline__ void fill_tile(const DispatchArgs& args, const HtScratch& scratch, i32 first, i32 count, Ids ahead,
+                                          Divisor topk) {
   RouteTile& tile = *scratch.tile;
 #pragma unroll 1
   for (i32 entry = threadIdx.x; entry < count * topk.value;) {
@@ -309,7 +310,8 @@ __device__ __forceinline__ void settle_rows(const DispatchArgs& args, const HtSc
   constexpr i32 kTogether = 4;
   const i64 first = static_cast<i64>(last.first) * topk.value;
 #pragma unroll 1
-  for (i64 base = static_cast<i64>(tokens.first) * topk.value + threadIdx.x; __builtin_expect(base < first, 0); base += kTogether * THREADS) {
+  for (i64 base = static_cast<i64>(tokens.first) * topk.value + threadIdx.x; __builtin_expect(base < first, 0);
+       base += kTogether * THREADS) {
     Home home[kTogether];
 #pragma unroll
     for (i32 j = 0; j < kTogether; ++j)

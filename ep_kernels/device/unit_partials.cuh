@@ -99,7 +99,8 @@ __device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, boo
 }
 
 constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
-constexpr i32 kAhead = KIND != PER_EXPERT || kRowWords > 8 ? 1 : kRowWords > 4 ? 2 : 4;  // rows asked for together: as many as registers hold
+// Rows of a partial that are asked for together: as many as registers hold.
+constexpr i32 kAhead = KIND != PER_EXPERT || kRowWords > 8 ? 1 : kRowWords > 4 ? 2 : 4;
 
 // What has been asked for of a partial, perhaps on its way: this lane's part of kAhead of its rows.
 struct Asked {

@@ -142,6 +142,15 @@ def test_sequence_numbers_past_32_bits(mode: Mode) -> None:
         check(loop, replace(case, seed=draw_seed()), mode)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_chunks_and_tiles_of_rank_wise_routing(blocks: int) -> None:
+    """Chunks that are not full, tiles of a block, tokens twice at a rank; warps without a first piece."""
+    case = RoutingCase(24, 8, 64, (530, 0, 97), "uniform", draw_seed(), max_tokens=530)
+    few = replace(case, tokens=(33, 1, 5), kind="repeated", max_tokens=33, topk=5)
+    for shape in (case, few):
+        run([shape, replace(shape, seed=draw_seed())], Mode.HT, Layout.RANK_MAJOR, blocks=blocks)
+
+
 def test_many_tokens_in_few_blocks() -> None:
     """More than a tile of HT's routing; more rows than the queue of LL gives out by itself."""
     case = RoutingCase(24, 8, 64, (300, 0, 257), "uniform", draw_seed(), max_tokens=300)

@@ -274,9 +274,27 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     assert blocks(layout=Layout.FLAT, num_sms=132) == 132
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 64])
+def test_dispatch_takes_the_blocks_that_its_bytes_need(size: int) -> None:
+    """More where rows become fp8 on the way; all where the receiver copies; as given where a number is given."""
+
+    def blocks(**changes: Any) -> int:
+        c = config(size=size, mode=Mode.HT, **changes)
+        return plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks
+
+    flat = blocks(layout=Layout.FLAT)
+    assert 0 < flat < plan.HT_BLOCKS
+    assert flat == blocks(layout=Layout.RANK_MAJOR)
+    assert flat < blocks(layout=Layout.FLAT, quantize=True) <= plan.HT_BLOCKS
+    assert flat % plan.BLOCK_UNIT == 0
+    assert blocks(layout=Layout.GROUPED) == plan.HT_BLOCKS
+    assert blocks(layout=Layout.FLAT, num_sms=132) == 132
+
+
 def test_a_lone_rank_has_no_links_to_wait_for() -> None:
-    c = config(size=1, mode=Mode.HT)
+    c = config(size=1, mode=Mode.HT, layout=Layout.FLAT)
     assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks == plan.HT_BLOCKS
+    assert plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks == plan.HT_BLOCKS
     assert plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 5).num_blocks == 5
 
 
@@ -290,7 +308,9 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
     parts, counters, before, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
     rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
     table, room = 4 * experts, 4 * size
-    tables = table + room + plan.TILE_BYTES + parts + counters + before + first + total + rows + row_start + offset + words
+    tables = (
+        table + room + plan.TILE_BYTES + parts + counters + before + first + total + rows + row_start + offset + words
+    )
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
     assert launch.cooperative

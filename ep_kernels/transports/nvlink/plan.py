@@ -30,9 +30,11 @@ SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
-LINK_GBPS, BLOCK_GBPS = 350, 60
-"""What NVLink of a GPU carries one way, and what a block of HT combine moves through its shared memory (in and out),
-measured on H200: docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
+LINK_GBPS, COMBINE_GBPS = 350, 60
+DISPATCH_GBPS = {False: 25, True: 19}
+"""What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
+move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
+blocks keep the links busy."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
@@ -52,7 +54,7 @@ the largest step measured (512 against 545). Kept at 512 all the same: LL takes 
 grow with the crossover. `crossdock tune` finds it for a machine."""
 MAX_RANKS = abi.MAX_RANKS
 """Ranks of one NVLink domain; their addresses travel with each launch."""
-DISPATCH_SENDERS = {(False, False): 0.15, (False, True): 0.35, (True, False): 0.12, (True, True): 0.3}
+DISPATCH_SENDERS = {(False, False): 0.15, (False, True): 0.3, (True, False): 0.12, (True, True): 0.3}
 COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.5, (True, True): 0.6}
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
 quantises needs more hands. Measured on 4 H200: docs/kernels/ll.md."""
@@ -278,7 +280,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
     words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 4
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
-    blocks = num_sms if c.num_sms else min(num_sms, HT_BLOCKS)
+    blocks = num_sms if c.num_sms else min(num_sms, dispatch_blocks(c, sizes))
     width = c.dtype.itemsize if c.quantize else 1
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
@@ -294,6 +296,33 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Laun
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
 
 
+def _ranks_of_a_token(c: MoEConfig) -> float:
+    """That it goes to, on average, by uniform routing."""
+    size: int = c.group.size
+    return size * float(1 - (1 - 1 / size) ** c.topk)
+
+
+def _enough_blocks(through: float, over_links: float, block_gbps: int) -> int:
+    """With which the links are what limits: bytes of a token through shared memory, and over the links."""
+    if over_links == 0:
+        return HT_BLOCKS
+    return min(HT_BLOCKS, math.ceil(through / over_links * LINK_GBPS / block_gbps / BLOCK_UNIT) * BLOCK_UNIT)
+
+
+def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
+    """Blocks of an HT dispatch with which the links are what limits a step of uniform routing.
+
+    A row is loaded once and stored once for each rank. More blocks than that send rows of many ranks to one, where
+    routing is skewed, from more places than its link serves evenly (docs/kernels/ht.md). Per-expert layouts also copy
+    rows where they arrive: as many as there may be.
+    """
+    if c.resolved_layout.per_expert:
+        return HT_BLOCKS
+    ranks, width = _ranks_of_a_token(c), c.dtype.itemsize if c.quantize else 1
+    over_links = sizes.row_bytes * ranks * (c.group.size - 1) / c.group.size
+    return _enough_blocks(sizes.row_bytes * (width + ranks), over_links, DISPATCH_GBPS[c.quantize])
+
+
 def combine_blocks(c: MoEConfig) -> int:
     """Blocks of an HT combine with which the links, not the blocks, are what limits a step of uniform routing.
 
@@ -302,17 +331,13 @@ def combine_blocks(c: MoEConfig) -> int:
     """
     size: int = c.group.size
     found, output = combine_rings(c), c.resolved_output_dtype.itemsize
-    ranks = size * (1 - (1 - 1 / size) ** c.topk)  # that a token goes to, on average
+    ranks = _ranks_of_a_token(c)
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
     own = 1 / size if _copies(c) else 0.0  # read where they lie
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
-    over_links = moved * partials * (size - 1) / size
-    if over_links == 0:
-        return HT_BLOCKS
-    blocks: float = through / over_links * LINK_GBPS / BLOCK_GBPS
-    return min(HT_BLOCKS, math.ceil(blocks / BLOCK_UNIT) * BLOCK_UNIT)
+    return _enough_blocks(through, moved * partials * (size - 1) / size, COMBINE_GBPS)
 
 
 def combine_rings(c: MoEConfig) -> rings.Rings:
