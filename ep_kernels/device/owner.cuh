@@ -187,7 +187,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
     named += batch.ends_chunk;
     if (args.row_weights != nullptr && await_credit()) send_weights(args, lanes, batch);
     const Loads loads = loads_of(args, lanes, batch);
-    const bool ahead = claims.asked;
+    const bool ahead = claims.asked;  // then the next is looked up before these rows are loaded, else behind them
 #pragma unroll 1
     for (i32 step = 0; step < 2; ++step) {
       if (ahead == (step == 0))
