@@ -99,8 +99,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     num_sms: int | None = None
-    """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL, with up to two on
-    each; for HT 64 in dispatch, and in combine as many as keep the links busy. Results do not depend on it."""
+    """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
+    as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""
     kernel_cache_dir: str | None = None
     """Folder for what is found out once on a machine, shared by processes; may differ between ranks: kernels that GPUs
     compile at first use, and `tuning.json`. None: `.cache/crossdock/kernels` in the home of this process's user."""

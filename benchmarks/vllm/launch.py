@@ -105,8 +105,10 @@ class Engine:
             self._ranks.append(_started(order, told, folder, self._command))
 
     def load(self) -> None:
-        """Until all ranks have, or one cannot, or the deadline."""
+        """Until all ranks have; where one cannot, or not in time, the others end, too: engines beside them are timed."""
         self._fault = self._waited("had not loaded", lambda rank: self._store.check([loaded(rank)]))
+        if self._fault:
+            self.stop()
 
     def begin(self) -> None:
         """It is its turn."""
@@ -144,12 +146,13 @@ class Engine:
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """Of its ranks."""
+        """Of its ranks; none once it was stopped."""
         return [rank.process for rank in self._ranks]
 
     def stop(self) -> None:
-        """End its processes; those that have given their results may do so by themselves."""
+        """End its processes, once; those that have given their results may do so by themselves."""
         stop(self.processes, patient=self._finished)
+        self._ranks = []
 
 
 def outcomes(
@@ -162,7 +165,8 @@ def outcomes(
         engines: list[Engine] = []
         try:
             for job in batch:
-                engines.append(Engine(job, sizes, len(batch) * sizes.deadline_s, next(ports), command))
+                # What comes before an engine's turn: others that load, then others that work.
+                engines.append(Engine(job, sizes, 2 * len(batch) * sizes.deadline_s, next(ports), command))
                 engines[-1].start()
             for engine in engines:
                 engine.load()

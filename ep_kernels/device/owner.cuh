@@ -257,6 +257,7 @@ __device__ __forceinline__ void drop_pieces(Ring from) {
 // One thread: pieces to their homes, and how many chunks are complete. Stages go back as soon as they have been read.
 __device__ __forceinline__ void store_pieces(const CombineArgs& args, Ring from) {
   if (!await_credit()) return drop_pieces(from);
+  ptx::fence_proxy_global();  // what peers have read, the copy engine writes
   // Bit i of ends: the store before the last i ended a chunk.
   u32 ends = 0, done = 0, stored = 0, freed = 0;
 #pragma unroll 1

@@ -231,10 +231,8 @@ __device__ __forceinline__ void bulk_wait() {
 // All of this thread's store groups are complete: their writes are ordered before what the thread does next.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Between ordinary accesses and the copy engine's accesses to the same bytes. Compiles to a fence of the whole GPU; those
-// that name where the bytes lie do not.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
+// Between ordinary accesses and the copy engine's accesses to the same bytes. One that does not name where the bytes lie
+// compiles to a fence of the whole GPU.
 __device__ __forceinline__ void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -214,6 +214,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
     if (!kQuantises) send();
     constexpr i32 kPending = kQuantises ? kStages - 2 : kStages - 1;  // that need not be over when a stage is filled again
     if constexpr (kPerExpert) {
+      static_assert(kStages == 3, "the row before the last two units is complete, and no other is kept in mind");
       ptx::bulk_wait<kPending>();
       __syncwarp();
       announce(args, before, seq);

@@ -319,12 +319,12 @@ __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
 }
 
-// Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
-// records, whose loads would queue behind rows, and receive. A rank of one block does all.
 // Of a block that sends, so many warps carry rows: more fill the links no better, and hold what others could have sent when the queue
 // runs dry.
 constexpr i32 kCarriers = THREADS / 64;
 
+// Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
+// records, whose loads would queue behind rows, and receive. A rank of one block does all.
 __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ i32 verdict;     // what await_counts found

@@ -63,7 +63,6 @@ T load_pair_if(const u8* at, bool wanted) {
 
 inline void fence_sys() {}
 inline void fence_gpu() {}
-inline void fence_proxy_async() {}
 inline void fence_proxy_shared() {}
 inline void fence_proxy_global() {}
 inline void fence_barrier_init() {}
