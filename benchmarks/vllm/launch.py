@@ -105,7 +105,7 @@ class Engine:
             self._ranks.append(_started(order, told, folder, self._command))
 
     def load(self) -> None:
-        """Until all ranks have; where one cannot, or not in time, the others end, too: engines beside them are timed."""
+        """Until all ranks have; where one cannot, or not in time, all end: engines beside them are timed."""
         self._fault = self._waited("had not loaded", lambda rank: self._store.check([loaded(rank)]))
         if self._fault:
             self.stop()
