@@ -99,8 +99,9 @@ __device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, boo
 }
 
 constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
-// Rows of a partial that are asked for together: as many as registers hold.
-constexpr i32 kAhead = KIND != PER_EXPERT || kRowWords > 8 ? 1 : kRowWords > 4 ? 2 : 4;
+// A partial's rows are asked for before the one before leaves, where registers hold both; and as many together as they hold.
+constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
+constexpr i32 kAhead = KIND == PER_EXPERT && kRowWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
 
 // What has been asked for of a partial, perhaps on its way: this lane's part of kAhead of its rows.
 struct Asked {

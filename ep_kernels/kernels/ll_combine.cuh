@@ -105,30 +105,40 @@ __device__ __forceinline__ void send_partial(const CombineArgs& args, u8* const*
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
-// Asks for the rows of a task whose places are here; false: it has none.
-__device__ __forceinline__ bool begin_task(const CombineArgs& args, Task& task, Asked& asked) {
+// Asks for the rows of a task whose places are here; false: it has none. Meanwhile the places of the next task are asked for.
+__device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& owed, Queue& queue, Task& task, Asked& asked,
+                                           Task& next, bool& more) {
   const bool sends = take_rows(args, task);
   asked.left = task.taken;
   if (sends) ask_rows(args, task, asked);
+  refill(queue);
+  more = next_task(args, owed, queue, next);
   return sends;
 }
 
-// Units of all partials, by position, then by source, side by side with other blocks. `task` is the first, if there is one; while its
-// rows are under way, permit() waits until homes may be written. A warp has one task in hand: what it takes ahead it holds while the
-// links are slow to take what it sends, and others idle in the end.
+// Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one; while its
+// rows are under way, permit() waits until homes may be written. Loads would queue behind a warp's own stores, so sums run ahead
+// (kRunsAhead): while one partial leaves, the rows of the second and the places of the third are under way. Else a partial leaves
+// before the next begins.
 template <class Permit>
-__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task task,
+__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task next,
                                               bool more, u64 seq, Permit permit) {
+  Task now = {};
   Asked asked = {};
-  bool sends = more && begin_task(args, task, asked);
-  if (!permit()) return;
+  bool sends = false, permitted = false;
 #pragma unroll 1
-  while (more) {
-    if (sends) send_partial(args, homes, task, asked, seq);
-    refill(queue);
-    more = next_task(args, owed, queue, task);
-    sends = more && begin_task(args, task, asked);
-  }
+  do {
+    if (!kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
+    Task second = next;
+    Asked ahead = {};
+    const bool follows = more && begin_task(args, owed, queue, second, ahead, next, more);
+    if (!permitted) permitted = permit();
+    if (!permitted) return;
+    if (kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
+    now = second;
+    asked = ahead;
+    sends = follows;
+  } while (more || sends);
 }
 
 // Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use

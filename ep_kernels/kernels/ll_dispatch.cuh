@@ -319,9 +319,11 @@ __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, receivers);
 }
 
-// Of a block that sends, so many warps carry rows: more fill the links no better, and hold what others could have sent when the queue
-// runs dry.
-constexpr i32 kCarriers = THREADS / 64;
+// Of a block that sends, so many warps carry rows. Half, where the links are what limits: more fill them no better, and hold what others
+// could have sent when the queue runs dry. Of two ranks' rows half stay at home, and warps limit; but rows that become fp8 are few bytes.
+__device__ __forceinline__ i32 num_carriers(const World& world) {
+  return kQuantised || world.size > 2 ? num_warps() / 2 : num_warps();
+}
 
 // Who does what. The first `num_senders` blocks send rows, but the last of them tells and keeps the counts; the others send
 // records, whose loads would queue behind rows, and receive. A rank of one block does all.
@@ -365,7 +367,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   for (i32 i = threadIdx.x; kPerExpert && tells && i < num_keys(world); i += THREADS) scratch.before[i] = 0;
   for (i32 i = threadIdx.x; routes && i < aligned(max(args.num_tokens, 1), 32); i += THREADS) scratch.masks[i] = 0;
   for (i32 i = threadIdx.x; wants && i < num_keys(world) * chunks_of(world); i += THREADS) scratch.seen[i] = 0;
-  Queue queue = queue_of(rows, kCarriers, units, one, world.state->taken);
+  Queue queue = queue_of(rows, num_carriers(world), units, one, world.state->taken);
   const Turn none = {world.ll_tokens, 0, 0};
   const Turn arrival = apart && here ? none : turn_of(first_item(arrivals), arriving, sources);
   const Turn arrival_step = turn_of(num_items_at_once(arrivals), arriving, sources);
@@ -383,7 +385,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
   if (notes) entry = load_entry(args, divide(first_item(records), sources));
   const u64 number = record_number(world, args.work.halves, args.op);
   Loaded unit = {};
-  const bool moves = carries && warp_idx() < kCarriers;
+  const bool moves = carries && warp_idx() < num_carriers(world);
   if (moves && queue.turn.position < args.num_tokens) unit = load_unit<X>(args, queue.turn.position, queue.turn.index);
   const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0, seq = last + sends, origin = origin_of(args, seq);
   if (tells && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)  // before anything of this operation waits for peers
