@@ -301,10 +301,10 @@ def test_garbled_ticket_is_refused(raw: bytes) -> None:
 )
 def test_ticket_of_a_gone_process_is_refused(change: dict[str, Any], says: str) -> None:
     region, ticket = own_ticket()
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))  # fewer later, where garbage of earlier tests is collected meanwhile
     with pytest.raises(TransportError, match=says):
         open_peer(2, msgspec.structs.replace(ticket, **change))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     region.close()
 
 
