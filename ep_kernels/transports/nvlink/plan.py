@@ -312,9 +312,8 @@ def _enough_blocks(through: float, over_links: float, block_gbps: int) -> int:
 def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
     """Blocks of an HT dispatch with which the links are what limits a step of uniform routing.
 
-    A row is loaded once and stored once for each rank. More blocks than that send rows of many ranks to one, where
-    routing is skewed, from more places than its link serves evenly (docs/kernels/ht.md). Per-expert layouts also copy
-    rows where they arrive: as many as there may be.
+    A row is loaded once and stored once for each rank. More blocks gain nothing, and take longer where routing is
+    skewed (docs/kernels/ht.md). Per-expert layouts also copy rows where they arrive: as many as there may be.
     """
     if c.resolved_layout.per_expert:
         return HT_BLOCKS
