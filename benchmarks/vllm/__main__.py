@@ -52,7 +52,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=32, help="sequences per rank in a decode step")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens per rank of a prefill")
     whole = parser.add_argument_group("whole engines")
-    whole.add_argument("--backends", default="", help=f"some of {','.join(plan.BACKENDS)}; ag+eager: no graphs")
+    known = ",".join(plan.BACKENDS)
+    whole.add_argument(
+        "--backends", default="", help=f"some of {known}; +eager behind one: no graphs, +dbo: dual-batch overlap"
+    )
     whole.add_argument("--eager", action="store_true", help="no CUDA graphs at all")
     whole.add_argument("--max-num-batched-tokens", type=int, default=0, help="of a rank in a step (0: vLLM's choice)")
     whole.add_argument("--at-once", type=int, default=1, help="engines that load side by side, on the same GPUs")

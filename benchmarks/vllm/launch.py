@@ -119,9 +119,10 @@ class Engine:
         fault = self._fault or self._waited("gave nothing", lambda _: False)
         if fault:
             return fault
-        manager = self.job.run.backend.manager
-        if not any(f"{manager} all2all manager" in rank.log.read_text(errors="replace") for rank in self._ranks):
-            return Outcome(fault=f"something else was measured: no rank's log says that it uses {manager}")
+        logs = [rank.log.read_text(errors="replace") for rank in self._ranks]
+        for sign, otherwise in self.job.run.signs.items():
+            if not any(sign in log for log in logs):
+                return Outcome(fault=otherwise)
         self._finished = True
         return Outcome([json.loads(rank.result.read_text(encoding="utf-8")) for rank in self._ranks])
 

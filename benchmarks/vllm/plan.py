@@ -29,6 +29,10 @@ free otherwise, and find it out wrong while other engines load."""
 FREE_AT_START = 0.1
 """Of each GPU's memory; vLLM looks, and with a given cache takes what it needs."""
 SAID_LINES, SAID_CHARACTERS = 3, 600
+HALVED_FROM = 4
+"""Tokens of a rank from which dual-batch overlap cuts a step in two (vLLM: 32 in decode, 512 in prefill)."""
+OVERLAPPED = ("deepep_low_latency", "deepep_high_throughput")
+"""Slots that vLLM lets do so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,29 @@ USUAL = "ag,deepep_v2,ll,ag+eager,ht1"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A backend in one mode."""
+    """A backend in one mode: eager or graphs, and +dbo with dual-batch overlap."""
 
     backend: Backend
     mode: str
+
+    @property
+    def eager(self) -> bool:
+        """No CUDA graphs."""
+        return self.mode.startswith("eager")
+
+    @property
+    def halved(self) -> bool:
+        """Dual-batch overlap."""
+        return self.mode.endswith("+dbo")
+
+    @property
+    def signs(self) -> dict[str, str]:
+        """What the log of a rank must say at least once, and what it means if none does."""
+        sign = f"{self.backend.manager} all2all manager"
+        found = {sign: f"something else was measured: no rank's log says that it uses {self.backend.manager}"}
+        if self.halved:
+            found["should_ubatch: True"] = "no rank's log says that a step was cut in two"
+        return found
 
     @property
     def name(self) -> str:
@@ -74,14 +97,19 @@ class Run:
 
 
 def runs_of(names: str, *, eager: bool) -> list[Run]:
-    """As the command line asks: names with commas, `+eager` behind one that is not to use graphs. Raises Refused."""
+    """As the command line asks: names with commas, behind a name `+eager` for no graphs and `+dbo` for dual-batch
+    overlap. Raises Refused."""
     found = []
     for name in filter(None, names.split(",")):
-        known, _, mode = name.partition("+")
-        if known not in BACKENDS or mode not in ("", "eager"):
-            raise Refused(f"--backends: expected some of {','.join(BACKENDS)}, each with +eager or not, got {name!r}")
-        backend = BACKENDS[known]
-        found.append(Run(backend, "eager" if eager or mode or not backend.graphs else "graphs"))
+        known, *modes = name.split("+")
+        if known not in BACKENDS or not {*modes} <= {"eager", "dbo"}:
+            some = ",".join(BACKENDS)
+            raise Refused(f"--backends: expected some of {some}, each with +eager, +dbo or neither, got {name!r}")
+        backend, halved = BACKENDS[known], "dbo" in modes
+        if halved and backend.slot not in OVERLAPPED:
+            raise Refused(f"--backends: expected +dbo behind one of {','.join(OVERLAPPED)}, got {name!r}")
+        mode = "eager" if eager or "eager" in modes or not backend.graphs else "graphs"
+        found.append(Run(backend, mode + "+dbo" * halved))
     return list(dict.fromkeys(found))
 
 
@@ -101,10 +129,11 @@ def config_json(model: Model) -> dict[str, Any]:
 def engine_arguments(run: Run, model_folder: str, most_tokens: int, weights: str) -> dict[str, Any]:
     """Of vLLM's `LLM`. `most_tokens`: of a rank in one step; 0 leaves it to vLLM, which takes 256 for low latency.
     `weights`: "dummy", or "auto" for those of the folder."""
-    eager = run.mode == "eager"
-    how = (
-        {"enforce_eager": True} if eager else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-    )
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    how: dict[str, Any] = {"enforce_eager": True} if run.eager else {"compilation_config": graphs}
+    if run.halved:
+        how |= dict.fromkeys(("dbo_decode_token_threshold", "dbo_prefill_token_threshold"), HALVED_FROM)
+        how |= {"enable_dbo": True}
     return {
         "model": model_folder, "load_format": weights, "skip_tokenizer_init": True, "generation_config": "vllm",
         "enable_expert_parallel": True, "all2all_backend": run.backend.slot, "enable_prefix_caching": False,
@@ -118,7 +147,8 @@ def environment(run: Run, rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a rank's process is told beside what it inherits: by these vLLM knows a rank of an offline engine."""
     return {
         "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks),
-        "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port), "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),
+        "VLLM_LOGGING_LEVEL": "DEBUG" if run.halved else "INFO",
         "CROSSDOCK_VLLM": "off" if run.backend.tier == "built in" else run.backend.tier,
     }  # fmt: skip
 

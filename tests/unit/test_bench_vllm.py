@@ -43,17 +43,28 @@ def test_eager_turns_graphs_off_and_names_each_run_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("names", ["deepep", "ag+graphs", "ag,,x"])
+@pytest.mark.parametrize("names", ["deepep", "ag+graphs", "ag,,x", "ll+dbo+x"])
 def test_an_unknown_backend_is_refused_with_the_known_ones(names: str) -> None:
     with pytest.raises(Refused, match="expected some of ag,deepep_v2,ll,ht,ll1,ht1"):
         plan.runs_of(names, eager=False)
 
 
+def test_dual_batch_overlap_is_asked_for_where_vllm_has_it_and_proven_by_the_log() -> None:
+    runs = plan.runs_of("ll+dbo,ht1+dbo,ll1+eager+dbo,ll1+dbo+eager,ll", eager=False)
+    assert [run.mode for run in runs] == ["graphs+dbo", "eager+dbo", "eager+dbo", "graphs"]
+    assert [len(run.signs) for run in runs] == [2, 2, 2, 1]
+    assert plan.environment(runs[0], 0, 2, 5)["VLLM_LOGGING_LEVEL"] == "DEBUG", "vLLM says it there"
+    for name in ("ag+dbo", "deepep_v2+dbo"):
+        with pytest.raises(Refused, match=rf"expected \+dbo behind one of deepep_low_latency,.* got '{name[:2]}"):
+            plan.runs_of(name, eager=False)
+
+
 def test_an_engine_is_told_its_backend_and_its_mode() -> None:
-    for run in plan.runs_of("ag,deepep_v2,ht1,ll+eager", eager=False):
+    for run in plan.runs_of("ag,deepep_v2,ht1,ll+eager,ll+dbo,ht+dbo", eager=False):
         given = plan.engine_arguments(run, "folder", 0, "dummy")
         assert given["all2all_backend"] == run.backend.slot
-        assert given.get("enforce_eager", False) == (run.mode == "eager") == ("compilation_config" not in given)
+        assert given.get("enforce_eager", False) == run.eager == ("compilation_config" not in given)
+        assert given.get("enable_dbo", False) == run.halved == ("dbo_decode_token_threshold" in given)
         assert "max_num_batched_tokens" not in given
         assert plan.environment(run, 1, 2, 5)["CROSSDOCK_VLLM"] == run.backend.tier.replace("built in", "off")
     assert plan.engine_arguments(AG, "folder", 512, "dummy")["max_num_batched_tokens"] == 512
