@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from tests.vllm import overlapped
@@ -27,3 +30,34 @@ def test_two_halves_of_a_batch(four: World, plugin: str, backend: str, fp8: bool
     if plugin == "native":
         each = {"comm": 5 + fp8, "compute": 4 + fp8} if backend == HT else {"comm": 0, "compute": 0}
         assert kept == {stream: 2 * overlapped.NUM_LAYERS * number for stream, number in each.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_half_has_attention_metadata_of_its_own(overlap: bool) -> None:
+    """By real vLLM's builders: the second half is not given what was built for the first."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    from crossdock.vllm_plugin import compat
+
+    class Reuses(AttentionMetadataBuilder):  # type: ignore[misc,type-arg]
+        supports_update_block_table = True
+
+    class Inherits(Reuses):
+        pass
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.parallel_config.enable_dbo = overlap  # asked for at once it wants a whole model
+    assert not compat.part_halves(), "no engine is being made"
+    with set_current_vllm_config(config):
+        changed = compat.part_halves()
+        assert ("Reuses" in changed) == overlap
+        assert not compat.part_halves(), "once is enough"
+    assert Reuses.supports_update_block_table == Inherits.supports_update_block_table == (not overlap)
+
+
+def test_vllm_still_asks_builders_whether_they_can_be_given_another_table() -> None:
+    path = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "v1/worker/gpu_model_runner.py"
+    text = path.read_text(encoding="utf-8")
+    assert "builder.supports_update_block_table" in text
+    assert "cache_key = (kv_cache_spec, type(builder))" in text, "vLLM tells halves apart by now: part_halves() may go"

@@ -22,6 +22,8 @@ _MANAGERS, _FINALIZERS = f"{_COMM}.all2all", f"{_MOE}.all2all_utils"
 _BUILDER = (f"{_COMM}.cuda_communicator", "CudaCommunicator")
 _FACTORIES = ("maybe_make_prepare_finalize", "maybe_roundup_layer_hidden_size")
 _BLOCK_SHAPE = "DEEPEP_QUANT_BLOCK_SHAPE"
+_ATTENTION = ("vllm.v1.attention.backend", "AttentionMetadataBuilder")
+_REUSES = "supports_update_block_table"
 
 NAMES = {
     "All2AllManagerBase": f"{_COMM}.base_device_communicator",
@@ -154,6 +156,31 @@ def install() -> None:
         setattr(_module(_MANAGERS), slot.manager, manager)
         setattr(_module(_FINALIZERS), slot.finalizer, finalizer)
     setattr(_module(_FINALIZERS), _BLOCK_SHAPE, [128, 128])
+
+
+def part_halves() -> list[str]:
+    """With dual-batch overlap, let each half of a batch have attention metadata of its own; returns the builders that
+    were changed. Idempotent; nothing happens where vLLM cuts no batch, or has no such builders.
+
+    vLLM, 0.26 and 0.33 at least, keeps by kind of builder what was built for the first half. The second gets just
+    another block table in that, where the builder can (FlashAttention's): so it has the sequence lengths of the first,
+    and is refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
+    """
+    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    if config is None or not config.parallel_config.enable_dbo:
+        return []
+    try:
+        base = getattr(importlib.import_module(_ATTENTION[0]), _ATTENTION[1])
+    except (ImportError, AttributeError):
+        return []
+    changed = [builder for builder in _descendants(base) if getattr(builder, _REUSES, False)]
+    for builder in changed:
+        setattr(builder, _REUSES, False)
+    return [builder.__name__ for builder in changed]
+
+
+def _descendants(base: type) -> set[type]:
+    return {base}.union(*map(_descendants, base.__subclasses__()))
 
 
 def _module(name: str) -> ModuleType:

@@ -51,8 +51,14 @@ class Manager(_Base):  # type: ignore[misc]
         self.support_fault_tolerance = True  # vLLM's runner asks `query_fault` after each step, graphs or not
 
     def get_handle(self, kwargs: dict[str, Any]) -> Link:
-        """What vLLM's factory hands to the prepare/finalize class."""
-        return Link(self._pool, self._settings)
+        """What vLLM's factory hands to the prepare/finalize class; the model is there by then, and its attention."""
+        for builder in compat.part_halves():
+            log.info(f"crossdock: {builder} makes attention metadata anew for each half of a batch")
+        return Link(self._pool, self._settings, *self._sizes(kwargs))
+
+    def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """M, E, K, as many as are known."""
+        return ()
 
     def query_fault(self) -> torch.Tensor:
         """Scalar bool on the device: an operation before this, in stream order, has failed. vLLM's runner then throws
@@ -87,9 +93,9 @@ class Manager(_Base):  # type: ignore[misc]
 class LowLatencyManager(Manager):
     """In the place of `deepep_low_latency`."""
 
-    def get_handle(self, kwargs: dict[str, Any]) -> Link:
+    def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Of vLLM's sizes M and E matter, and only where the layers do not say them."""
-        return Link(self._pool, self._settings, kwargs["max_num_tokens_per_dp_rank"], kwargs["num_global_experts"])
+        return kwargs["max_num_tokens_per_dp_rank"], kwargs["num_global_experts"]
 
 
 class HighThroughputManager(Manager):
@@ -99,8 +105,6 @@ class HighThroughputManager(Manager):
 class GraphManager(Manager):
     """In the place of `deepep_v2`."""
 
-    def get_handle(self, kwargs: dict[str, Any]) -> Link:
+    def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
         """M bounds the rows that the experts get in a CUDA graph."""
-        return Link(
-            self._pool, self._settings, kwargs["num_max_tokens_per_rank"], kwargs["num_experts"], kwargs["num_topk"]
-        )
+        return kwargs["num_max_tokens_per_rank"], kwargs["num_experts"], kwargs["num_topk"]
