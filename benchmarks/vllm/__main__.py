@@ -144,11 +144,9 @@ def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Ma
     ):
         for done, outcome in outcomes:
             first = firsts.setdefault(done.model, outcome.results)
-            if first or done.run == runs[0]:
-                row = tokens.row_of(done.model, done.run, outcome, first, options.ranks, (vllm, torch_version, gpu))
-                rows.append(row)
-                print(tokens.table(rows), flush=True)
-                write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
+            rows.append(tokens.row_of(done.model, done.run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
+            print(tokens.table(rows), flush=True)
+            write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
     return 1 if any(row.fault for row in rows) else 0
 
 

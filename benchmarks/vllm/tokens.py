@@ -77,13 +77,13 @@ Found = Mapping[str, Any]
 def row_of(
     model: str, run: Run, outcome: Outcome, first: Sequence[Found], ranks: int, versions: tuple[str, str, str]
 ) -> Row:
-    """`first`: results of the backend that the others are compared with."""
+    """`first`: results of the backend that the others are compared with; none: it gave no tokens."""
     row = Row(
         model, run.backend.slot, run.backend.tier, run.mode, ranks, None, None, None, None, None, None, *versions,
         outcome.fault,
     )  # fmt: skip
-    if outcome.fault:
-        return row
+    if outcome.fault or not first:
+        return replace(row, fault=outcome.fault or "not compared: the first backend gave no tokens")
     of_ranks = [list(_sequences(a, b)) for a, b in zip(first, outcome.results, strict=True)]
     every = [sequence for rank in of_ranks for sequence in rank]
     compared, parted = sum(one.compared for one in every), sum(one.parted for one in every)
