@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.vllm import overlapped
 from tests.vllm.layers import HT, LL, Case
@@ -32,32 +36,73 @@ def test_two_halves_of_a_batch(four: World, plugin: str, backend: str, fp8: bool
         assert kept == {stream: 2 * overlapped.NUM_LAYERS * number for stream, number in each.items()}
 
 
+class Runner(SimpleNamespace):
+    """In vLLM's runner's place: what is not given is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def metadata_of_halves(builder: Any, lengths: list[int]) -> list[Any]:
+    """What vLLM's runner gives the attention of either half of a step of new prompts of such lengths."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.ubatch_utils import maybe_create_ubatch_slices
+
+    number, total = len(lengths), sum(lengths)
+    halves, _ = maybe_create_ubatch_slices(True, np.array(lengths), total, number, 2)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    table = SimpleNamespace(get_device_tensor=lambda rows: torch.arange(rows).reshape(rows, 1))
+    none_yet = torch.zeros(number, dtype=torch.int32)
+    group = SimpleNamespace(
+        layer_names=["layer"], get_metadata_builder=lambda half: builder,
+        build_metadata=lambda common, half: builder.build(0, common),  # these two: 0.33
+        map_to_kernel_block_table=lambda table, half: table,
+    )  # fmt: skip
+    runner = Runner(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec="spec")]), attn_groups=[[group]],
+        input_batch=SimpleNamespace(
+            block_table=[table], num_computed_tokens_cpu_tensor=none_yet, num_prompt_tokens_cpu_tensor=none_yet
+        ),
+        query_start_loc=SimpleNamespace(gpu=starts, cpu=starts), positions=torch.arange(total),
+        seq_lens=starts.diff(), optimistic_seq_lens_cpu=starts.diff(), dcp_world_size=1,
+        model_config=Runner(), cache_config=Runner(), _get_encoder_seq_lens=lambda *_, **__: (None, None),
+    )  # fmt: skip
+    found, _ = GPUModelRunner._build_attention_metadata(
+        runner, total, number, max(lengths), ubatch_slices=halves, slot_mappings={0: torch.arange(total)}
+    )
+    return [half["layer"] for half in found]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 2, 2, 1, 1], [1, 7, 4, 4]], ids=["refused", "wrong"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_each_half_has_attention_metadata_of_its_own(overlap: bool) -> None:
-    """By real vLLM's builders: the second half is not given what was built for the first."""
+def test_each_half_has_attention_metadata_of_its_own(overlap: bool, lengths: list[int]) -> None:
+    """By vLLM's own runner, which gives the second half what was built for the first if we let it."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     from crossdock.vllm_plugin import compat
 
-    class Reuses(AttentionMetadataBuilder):  # type: ignore[misc,type-arg]
+    class Builder(AttentionMetadataBuilder):  # type: ignore[misc,type-arg]
         supports_update_block_table = True
 
-    class Inherits(Reuses):
-        pass
+        def __init__(self) -> None:
+            pass
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return common_attn_metadata
+
+        def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+            return replace(metadata, block_table_tensor=blk_table, slot_mapping=slot_mapping)
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.parallel_config.enable_dbo = overlap  # asked for at once it wants a whole model
     assert not compat.part_halves(), "no engine is being made"
     with set_current_vllm_config(config):
-        changed = compat.part_halves()
-        assert ("Reuses" in changed) == overlap
+        assert ("Builder" in compat.part_halves()) == overlap
         assert not compat.part_halves(), "once is enough"
-    assert Reuses.supports_update_block_table == Inherits.supports_update_block_table == (not overlap)
-
-
-def test_vllm_still_asks_builders_whether_they_can_be_given_another_table() -> None:
-    path = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "v1/worker/gpu_model_runner.py"
-    text = path.read_text(encoding="utf-8")
-    assert "builder.supports_update_block_table" in text
-    assert "cache_key = (kv_cache_spec, type(builder))" in text, "vLLM tells halves apart by now: part_halves() may go"
+    first, second = metadata_of_halves(Builder(), lengths)
+    if overlap:
+        assert second.seq_lens.tolist() == lengths[-len(second.block_table_tensor) :]
+        assert int(first.query_start_loc[-1] + second.query_start_loc[-1]) == sum(lengths)
+    else:
+        assert torch.equal(second.seq_lens, first.seq_lens), "vLLM parts halves by itself now: part_halves() may go"
