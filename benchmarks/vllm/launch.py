@@ -171,13 +171,13 @@ def outcomes(
                 engines[-1].start()
             for engine in engines:
                 engine.load()
-            for engine in engines if sizes.tokens else ():
-                engine.begin()
-            for engine in engines:
-                engine.begin()
-                outcome = engine.outcome()
-                engine.stop()
-                yield engine.job, outcome
+            for turn in [engines] if sizes.tokens else [[engine] for engine in engines]:
+                for engine in turn:
+                    engine.begin()
+                for engine in turn:
+                    outcome = engine.outcome()
+                    engine.stop()
+                    yield engine.job, outcome
         finally:
             stop([process for engine in engines for process in engine.processes], patient=False)
 
