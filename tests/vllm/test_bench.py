@@ -12,6 +12,7 @@ from benchmarks.vllm import QWEN3, cases, plan
 pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
 
 RUNS = plan.runs_of(",".join(plan.BACKENDS), eager=False) + plan.runs_of(",".join(plan.BACKENDS), eager=True)
+RUNS += plan.runs_of("ll+dbo,ht1+dbo", eager=False)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
