@@ -74,8 +74,8 @@ def metadata_of_halves(builder: Any, lengths: list[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 2, 2, 1, 1], [1, 7, 4, 4]], ids=["refused", "wrong"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_each_half_has_attention_metadata_of_its_own(overlap: bool, lengths: list[int]) -> None:
+@pytest.mark.parametrize("overlap", [{}, {"enable_dbo": True}, {"ubatch_size": 2}], ids=["none", "dbo", "ubatch"])
+def test_each_half_has_attention_metadata_of_its_own(overlap: dict[str, Any], lengths: list[int]) -> None:
     """By vLLM's own runner, which gives the second half what was built for the first if we let it."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -95,10 +95,11 @@ def test_each_half_has_attention_metadata_of_its_own(overlap: bool, lengths: lis
             return replace(metadata, block_table_tensor=blk_table, slot_mapping=slot_mapping)
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
-    config.parallel_config.enable_dbo = overlap  # asked for at once it wants a whole model
+    for name, value in overlap.items():  # asked for at once they want a whole model
+        setattr(config.parallel_config, name, value)
     assert not compat.part_halves(), "no engine is being made"
     with set_current_vllm_config(config):
-        assert ("Builder" in compat.part_halves()) == overlap
+        assert ("Builder" in compat.part_halves()) == bool(overlap)
         assert not compat.part_halves(), "once is enough"
     first, second = metadata_of_halves(Builder(), lengths)
     if overlap:

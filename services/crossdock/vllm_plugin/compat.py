@@ -159,15 +159,15 @@ def install() -> None:
 
 
 def part_halves() -> list[str]:
-    """With dual-batch overlap, let each half of a batch have attention metadata of its own; returns the builders that
-    were changed. Idempotent; nothing happens where vLLM cuts no batch, or has no such builders.
+    """With dual-batch overlap (or `--ubatch-size`), let each part of a batch have attention metadata of its own; returns
+    the builders that were changed. Idempotent; nothing happens where vLLM cuts no batch, or has no such builders.
 
-    vLLM, 0.26 and 0.33 at least, keeps by kind of builder what was built for the first half. The second gets just
-    another block table in that, where the builder can (FlashAttention's): so it has the sequence lengths of the first,
-    and is refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
+    vLLM, 0.26 and 0.33 at least, keeps by kind of builder what was built for the first part. The others get just
+    another block table in that, where the builder can (FlashAttention's): so they have the sequence lengths of the first,
+    and are refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
     """
     config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
-    if config is None or not config.parallel_config.enable_dbo:
+    if config is None or not config.parallel_config.use_ubatching:
         return []
     try:
         base = getattr(importlib.import_module(_ATTENTION[0]), _ATTENTION[1])
