@@ -26,6 +26,8 @@ struct Sender {
   Range mine;      // tokens of this block
   Divisor pieces;  // of a row
   Divisor topk;
+  Split split;     // of all tokens
+  Divisor blocks;  // that share them
   bool made;    // the unit is here, as it travels
   bool pooled;  // the block's own units are used up
 };
@@ -79,7 +81,8 @@ __device__ __forceinline__ i32 own_unit(const Sender& sender, i32 number) {
 }
 
 // The next unit for this warp: of its block's own, then of what all blocks share, each block's in turn; where rows are announced,
-// the rest of the warp's row first. -1 = none is left, kStopped = the rank was stopped.
+// the rest of the warp's row first. -1 = none is left, kStopped = the rank was stopped. Where nothing is quantised, links are what limits,
+// and division by a reciprocal gained nothing (docs/kernels/ht.md).
 __device__ __forceinline__ i32 next_unit(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, i32 unit) {
   const i32 pieces = sender.pieces.value, grain = grain_of(sender);
   if (kPerExpert && unit >= 0 && part_of_unit(sender, unit).piece != pieces - 1) return unit + 1;
@@ -91,14 +94,15 @@ __device__ __forceinline__ i32 next_unit(const DispatchArgs& args, Team team, co
     sender.pooled = true;
     if (!args.cached && !await_settled(args.world, team)) return kStopped;
   }
-  const Split split = split_tokens(args.num_tokens, team.num_blocks);
+  const Split split = kQuantises ? sender.split : split_tokens(args.num_tokens, team.num_blocks);
   const i32 most = (split.most() - own_tokens(split.most())) * pieces;
   for (;;) {
     u64 taken = 0;
     if (lane_idx() == 0) taken = atomicAdd(&args.world.state->pool, 1ull);
-    const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0)), index = number / team.num_blocks * grain;
+    const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0));
+    const i32 round = kQuantises ? divide(number, sender.blocks) : number / team.num_blocks, index = round * grain;
     if (index >= most) return -1;
-    const Range theirs = split.of(number % team.num_blocks);
+    const Range theirs = split.of(number - round * team.num_blocks);
     const i32 next = (theirs.first + own_tokens(theirs.past - theirs.first)) * pieces + index;
     if (next < theirs.past * pieces) return next;
   }
@@ -165,7 +169,9 @@ __device__ __forceinline__ void make_unit(const DispatchArgs& args, Sender& send
 // Stores a piece once per rank, at the first place that was not dropped; on this rank at all of them. Its scales go with it.
 __device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, const Piece& piece, u8* stage) {
   const World& world = args.world;
-  const bool placed = home.rank >= 0 && home.place >= 0;
+  // All words, since none of them is below 0 then: the register of one that nobody reads would be used for something else at once, which
+  // waits until the load is here.
+  const bool placed = (home.rank | home.position | home.slot | home.place) >= 0;
   const u32 same = __match_any_sync(~0u, home.rank) & __ballot_sync(~0u, placed);
   const bool leads = placed && lane_idx() == __ffs(same) - 1;
   if (leads || (kPerExpert && placed && home.rank == world.rank))
@@ -198,10 +204,10 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
   constexpr Sent kNone = {-1, 0};
   Sent ended = kNone, before = kNone;  // rows that ended with the unit before this, and with the one before that
   ptx::fence_proxy_global();  // the copy engine writes where peers have started this operation
-  Home home = home_of(args, sender, sender.unit);
   bool more = true;
   while (more) {
     const bool present = sender.unit >= 0;
+    const Home home = home_of(args, sender, sender.unit);
     const u32 s = sender.turn % kStages;
     const i32 piece = part_of_unit(sender, sender.unit).piece;
     auto send = [&] {
@@ -226,10 +232,8 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
     }
     const i32 ahead = next_unit(args, team, scratch, sender, sender.unit);
     load_unit(args, sender, ahead, (sender.turn + present) % kStages);
-    const Home home_ahead = home_of(args, sender, ahead);
     if (kQuantises) send();
     sender.unit = ahead;
-    home = home_ahead;
     sender.turn += present;
     more = ahead >= 0;
   }

@@ -158,7 +158,8 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
   const Halves halves = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
-  const Range mine = split_tokens(args.num_tokens, team.num_blocks).of(team.block);
+  const Split split = split_tokens(args.num_tokens, team.num_blocks);
+  const Range mine = split.of(team.block);
   // All is asked for before anything is looked at; words of the state through L1, for a thousand warps queue at one line of L2.
   const u64 stop = ptx::load_cached(&world.state->aborted);
   const u64 last = ptx::load_cached(halves.sends ? &world.state->dispatch_seq : args.op + kOpSeq);
@@ -172,7 +173,8 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   if (halves.sends && team.block == team.num_blocks - 1 && in_crew())
     credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   HtScratch scratch = carve_ht(world, shared);
-  Sender sender = {open_pipe(args.work, shared), 0, -1, mine, divisor_of(pieces_per_row(args)), divisor_of(world.topk), false, false};
+  Sender sender = {open_pipe(args.work, shared), 0, -1, mine, divisor_of(pieces_per_row(args)), divisor_of(world.topk),
+                   split, divisor_of(team.num_blocks), false, false};
   if (is_sender(halves)) load_first_unit(args, sender, warp_idx());
   clear_tile(world, scratch);
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
