@@ -159,12 +159,13 @@ def install() -> None:
 
 
 def part_halves() -> list[str]:
-    """With dual-batch overlap (or `--ubatch-size`), let each part of a batch have attention metadata of its own; returns
-    the builders that were changed. Idempotent; nothing happens where vLLM cuts no batch, or has no such builders.
+    """With dual-batch overlap (or `--ubatch-size`), let each part of a batch have attention metadata of its own.
+
+    Returns the builders that were changed. Idempotent; nothing happens where vLLM cuts no batch, or has none such.
 
     vLLM, 0.26 and 0.33 at least, keeps by kind of builder what was built for the first part. The others get just
-    another block table in that, where the builder can (FlashAttention's): so they have the sequence lengths of the first,
-    and are refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
+    another block table in that, where the builder can (FlashAttention's): so they have the sequence lengths of the
+    first, and are refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
     """
     config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
     if config is None or not config.parallel_config.use_ubatching:
