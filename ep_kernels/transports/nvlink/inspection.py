@@ -164,7 +164,7 @@ class Report:
 
 
 MOST_REGISTERS = {jit.NUM_THREADS: 252, jit.WIDE_THREADS: 128}
-"""65536 registers of an SM / threads of its one block; where that is more, what fits an instruction (255), less a few."""
+"""65536 registers of an SM / threads of its one block; where that is more, what fits an instruction, less a few."""
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
 _TOLD = "STG.E.64.STRONG.SYS"
