@@ -51,7 +51,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
         "unit_rows",
         "told",
     ),
-    "ll_combine": (*_COMMON, "numeric", "quantize", "lines", "unit_fp8", "clock", "unit_partials"),
+    "ll_combine": (*_COMMON, "numeric", "quantize", "lines", "unit_fp8", "clock", "unit_partials", "asked_rows"),
     "ht_dispatch": (*_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", *_HT_DISPATCH),
     "ht_combine": (*_COMMON, "numeric", "quantize", "clock", "rings", "partials", "combine", "owner", "home"),
     "barrier": _COMMON,

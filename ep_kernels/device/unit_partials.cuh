@@ -72,89 +72,21 @@ __device__ __forceinline__ void begin_sum(bool terms, f32 (&sum)[N]) {
   for (i32 i = 0; i < N; ++i) sum[i] = terms ? -0.0f : 0.0f;
 }
 
-// Adds a term to the sums; the first one they are, so that -0 stays -0.
 template <i32 N>
-__device__ __forceinline__ void add_columns(const f32 (&term)[N], bool first, f32 (&sum)[N]) {
-  if (first) {
+__device__ __forceinline__ void add_columns(const f32 (&term)[N], f32 (&sum)[N]) {
 #pragma unroll
-    for (i32 i = 0; i < N; ++i) sum[i] = term[i];
-  } else {
-#pragma unroll
-    for (i32 i = 0; i < N; ++i) sum[i] = __fadd_rn(sum[i], term[i]);
-  }
+  for (i32 i = 0; i < N; ++i) sum[i] = __fadd_rn(sum[i], term[i]);
 }
 
 // This lane's part of a row: both its vectors, weighted.
-__device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, bool first, f32 (&sum)[2][kVector]) {
+__device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, f32 (&sum)[2][kVector]) {
 #pragma unroll
   for (i32 half = 0; half < 2; ++half) {
     f32 term[kVector];
 #pragma unroll
-    for (i32 i = 0; i < kVector; ++i) {
-      const f32 column = value_in<Y>(y[half].at, i);
-      term[i] = KIND == PER_EXPERT ? __fmul_rn(column, weight) : column;
-    }
-    add_columns(term, first, sum[half]);
+    for (i32 i = 0; i < kVector; ++i) term[i] = __fmul_rn(value_in<Y>(y[half].at, i), weight);
+    add_columns(term, sum[half]);
   }
-}
-
-constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows as they are
-// A partial's rows are asked for before the one before leaves, where registers hold both; and as many together as they hold.
-constexpr bool kRunsAhead = KIND == PER_EXPERT && !kFp8;
-constexpr i32 kAhead = KIND == PER_EXPERT && kRowWords * (kRunsAhead ? 2 : 1) <= 8 ? 2 : 1;
-
-// What has been asked for of a partial, perhaps on its way: this lane's part of kAhead of its rows.
-struct Asked {
-  RowVector rows[kAhead][2];
-  u32 left;  // lanes whose rows have not been asked for
-};
-
-__device__ __forceinline__ const Y* row_of(const CombineArgs& args, const Task& task, i32 k) {
-  return reinterpret_cast<const Y*>(args.y) + static_cast<i64>(__shfl_sync(~0u, task.place, k)) * args.world.hidden;
-}
-
-__device__ __forceinline__ i32 column_of(const Task& task) { return task.index * kUnitWidth + first_column(); }
-
-// Asks for this lane's part of a partial's rows, those of asked.left, in ascending k.
-__device__ __forceinline__ void ask_rows(const CombineArgs& args, const Task& task, Asked& asked) {
-  const i32 hidden = args.world.hidden, column = column_of(task);
-  const bool lone = is_tag_lane();
-#pragma unroll
-  for (i32 j = 0; j < kAhead; ++j) {
-    asked.rows[j][0] = asked.rows[j][1] = {};
-    if (asked.left == 0) continue;
-    const Y* row = row_of(args, task, __ffs(asked.left) - 1);
-    asked.left &= asked.left - 1;
-    if (!(kFp8 && lone)) asked.rows[j][0] = load_words<Y, kVector>(row, column, hidden);
-    if (!lone) asked.rows[j][1] = load_words<Y, kVector>(row, column + kSecondColumn, hidden);
-  }
-}
-
-__device__ __forceinline__ Vector vector_in(const RowVector& y) { return vector_of(y.at[0], y.at[1], y.at[2], y.at[3]); }
-
-// This lane's part of a partial, whose first rows have been asked for. 0 if all were dropped.
-__device__ __forceinline__ Unit make_partial(const CombineArgs& args, const Task& task, Asked& asked) {
-  if constexpr (kMoves) return {vector_in(asked.rows[0][0]), vector_in(asked.rows[0][1])};
-  if (task.taken == 0) return {};
-  f32 sum[2][kVector];
-  u32 left = task.taken;
-  auto add = [&](i32 j, bool first) {
-    const f32 weight = KIND == PER_EXPERT ? __shfl_sync(~0u, task.weight, __ffs(left) - 1) : 1.0f;
-    left &= left - 1;
-    add_row(asked.rows[j], weight, first, sum);
-  };
-  add(0, true);
-#pragma unroll
-  for (i32 j = 1; j < kAhead; ++j)
-    if (left != 0) add(j, false);
-#pragma unroll 1
-  while (left != 0) {
-    ask_rows(args, task, asked);
-#pragma unroll
-    for (i32 j = 0; j < kAhead; ++j)
-      if (left != 0) add(j, false);
-  }
-  return unit_of(sum[0], sum[1]);
 }
 
 template <i32 N>
@@ -180,7 +112,7 @@ __device__ __forceinline__ void add_term(const Vector& value, f32 scale, f32 wei
   unpack(value, scale, term);
 #pragma unroll
   for (i32 i = 0; KIND == EXACT && i < N; ++i) term[i] = __fmul_rn(term[i], weight);
-  add_columns(term, false, sum);
+  add_columns(term, sum);
 }
 
 template <i32 N>

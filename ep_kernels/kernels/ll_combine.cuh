@@ -118,27 +118,33 @@ __device__ __forceinline__ bool begin_task(const CombineArgs& args, const Owed& 
 
 // Units of all partials, by position, then by source, side by side with other blocks. `next` is the first, if there is one; while its
 // rows are under way, permit() waits until homes may be written. Loads would queue behind a warp's own stores, so sums run ahead
-// (kRunsAhead): while one partial leaves, the rows of the second and the places of the third are under way. Else a partial leaves
-// before the next begins.
+// (kStaged; `stages` has room for two partials): while one partial leaves, the rows of the second and the places of the third are under
+// way. Else a partial leaves before the next begins.
 template <class Permit>
-__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, const Owed& owed, Queue& queue, Task next,
-                                              bool more, u64 seq, Permit permit) {
+__device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* homes, u8* stages, const Owed& owed, Queue& queue,
+                                              Task next, bool more, u64 seq, Permit permit) {
   Task now = {};
   Asked asked = {};
+  asked.stage = stages;
+  u8* vacant = stages + args.work.piece_bytes;
   bool sends = false, permitted = false;
 #pragma unroll 1
   do {
-    if (!kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
+    if (!kStaged && sends) send_partial(args, homes, now, asked, seq);
     Task second = next;
     Asked ahead = {};
+    ahead.stage = vacant;
     const bool follows = more && begin_task(args, owed, queue, second, ahead, next, more);
+    if (kStaged) ptx::copy_commit();
     if (!permitted) permitted = permit();
-    if (!permitted) return;
-    if (kRunsAhead && sends) send_partial(args, homes, now, asked, seq);
+    if (!permitted) break;
+    if (kStaged && sends) send_partial(args, homes, now, asked, seq);
+    vacant = asked.stage;
     now = second;
     asked = ahead;
     sends = follows;
   } while (more || sends);
+  if (kStaged) ptx::copy_wait<0>();
 }
 
 // Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
@@ -365,6 +371,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   __shared__ u64 start, number;  // of the operation; its record
   const World& world = args.world;
   u8** homes = reinterpret_cast<u8**>(after_waits(world, shared));  // [R] where partials of all owners lie
+  u8* stages = shared + args.work.stage_offset + warp_idx() * 2 * args.work.piece_bytes + lane_idx() * kCopyBytes;
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
   const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool apart = senders < team.num_blocks, here = team.block < senders;
@@ -402,7 +409,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
     if (first && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
     if (stop == STOP_RUNNING)
-      send_partials(args, homes, owed, queue, task, more, seq, [&] {
+      send_partials(args, homes, stages, owed, queue, task, more, seq, [&] {
         const u64 needed = credit_needed(world, credit, seq);
         if (!warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE)) return false;
         if (first) tell_origin(args, origin, seq);

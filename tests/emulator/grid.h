@@ -37,9 +37,15 @@ struct Copy {
 };
 
 inline void perform(std::vector<Copy>& copies) {
-  for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.num_bytes);
+  for (const Copy& copy : copies) copy.from ? memcpy(copy.to, copy.from, copy.num_bytes) : memset(copy.to, 0, copy.num_bytes);
   copies.clear();
 }
+
+// Of a thread's copies, those that happen no earlier than they must.
+struct Groups {
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> committed;  // and not waited for
+};
 
 struct Warp {
   Word values[2][32];  // of this meeting and of the one before, which some lanes still read
@@ -52,8 +58,7 @@ struct Fiber {
   bool done = false;
   int line = 0;  // where it waits, for `report`
   Word meeting = 0, barrier = 0;
-  std::vector<Copy> open;                  // bulk stores not committed
-  std::deque<std::vector<Copy>> groups;    // committed, not waited for
+  Groups stores, copies;  // bulk stores, asynchronous copies
 };
 
 struct Block {

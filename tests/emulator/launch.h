@@ -41,8 +41,8 @@ inline void run_block(unsigned index, unsigned num_blocks, unsigned num_threads,
   blocks_per_rank = per_rank;
   emulated_switch(&here.machine_stack, here.fibers[0].stack_pointer);
   for (Fiber& fiber : here.fibers) {  // the GPU completes what a kernel did not wait for
-    for (std::vector<Copy>& group : fiber.groups) perform(group);
-    perform(fiber.open);
+    for (std::vector<Copy>& group : fiber.stores.committed) perform(group);
+    perform(fiber.stores.open);
   }
   free(stacks);
   free(here.shared);

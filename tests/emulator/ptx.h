@@ -133,24 +133,33 @@ inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* name) {
 }
 inline void bulk_store(void* to, const void* from, u32 num_bytes) {
   check_bulk(to, from, num_bytes);
-  emulated::me().open.push_back({to, from, num_bytes});
+  emulated::me().stores.open.push_back({to, from, num_bytes});
 }
-inline void bulk_commit() {
-  emulated::me().groups.push_back(emulated::me().open);
-  emulated::me().open.clear();
+inline void commit(emulated::Groups& copies) {
+  copies.committed.push_back(copies.open);
+  copies.open.clear();
 }
-inline void finish_groups(size_t most) {
-  auto& groups = emulated::me().groups;
-  for (; groups.size() > most; groups.pop_front()) emulated::perform(groups.front());
+inline void finish(emulated::Groups& copies, size_t most) {
+  for (; copies.committed.size() > most; copies.committed.pop_front()) emulated::perform(copies.committed.front());
 }
+inline void bulk_commit() { commit(emulated::me().stores); }
 template <int kPending>
-void bulk_wait_read() { finish_groups(kPending); }
+void bulk_wait_read() { finish(emulated::me().stores, kPending); }
 template <int kPending>
-void bulk_wait() { finish_groups(kPending); }
+void bulk_wait() { finish(emulated::me().stores, kPending); }
 inline void bulk_wait_all() {
   bulk_commit();
-  finish_groups(0);
+  finish(emulated::me().stores, 0);
 }
+template <int kBytes>
+void copy_async(void* to, const void* from, bool there) {
+  must(reinterpret_cast<u64>(to) % kBytes == 0, "an asynchronous copy to an address that is not aligned");
+  must(!there || reinterpret_cast<u64>(from) % kBytes == 0, "an asynchronous copy of what is not aligned");
+  emulated::me().copies.open.push_back({to, there ? from : nullptr, kBytes});
+}
+inline void copy_commit() { commit(emulated::me().copies); }
+template <int kPending>
+void copy_wait() { finish(emulated::me().copies, kPending); }
 
 inline u16 bf16_from_f32(f32 value) {
   const u32 bits = __float_as_uint(value);

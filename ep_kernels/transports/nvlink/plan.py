@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ep_kernels.types import Layout, Mode, ScaleFormat
 
 SHARED_BYTES = 227 * 1024 - 1024
 """Dynamic shared memory that a block of Hopper and Blackwell may take, less what the compiler takes."""
-WARPS = jit.NUM_THREADS // 32
+WARPS, LL_WARPS = jit.NUM_THREADS // 32, jit.WIDE_THREADS // 32
 STAGE_EXTRA = 512
 PIECE_UNIT = 512
 """Pieces are multiples of this: whole fp8 scale blocks, and whole words of packed scales."""
@@ -42,6 +42,8 @@ LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layo
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
 }  # fmt: skip
+STAGED_ROWS = 6
+"""Most rows of a partial that LL combine asks for together, where rows are per expert: docs/kernels/ll.md."""
 LL_MAX_TOKENS = {
     Layout.RANK_MAJOR: 512,
     Layout.FLAT: 512,
@@ -285,12 +287,24 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
 
+def _staged_bytes(c: MoEConfig, control_bytes: int) -> int:
+    """Of the rows of a partial that a warp of LL combine has under way together (device/asked_rows.cuh); it has two
+    such partials in hand."""
+    if c.exact_combine or not c.resolved_layout.per_expert:
+        return 0
+    row = 32 * 2 * (16 // c.resolved_combine_dtype.itemsize) * c.resolved_output_dtype.itemsize
+    return min(c.topk, STAGED_ROWS, (SHARED_BYTES - control_bytes) // (2 * LL_WARPS * row)) * row
+
+
 def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a combine runs."""
     if mode is Mode.LL:
         fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
         share = COMBINE_SENDERS[c.resolved_layout.per_expert, fp8]
-        return _ll_launch(num_sms, _head_bytes(c) + 8 * c.group.size, share)
+        offset = -(-(_head_bytes(c) + 8 * c.group.size) // 128) * 128
+        staged = _staged_bytes(c, offset)
+        found = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
+        return replace(found, stage_offset=offset, piece_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_rings(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
