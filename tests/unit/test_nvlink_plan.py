@@ -250,12 +250,38 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + seen)
 
 
+@pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("size", [1, 4, 9, abi.MAX_RANKS])
-def test_combine_has_room_for_its_homes(size: int) -> None:
-    """Behind barriers and waits an address per rank (`homes` in kernels/ll_combine.cuh)."""
-    c = config(size=size)
+def test_combine_has_room_for_its_homes_and_rows(size: int, layout: Layout) -> None:
+    """Behind barriers and waits an address per rank (`homes` in kernels/ll_combine.cuh), then, where rows are summed,
+    those of two partials per warp."""
+    c = config(size=size, layout=layout)
     launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
-    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * size
+    control = 512 + -(-8 * size // 16) * 16 + 8 * size
+    assert 0 <= launch.stage_offset - control < 128
+    assert launch.stage_offset % 128 == 0
+    assert launch.piece_bytes == (min(c.topk, plan.STAGED_ROWS) * 1024 if layout.per_expert else 0)
+    assert launch.shared_bytes == launch.stage_offset + 16 * 2 * launch.piece_bytes
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("moved", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("topk", [1, 8, 32])
+def test_rows_of_a_sum_fit_in_every_dtype(output: torch.dtype, moved: torch.dtype, topk: int) -> None:
+    """A lane has the columns of two vectors of 16 bytes, as they travel, of one row at least."""
+    c = config(
+        size=abi.MAX_RANKS,
+        num_experts=256,
+        topk=topk,
+        layout=Layout.EXPERT_MAJOR,
+        output_dtype=output,
+        combine_dtype=moved,
+    )
+    launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
+    row = 32 * 2 * (16 // moved.itemsize) * output.itemsize
+    assert 1 <= launch.piece_bytes // row <= topk
+    assert launch.piece_bytes % row == 0
+    assert launch.shared_bytes <= plan.SHARED_BYTES
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 64])

@@ -43,7 +43,8 @@ CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
 }  # fmt: skip
 STAGED_ROWS = 6
-"""Most rows of a partial that LL combine asks for together, where rows are per expert: docs/kernels/ll.md."""
+"""Most rows of a partial that a warp of LL combine asks for together, where rows are per expert. 3, 4 and 7 were slower
+on 2 H200, 5 no faster: docs/kernels/ll.md."""
 LL_MAX_TOKENS = {
     Layout.RANK_MAJOR: 512,
     Layout.FLAT: 512,
@@ -288,8 +289,8 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
 
 
 def _staged_bytes(c: MoEConfig, control_bytes: int) -> int:
-    """Of the rows of a partial that a warp of LL combine has under way together (device/asked_rows.cuh); it has two
-    such partials in hand."""
+    """Of the rows of a partial that a warp of LL combine has under way together; it has two such partials in hand
+    (device/asked_rows.cuh)."""
     if c.exact_combine or not c.resolved_layout.per_expert:
         return 0
     row = 32 * 2 * (16 // c.resolved_combine_dtype.itemsize) * c.resolved_output_dtype.itemsize
@@ -303,8 +304,8 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Laun
         share = COMBINE_SENDERS[c.resolved_layout.per_expert, fp8]
         offset = -(-(_head_bytes(c) + 8 * c.group.size) // 128) * 128
         staged = _staged_bytes(c, offset)
-        found = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
-        return replace(found, stage_offset=offset, piece_bytes=staged)
+        launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
+        return replace(launch, stage_offset=offset, piece_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_rings(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
