@@ -284,6 +284,21 @@ def test_rows_of_a_sum_fit_in_every_dtype(output: torch.dtype, moved: torch.dtyp
     assert launch.shared_bytes <= plan.SHARED_BYTES
 
 
+def test_rows_of_a_sum_on_gpus_for_workstations() -> None:
+    """Their blocks have 99 KB: three rows of bf16, one that becomes fp8, none of fp32 that does."""
+    block_bytes = 99 * 1024 - plan.STATIC_BYTES
+
+    def launch(**changes: Any) -> plan.Launch:
+        c = config(size=4, layout=Layout.EXPERT_MAJOR, mode=Mode.LL, **changes)
+        return plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132, block_bytes)
+
+    assert launch().piece_bytes == 3 * 1024
+    assert launch(combine_dtype=torch.float8_e4m3fn).piece_bytes == 2048
+    assert launch().shared_bytes <= block_bytes
+    with pytest.raises(ConfigError, match=r"output_dtype, combine_dtype.*131072 bytes"):
+        launch(output_dtype=torch.float32, combine_dtype=torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     """More where rows are summed on their way out, or where less travels; as many as given where a number is given."""

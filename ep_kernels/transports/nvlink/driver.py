@@ -46,6 +46,11 @@ def architecture(device: int) -> str:
     return f"sm_{major}{minor}a"
 
 
+def block_bytes(device: int) -> int:
+    """Dynamic shared memory that a block may take on a device, if it has no other."""
+    return int(call("cuDeviceGetAttribute", _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device))
+
+
 class Function(launch.Kernel):
     """One kernel, loaded.
 
@@ -72,7 +77,7 @@ def load(compiler: jit.Compiler, variant: jit.Variant, device: int, shared_bytes
     for one, have less than half of the shared memory that HT's kernels take."""
     key = (variant, device, shared_bytes)
     if key not in _loaded:
-        most = call("cuDeviceGetAttribute", _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+        most = block_bytes(device)
         if shared_bytes > most:
             need = (
                 f"a device whose blocks may have {shared_bytes} bytes of shared memory, as {variant.kernel} takes here"

@@ -89,9 +89,12 @@ class Engine:
         config: of the communicator.
         device: CUDA device.
         num_sms: multiprocessors that this rank may fill.
+        block_bytes: dynamic shared memory that a block may take there.
     """
 
-    def __init__(self, config: MoEConfig, device: torch.device, num_sms: int) -> None:
+    def __init__(
+        self, config: MoEConfig, device: torch.device, num_sms: int, block_bytes: int = plan.SHARED_BYTES
+    ) -> None:
         self._config, self._device = config, device
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, num_sms)
@@ -103,7 +106,7 @@ class Engine:
             for mode in modes
         }
         self._combine = {
-            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms))
+            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms, block_bytes))
             for mode in modes
         }
         self._rings = plan.combine_rings(config).record()

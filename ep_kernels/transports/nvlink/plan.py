@@ -19,8 +19,10 @@ from ep_kernels.routing import receive_rows
 from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
-SHARED_BYTES = 227 * 1024 - 1024
-"""Dynamic shared memory that a block of Hopper and Blackwell may take, less what the compiler takes."""
+STATIC_BYTES = 1024
+"""Shared memory that the compiler may take."""
+SHARED_BYTES = 227 * 1024 - STATIC_BYTES
+"""Dynamic shared memory that a block may take beside, on Hopper's and Blackwell's GPUs for servers."""
 WARPS, LL_WARPS = jit.NUM_THREADS // 32, jit.WIDE_THREADS // 32
 STAGE_EXTRA = 512
 PIECE_UNIT = 512
@@ -288,22 +290,26 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
 
-def _staged_bytes(c: MoEConfig, control_bytes: int) -> int:
+def _staged_bytes(c: MoEConfig, room: int) -> int:
     """Of the rows of a partial that a warp of LL combine has under way together; it has two such partials in hand
     (device/asked_rows.cuh)."""
     if c.exact_combine or not c.resolved_layout.per_expert:
         return 0
     row = 32 * 2 * (16 // c.resolved_combine_dtype.itemsize) * c.resolved_output_dtype.itemsize
-    return min(c.topk, STAGED_ROWS, (SHARED_BYTES - control_bytes) // (2 * LL_WARPS * row)) * row
+    fit = room // (2 * LL_WARPS * row)
+    if fit < 1:
+        need = f"dtypes of which two rows per warp fit in {room} bytes of a block's shared memory"
+        raise ConfigError("output_dtype, combine_dtype", need, f"{2 * LL_WARPS * row} bytes of them")
+    return min(c.topk, STAGED_ROWS, fit) * row
 
 
-def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
-    """How a combine runs."""
+def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, block_bytes: int = SHARED_BYTES) -> Launch:
+    """How a combine runs; LL's on GPUs for workstations, too, whose blocks have less shared memory."""
     if mode is Mode.LL:
         fp8 = c.resolved_combine_dtype is torch.float8_e4m3fn
         share = COMBINE_SENDERS[c.resolved_layout.per_expert, fp8]
         offset = -(-(_head_bytes(c) + 8 * c.group.size) // 128) * 128
-        staged = _staged_bytes(c, offset)
+        staged = _staged_bytes(c, block_bytes - offset)
         launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
         return replace(launch, stage_offset=offset, piece_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))

@@ -81,7 +81,8 @@ class NvlinkTransport:
         torch.zeros(1, device=self._device)  # makes torch's context current
         self._streams = StreamOrder(self._device)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms))
+        block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
+        self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
         self._load(driver)
         kind, _ = memory.choose_kind(self._device.index)
         self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
