@@ -13,6 +13,7 @@ import torch
 from ep_kernels import jit
 from ep_kernels.device import abi
 from ep_kernels.errors import PeerTimeout
+from ep_kernels.transports.nvlink import plan
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build, compiler
@@ -108,6 +109,15 @@ def test_rows_that_are_loaded_without_credit_go_nowhere(layout: Layout) -> None:
         assert (len(changed) > 300) if granted else (changed == {started})
         fault = loop.engines[0].tables.host.fault()
         assert fault is None if granted else isinstance(fault, PeerTimeout) and fault.phase == "credit"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_sums_of_more_rows_than_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LL combine asks for as many rows of a sum as there is room for, then for the others, while those of the next sum
+    are under way; 272 columns are less than a unit."""
+    monkeypatch.setattr(plan, "STAGED_ROWS", rows)
+    run(cases(2, 7, hidden_size=272, num_experts=20, topk=8)[::3], Mode.LL, Layout.EXPERT_MAJOR)
+    run([RoutingCase(20, 8, 1040, (90, 70), "zipf", draw_seed())], Mode.LL, Layout.EXPERT_MAJOR, blocks=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
