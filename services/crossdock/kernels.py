@@ -6,7 +6,8 @@
 
 A fault: a spill, a stack frame, more registers than a block of 256 threads can have, a missing instruction. Columns:
 dynamic shared memory and blocks per SM are those of a step of serving size (H 7168, K 8, E 256, 8 ranks; 128 tokens in
-LL, 4096 in HT); "-" blocks means that such a step does not fit that architecture.
+LL, 4096 in HT); "-" blocks means that such a step does not fit that architecture. An early wait is no fault, but may
+cost time: a load is waited for only to write over what it brings (ep_kernels/transports/nvlink/scoreboards.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ def as_table(reports: list[Report]) -> Table:
     """One row per kernel and architecture."""
     table = Table(title=f"kernels by NVRTC {jit.compiler_version()}", title_justify="left")
     for name in ("variant", "arch"):
-        table.add_column(name)
-    for name in ("registers", "static shared", "dynamic shared", "spills", "stack", "blocks/SM", "code bytes"):
+        table.add_column(name, no_wrap=True)
+    numbered = ("registers", "static shared", "dynamic shared", "spills", "stack", "blocks per SM", "code bytes")
+    for name in (*numbered, "early waits"):
         table.add_column(name, justify="right")
     table.add_column("faults")
     for report in reports:
         found = report.resources
         numbers = (
             found.registers, found.shared_bytes, report.dynamic_bytes, found.spill_bytes, found.stack_bytes,
-            report.num_blocks or "-", report.code_bytes,
+            report.num_blocks or "-", report.code_bytes, len(report.early_waits),
         )  # fmt: skip
         verdict = Text("; ".join(report.faults), style="bold red") if report.faults else Text("none", style="dim")
         table.add_row(report.job.variant.name, report.job.arch, *map(str, numbers), verdict)
@@ -62,6 +64,9 @@ def check(archs: list[str], console: Console) -> int:
     with console.status(f"compiling {len(jobs)} kernels"):
         reports = inspection.inspect(jobs)
     console.print(as_table(reports))
+    for report in reports:
+        for wait in report.early_waits:
+            console.print(f"early wait in {report.job.variant.name} for {report.job.arch}: {wait}", markup=False)
     console.print(summary(reports))
     return int(any(report.faults for report in reports))
 

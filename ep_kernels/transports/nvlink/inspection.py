@@ -25,7 +25,7 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink import plan, scoreboards
 from ep_kernels.types import Layout, Mode
 
 A = TypeVar("A")
@@ -152,6 +152,7 @@ class Report:
         dynamic_bytes: dynamic shared memory of a block in `serving_config`.
         num_blocks: blocks per SM then, 0 = too large for this architecture.
         code_bytes: size of the cubin.
+        early_waits: where a load is waited for only to write over what it brings (scoreboards.py), in words.
         faults: what must not be, in words.
     """
 
@@ -160,6 +161,7 @@ class Report:
     dynamic_bytes: int
     num_blocks: int
     code_bytes: int
+    early_waits: tuple[str, ...]
     faults: tuple[str, ...]
 
 
@@ -237,8 +239,9 @@ def report_of(job: Job, binary: jit.Binary) -> Report:
     dynamic = dynamic_bytes(job.variant)
     blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic, job.variant.num_threads)
     listing = disassemble(binary.cubin) if job.disassembled else None
+    early = tuple(map(str, scoreboards.early_waits(listing or "")))
     faults = tuple(_faults(job, found, blocks, listing))
-    return Report(job, found, dynamic, blocks, len(binary.cubin), faults)
+    return Report(job, found, dynamic, blocks, len(binary.cubin), early, faults)
 
 
 def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
@@ -283,7 +286,7 @@ def ship(archs: Sequence[str], folder: Path) -> dict[str, list[Path]]:
 
 
 def disassemble(cubin: bytes) -> str | None:
-    """Instructions of a cubin; None where there is no nvdisasm."""
+    """Instructions of a cubin, each with its bits; None where there is no nvdisasm."""
     tool = disassembler()
     if tool is None:
         return None
@@ -291,7 +294,7 @@ def disassemble(cubin: bytes) -> str | None:
         file.write(cubin)
         file.flush()
         return subprocess.run(
-            [tool, "-c", "-ndf", file.name], check=True, capture_output=True, text=True, timeout=120
+            [tool, "-c", "-ndf", "-hex", file.name], check=True, capture_output=True, text=True, timeout=120
         ).stdout
 
 
