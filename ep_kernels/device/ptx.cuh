@@ -214,21 +214,6 @@ __device__ __forceinline__ void bulk_store(void* to_global, const void* from_sha
                ::"l"(to_global), "r"(shared_address(from_shared)), "r"(num_bytes) : "memory");
 }
 
-// Copies kBytes (4, 8 or 16), or zeros where there are none, to shared memory for this thread; with the next group.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-               ::"r"(shared_address(to_shared)), "l"(from_global), "n"(kBytes), "r"(there ? kBytes : 0) : "memory");
-}
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// All but the last `kPending` groups of this thread's copies are here.
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // At most `kPending` of this thread's store groups still read shared memory.
@@ -245,6 +230,21 @@ __device__ __forceinline__ void bulk_wait() {
 
 // All of this thread's store groups are complete: their writes are ordered before what the thread does next.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Copies kBytes (4, 8 or 16), or zeros where there are none, to shared memory for this thread; with the next group.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+               ::"r"(shared_address(to_shared)), "l"(from_global), "n"(kBytes), "r"(there ? kBytes : 0) : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the last `kPending` groups of this thread's copies are here.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Between ordinary accesses and the copy engine's accesses to the same bytes. One that does not name where the bytes lie
 // compiles to a fence of the whole GPU.

@@ -63,7 +63,6 @@ __device__ __forceinline__ Unit unit_of(const f32 (&first)[N], const f32 (&secon
 
 // What a vector takes of a row of y.
 using RowVector = Words<Y, kVector>;
-constexpr i32 kRowWords = kVector * static_cast<i32>(sizeof(Y)) / 4;
 
 // -0, to which a first term may be added like any other, for -0 + x is x, and -0 + -0 is -0; 0 where there are no terms.
 template <i32 N>

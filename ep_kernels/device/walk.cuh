@@ -47,7 +47,8 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
 }
 
 // Of a routing used again. After a dispatch that was stopped its memory may hold anything, and the abort word is not here yet
-// when this is looked at: what cannot be is nowhere.
+// when this is looked at: what cannot be is nowhere. With `place`, which its records need, all four words are read: the register of one
+// that nobody reads would be used for something else at once, which waits until the load is here (deliver_unit, docs/kernels/ll.md).
 __device__ __forceinline__ i32 key_of(const World& world, const Home& home) {
   const bool known = home.rank < world.size && home.position >= 0 && static_cast<u32>(home.slot) < static_cast<u32>(world.local_stride);
   return home.rank < 0 ? home.rank : known ? home.rank << 16 | home.slot : kNowhere;

@@ -36,6 +36,7 @@ class Instruction:
         address: in its function, bytes.
         text: as disassembled.
         ends_way: what stands behind it comes from elsewhere, or after a loop, whose loads are of the next turn.
+        is_load: of memory that is not the block's own.
         writes, reads: general registers.
         takes: scoreboard, or 7.
         waits: mask of scoreboards.
@@ -44,6 +45,7 @@ class Instruction:
     address: int
     text: str
     ends_way: bool
+    is_load: bool
     writes: frozenset[int]
     reads: frozenset[int]
     takes: int
@@ -79,14 +81,16 @@ def instructions(listing: str) -> Iterator[Instruction]:
             target = _TARGET.search(plain)
             back = target is not None and target[1] in labels
             ends = plain.startswith(_ENDS) and (back or plain == text[2])
-            writes, reads = _registers(plain)
-            yield Instruction(int(text[1], 16), text[2], ends, writes, reads, control >> 46 & 7, control >> 52 & 63)
+            yield Instruction(
+                int(text[1], 16), text[2], ends, plain.startswith(_LOADS), *_registers(plain),
+                control >> 46 & 7, control >> 52 & 63,
+            )  # fmt: skip
 
 
 def early_waits(listing: str) -> list[EarlyWait]:
     """Those of every load, at most one each, along the straight way."""
     code = list(instructions(listing))
-    loads = (n for n, found in enumerate(code) if found.takes != _NONE and _is_load(found))
+    loads = (n for n, found in enumerate(code) if found.is_load and found.takes != _NONE)
     return [found for n in loads if (found := _early(code, n))]
 
 
@@ -99,10 +103,6 @@ def _early(code: list[Instruction], n: int) -> EarlyWait | None:
         if later.ends_way:
             return None
     return None
-
-
-def _is_load(instruction: Instruction) -> bool:
-    return _GUARD.sub("", instruction.text, count=1).startswith(_LOADS)
 
 
 def _registers(plain: str) -> tuple[frozenset[int], frozenset[int]]:
