@@ -49,6 +49,16 @@ struct Lanes {
   __device__ __forceinline__ u32 of(i32 position) const {
     return (width == 32 ? ~0u : (1u << width) - 1) << (position * width);
   }
+
+  // Bits of this lane and of those of its position that come before it. All lanes.
+  __device__ __forceinline__ u64 up_to(u64 bits) const {
+#pragma unroll 1
+    for (i32 step = 1; step < width; step *= 2) {
+      const u64 before = __shfl_up_sync(~0u, bits, step);
+      if (k >= step) bits |= before;
+    }
+    return bits;
+  }
 };
 
 __device__ __forceinline__ Lanes lanes_for(i32 topk) {

@@ -83,17 +83,21 @@ struct Term {
 __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i32 first) {
   const World& world = args.world;
   const bool served = home.rank >= 0;
-  const u32 same = __match_any_sync(~0u, served ? lanes.index * MAX_RANKS + home.rank : -1);
-  Term term = {served && (KIND == EXACT || __ffs(same) - 1 == lane_idx()), true, 0, 1, 1.0f, world.zeros};
-  const u32 here = __ballot_sync(~0u, term.present) & lanes.of(lanes.index);
-  for (i32 k = 0; k < lanes.width; ++k) {
-    const i32 other = lanes.index * lanes.width + k, rank = __shfl_sync(~0u, home.rank, other);
-    if (here >> other & 1) term.index += KIND == EXACT ? k < lanes.k : rank < home.rank;
+  Term term = {served, true, 0, 0, 1.0f, world.zeros};
+  if (KIND == EXACT) {
+    const u32 here = __ballot_sync(~0u, served) & lanes.of(lanes.index);
+    term.index = __popc(here & ((1u << lane_idx()) - 1));
+    term.count = __popc(here);
+  } else {
+    const u64 mine = served ? 1ull << home.rank : 0, ranks = lanes.up_to(mine), all = __shfl_sync(~0u, ranks, lane_idx() | (lanes.width - 1));
+    const u64 before = __shfl_up_sync(~0u, ranks, 1);
+    term.present = served && (lanes.k == 0 || (before & mine) == 0);
+    term.index = __popcll(all & (mine - 1));
+    term.count = __popcll(all);
   }
-  term.count = max(1, __popc(here));
-  if (here == 0 && lanes.k == 0 && lanes.index < lanes.count) {
-    term.present = true;
-    term.index = 0;
+  if (term.count == 0) {
+    term.present = lanes.k == 0 && lanes.index < lanes.count;
+    term.count = 1;
   }
   if (!served || !term.present) return term;
   const i64 token = static_cast<i64>(first) + lanes.index;
@@ -122,9 +126,7 @@ __device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes&
     const Item item = {term.weight, place_in_sum | static_cast<u32>(columns) << kColumnsShift,
                        z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
     const u8* from = term.zeros ? term.from : term.from + static_cast<i64>(piece) * rings.home_bytes;
-    const u32 num_bytes = home_bytes_of(rings, columns);
-#pragma unroll 1
-    for (i32 i = 0; i < count; ++i) load_stage(ring, mine && term.index == i, item, from, num_bytes);
+    load_stages(ring, mine ? term.index : -1, count, item, from, home_bytes_of(rings, columns));
   }
 }
 
@@ -170,12 +172,12 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
     const Home here = home;
     tokens = units.at(claims.next());
     home = load_home(args, lanes, tokens);  // on its way, as the next claim is, while words of progress are looked at
+    const Term term = term_of(args, lanes, here, now.first);
     ok = await_rows(args, here, seq, start, waited);
     if (!ok) {
       if (lane_idx() == 0) verdict = kFailed;
       break;
     }
-    const Term term = term_of(args, lanes, here, now.first);
     if (args.z_weights != nullptr) receive_weights(args, lanes, here, now);
     u8* z = args.z + static_cast<i64>(now.first) * args.world.hidden * sizeof(Y);
 #pragma unroll 1

@@ -41,6 +41,16 @@ struct Ring {
       phase ^= 1;
     }
   }
+  // So many stages on, `size` at most.
+  __device__ __forceinline__ Ring ahead(u32 stages) const {
+    Ring ring = *this;
+    ring.at += stages;
+    if (ring.at >= size) {
+      ring.at -= size;
+      ring.phase ^= 1;
+    }
+    return ring;
+  }
   __device__ __forceinline__ void await_full() const { ptx::bulk_load_wait(full + at, phase); }
   __device__ __forceinline__ void await_empty() const { ptx::bulk_load_wait(empty + at, phase ^ 1); }
 };
@@ -76,15 +86,30 @@ __device__ __forceinline__ void open_ring(const Ring& ring, u32 fillers, u32 rea
   }
 }
 
-// The loading warp; the lane that has it at hand fills the next stage with `num_bytes` (a multiple of 16) of `from`.
+// One lane of the loading warp: fills the stage with `num_bytes` (a multiple of 16) of `from`.
+__device__ __forceinline__ void fill_stage(const Ring& ring, const Item& item, const u8* from, u32 num_bytes) {
+  ring.await_empty();
+  ring.items[ring.at] = item;
+  ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
+}
+
+// The loading warp; the lane that has it at hand fills the next stage.
 __device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes) {
-  if (at_hand) {
-    ring.await_empty();
-    ring.items[ring.at] = item;
-    ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
-  }
+  if (at_hand) fill_stage(ring, item, from, num_bytes);
   __syncwarp();
   ring.move_on();
+}
+
+// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that has none.
+__device__ __forceinline__ void load_stages(Ring& ring, i32 number, i32 count, const Item& item, const u8* from, u32 num_bytes) {
+  const i32 size = static_cast<i32>(ring.size);
+#pragma unroll 1
+  for (i32 first = 0; first < count; first += size) {
+    const i32 ahead = number - first;
+    if (ahead >= 0 && ahead < size) fill_stage(ring.ahead(ahead), item, from, num_bytes);
+    __syncwarp();
+    ring = ring.ahead(min(size, count - first));
+  }
 }
 
 // The filling side: nothing comes after this; so often, where the readers take turns. A warp of it.

@@ -238,6 +238,7 @@ struct Index {
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<emulated::Word>(a) * b >> 32; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline int __ffsll(emulated::Word v) { return __builtin_ffsll(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
