@@ -39,7 +39,7 @@ __device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 orig
 
 // Units of tokens: batches of as many as a warp looks at, and after them, kLone for each block, single ones: what is left
 // to be done when the last rows have come is then little, and shared by all blocks.
-constexpr i32 kLone = 4;
+constexpr i32 kLone = 3;
 
 struct Tokens {
   i32 first, count;
