@@ -79,8 +79,8 @@ struct Term {
   const u8* from;
 };
 
-// A token that no row serves has one of zeros. `first`: of the unit.
-__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, i32 first) {
+// A token that no row serves has one of zeros.
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, Tokens tokens) {
   const World& world = args.world;
   const bool served = home.rank >= 0;
   Term term = {served, true, 0, 0, 1.0f, world.zeros};
@@ -96,11 +96,11 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
     term.count = __popcll(all);
   }
   if (term.count == 0) {
-    term.present = lanes.k == 0 && lanes.index < lanes.count;
+    term.present = lanes.k == 0 && lanes.index < tokens.count;
     term.count = 1;
   }
   if (!served || !term.present) return term;
-  const i64 token = static_cast<i64>(first) + lanes.index;
+  const i64 token = static_cast<i64>(tokens.first) + lanes.index;
   if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
   if (reads_own(args) && home.rank == world.rank) {
     term.zeros = home.place < 0;
@@ -113,20 +113,21 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
   return term;
 }
 
-// The rows of a token, `token` of this unit, to stages, piece by piece, in the order of its sum.
-__device__ __forceinline__ void load_token(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
-                                           i32 token, u8* z) {
+// The rows of a unit's tokens to stages, piece by piece, each token's in the order of its sum.
+__device__ __forceinline__ void load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
+                                            Tokens tokens) {
   const Rings& rings = args.rings;
-  const i32 count = __shfl_sync(~0u, term.count, token * lanes.width);
-  const bool mine = term.present && lanes.index == token;
+  const u32 present = __ballot_sync(~0u, term.present), before = (1u << (lanes.index * lanes.width)) - 1;
+  const i32 number = term.present ? __popc(present & before) + term.index : -1;
+  const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == term.count - 1 ? kLast : 0);
+  u8* z = args.z + (static_cast<i64>(tokens.first) + lanes.index) * args.world.hidden * sizeof(Y);
 #pragma unroll 1
   for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
     const i32 columns = columns_of(args.world, rings, piece);
-    const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == count - 1 ? kLast : 0);
     const Item item = {term.weight, place_in_sum | static_cast<u32>(columns) << kColumnsShift,
                        z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
     const u8* from = term.zeros ? term.from : term.from + static_cast<i64>(piece) * rings.home_bytes;
-    load_stages(ring, mine ? term.index : -1, count, item, from, home_bytes_of(rings, columns));
+    load_stages(ring, number, __popc(present), item, from, home_bytes_of(rings, columns));
   }
 }
 
@@ -172,16 +173,14 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
     const Home here = home;
     tokens = units.at(claims.next());
     home = load_home(args, lanes, tokens);  // on its way, as the next claim is, while words of progress are looked at
-    const Term term = term_of(args, lanes, here, now.first);
+    const Term term = term_of(args, lanes, here, now);
     ok = await_rows(args, here, seq, start, waited);
     if (!ok) {
       if (lane_idx() == 0) verdict = kFailed;
       break;
     }
     if (args.z_weights != nullptr) receive_weights(args, lanes, here, now);
-    u8* z = args.z + static_cast<i64>(now.first) * args.world.hidden * sizeof(Y);
-#pragma unroll 1
-    for (i32 i = 0; i < now.count; ++i, z += args.world.hidden * sizeof(Y)) load_token(args, lanes, ring, term, i, z);
+    load_tokens(args, lanes, ring, term, now);
   }
   while (tokens.count != 0) tokens = units.at(claims.next());
   close_ring(ring);

@@ -100,15 +100,16 @@ __device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item&
   ring.move_on();
 }
 
-// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that has none.
+// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that has none. Half of
+// the ring at a time: whoever reads the other half meanwhile need not wait.
 __device__ __forceinline__ void load_stages(Ring& ring, i32 number, i32 count, const Item& item, const u8* from, u32 num_bytes) {
-  const i32 size = static_cast<i32>(ring.size);
+  const i32 most = static_cast<i32>(ring.size + 1) / 2;
 #pragma unroll 1
-  for (i32 first = 0; first < count; first += size) {
+  for (i32 first = 0; first < count; first += most) {
     const i32 ahead = number - first;
-    if (ahead >= 0 && ahead < size) fill_stage(ring.ahead(ahead), item, from, num_bytes);
+    if (ahead >= 0 && ahead < most) fill_stage(ring.ahead(ahead), item, from, num_bytes);
     __syncwarp();
-    ring = ring.ahead(min(size, count - first));
+    ring = ring.ahead(min(most, count - first));
   }
 }
 
