@@ -40,10 +40,14 @@ struct Chunks {
     while (true) {
       lows = __ballot_sync(~0u, low > number);
       highs = __ballot_sync(~0u, high > number);
-      const i32 here = __popc(lows) + __popc(highs);
-      if (unit < before + here) break;
-      before += here;
-      ++number;
+      const u32 here = __popc(lows) + __popc(highs), ahead = unit - before;
+      if (ahead < here) break;
+      // All numbers below the fewest chunks that one of these sources has are as this one.
+      constexpr i32 kMost = 0x7FFFFFFF;
+      const i32 fewest = __reduce_min_sync(~0u, min(low > number ? low : kMost, high > number ? high : kMost));
+      const i32 numbers = min(static_cast<i32>(ahead / here), fewest - number);
+      number += numbers;
+      before += numbers * here;
     }
     const i32 index = unit - before, num_low = __popc(lows);
     const u32 among = index < num_low ? lows : highs;

@@ -207,6 +207,10 @@ inline unsigned most_of(unsigned value, int line) {
   return fold(value, line, 0u, [](unsigned most, Word one, unsigned) { return most > one ? most : unsigned(one); });
 }
 
+inline int least_of(int value, int line) {
+  return fold(value, line, value, [](int least, Word one, unsigned) { return least < int(one) ? least : int(one); });
+}
+
 inline unsigned or_of(unsigned value, int line) {
   return fold(value, line, 0u, [](unsigned sum, Word one, unsigned) { return sum | static_cast<unsigned>(one); });
 }
@@ -234,6 +238,7 @@ struct Index {
 #define __match_any_sync(mask, v) emulated::match(v, __LINE__)
 #define __reduce_add_sync(mask, v) emulated::sum_of(v, __LINE__)
 #define __reduce_max_sync(mask, v) emulated::most_of(v, __LINE__)
+#define __reduce_min_sync(mask, v) emulated::least_of(v, __LINE__)
 #define __reduce_or_sync(mask, v) emulated::or_of(v, __LINE__)
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<emulated::Word>(a) * b >> 32; }
