@@ -89,8 +89,8 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
     term.index = __popc(here & ((1u << lane_idx()) - 1));
     term.count = __popc(here);
   } else {
-    const u64 mine = served ? 1ull << home.rank : 0, ranks = lanes.up_to(mine), all = __shfl_sync(~0u, ranks, lane_idx() | (lanes.width - 1));
-    const u64 before = __shfl_up_sync(~0u, ranks, 1);
+    const u64 mine = served ? 1ull << home.rank : 0, ranks = lanes.up_to(mine);
+    const u64 all = __shfl_sync(~0u, ranks, lane_idx() | (lanes.width - 1)), before = __shfl_up_sync(~0u, ranks, 1);
     term.present = served && (lanes.k == 0 || (before & mine) == 0);
     term.index = __popcll(all & (mine - 1));
     term.count = __popcll(all);

@@ -42,10 +42,12 @@ struct Chunks {
       highs = __ballot_sync(~0u, high > number);
       const u32 here = __popc(lows) + __popc(highs), ahead = unit - before;
       if (ahead < here) break;
-      // All numbers below the fewest chunks that one of these sources has are as this one.
-      constexpr i32 kMost = 0x7FFFFFFF;
-      const i32 fewest = __reduce_min_sync(~0u, min(low > number ? low : kMost, high > number ? high : kMost));
-      const i32 numbers = min(static_cast<i32>(ahead / here), fewest - number);
+      i32 numbers = 1;
+      if constexpr (!kCopies) {  // there this took longer, docs/kernels/ht.md
+        constexpr i32 kMost = 0x7FFFFFFF;
+        const i32 fewest = __reduce_min_sync(~0u, min(low > number ? low : kMost, high > number ? high : kMost));
+        numbers = min(static_cast<i32>(ahead / here), fewest - number);  // which all have chunks of the same sources
+      }
       number += numbers;
       before += numbers * here;
     }

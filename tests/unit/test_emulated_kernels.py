@@ -170,10 +170,12 @@ def test_many_tokens_in_few_blocks() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_ranks_than_lanes_and_several_chunks(layout: Layout) -> None:
-    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once."""
+@pytest.mark.parametrize("mode", MODES)
+def test_more_ranks_than_lanes_and_several_chunks(mode: Mode, layout: Layout) -> None:
+    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once. A lane of HT combine's
+    loading warp stands for two sources, which have more chunks and fewer."""
     tokens = (140, 33, *(0,) * 31, 70)
     case = RoutingCase(70, 8, 16, tokens, "uniform", draw_seed(), max_tokens=140)
-    loop = Loopback(lambda group: case.config(group, mode=Mode.LL, layout=layout), len(tokens), 1, Emulated())
-    handles = check(loop, case, Mode.LL)
-    check(loop, case, Mode.LL, again=replace(case, seed=draw_seed()), previous=handles)
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout), len(tokens), 1, Emulated())
+    handles = check(loop, case, mode)
+    check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=handles)
