@@ -176,6 +176,7 @@ def test_more_ranks_than_lanes_and_several_chunks(mode: Mode, layout: Layout) ->
     loading warp stands for two sources, which have more chunks and fewer."""
     tokens = (140, 33, *(0,) * 31, 70)
     case = RoutingCase(70, 8, 16, tokens, "uniform", draw_seed(), max_tokens=140)
-    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout), len(tokens), 1, Emulated())
+    blocks = 1 if mode is Mode.LL else 3
+    loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout), len(tokens), blocks, Emulated())
     handles = check(loop, case, mode)
     check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=handles)
