@@ -172,8 +172,10 @@ def test_many_tokens_in_few_blocks() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_more_ranks_than_lanes_and_several_chunks(mode: Mode, layout: Layout) -> None:
-    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once. A lane of HT combine's
-    loading warp stands for two sources, which have more chunks and fewer."""
+    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once.
+
+    A lane of HT combine's loading warp stands for two sources, which have more chunks and fewer.
+    """
     tokens = (140, 33, *(0,) * 31, 70)
     case = RoutingCase(70, 8, 16, tokens, "uniform", draw_seed(), max_tokens=140)
     blocks = 1 if mode is Mode.LL else 3
