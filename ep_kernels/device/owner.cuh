@@ -5,6 +5,7 @@
 constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
 constexpr i32 kLate = 3;            // the last chunks per block: taken when there is room for them
+constexpr u32 kShortBytes = 8192;   // of rows that travel as they are; longer ones are long
 constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
 constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come; as chunks_told: no one waits for the teller
 
@@ -13,6 +14,10 @@ __shared__ u32 chunks_done;           // by the storer: so many are complete
 __shared__ u32 chunks_told;           // by the teller
 __shared__ u64 credit_known;          // mbarrier: the teller has found out
 __shared__ bool has_credit;           // then: whether this block may write to peers
+
+// Few long rows fill the links, which do not serve all blocks alike: what a slow block holds comes late, and homes wait for it. So a
+// block has fewer of them under way, and takes each chunk only when it has room.
+__device__ __forceinline__ bool long_rows(const CombineArgs& args) { return kCopies && args.rings.row_bytes > kShortBytes; }
 
 // Anybody who writes to peers.
 __device__ __forceinline__ bool await_credit() {
@@ -42,12 +47,9 @@ struct Chunks {
       highs = __ballot_sync(~0u, high > number);
       const u32 here = __popc(lows) + __popc(highs), ahead = unit - before;
       if (ahead < here) break;
-      i32 numbers = 1;
-      if constexpr (!kCopies) {  // there this took longer, docs/kernels/ht.md
-        constexpr i32 kMost = 0x7FFFFFFF;
-        const i32 fewest = __reduce_min_sync(~0u, min(low > number ? low : kMost, high > number ? high : kMost));
-        numbers = min(static_cast<i32>(ahead / here), fewest - number);  // which all have chunks of the same sources
-      }
+      constexpr i32 kMost = 0x7FFFFFFF;
+      const i32 fewest = __reduce_min_sync(~0u, min(low > number ? low : kMost, high > number ? high : kMost));
+      const i32 numbers = min(static_cast<i32>(ahead / here), fewest - number);  // which all have chunks of the same sources
       number += numbers;
       before += numbers * here;
     }
@@ -181,7 +183,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
   const Lanes lanes = lanes_for(args.world.topk);
   Chunks chunks = chunks_of(args, counts);
   const i32 total = chunks.total();
-  Claims claims = claims_of(team, &args.world.state->chunks_taken, total, total - kLate * team.num_blocks);
+  Claims claims = claims_of(team, &args.world.state->chunks_taken, total, long_rows(args) ? 0 : total - kLate * team.num_blocks);
   Chunk chunk = {};
   u32 named = 0;
   Batch next = next_batch(args, lanes, chunks, claims, chunk);
@@ -200,7 +202,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
     load_batch(args, lanes, rows, loads);
   }
 #pragma unroll 1
-  while (next.present) {  // the last chunks
+  while (next.present) {  // the last chunks, or all
     const Loads loads = begin(next);
     load_batch(args, lanes, rows, loads);
     next = next_batch(args, lanes, chunks, claims, chunk);
@@ -267,6 +269,7 @@ __device__ __forceinline__ void drop_pieces(Ring from) {
 __device__ __forceinline__ void store_pieces(const CombineArgs& args, Ring from) {
   if (!await_credit()) return drop_pieces(from);
   ptx::fence_proxy_global();  // what peers have read, the copy engine writes
+  const u32 untold = long_rows(args) ? 1 : kUntold;
   // Bit i of ends: the store before the last i ended a chunk.
   u32 ends = 0, done = 0, stored = 0, freed = 0;
 #pragma unroll 1
@@ -282,11 +285,12 @@ __device__ __forceinline__ void store_pieces(const CombineArgs& args, Ring from)
       ptx::barrier_arrive(from.empty + freed);
       freed = freed + 1 == from.size ? 0 : freed + 1;
     }
-    ptx::bulk_wait<kUntold>();
-    if (ends >> kUntold & 1) ptx::store_release_block(&chunks_done, ++done);
+    if (untold == 1) ptx::bulk_wait<1>();
+    else ptx::bulk_wait<kUntold>();
+    if (ends >> untold & 1) ptx::store_release_block(&chunks_done, ++done);
   }
   ptx::bulk_wait_all();
-  ptx::store_release_block(&chunks_done, done + __popc(ends & ((1u << kUntold) - 1)) | kAllDone);
+  ptx::store_release_block(&chunks_done, done + __popc(ends & ((1u << untold) - 1)) | kAllDone);
 }
 
 // One thread: tells homes which chunks are complete.

@@ -161,6 +161,13 @@ def test_chunks_and_tiles_of_rank_wise_routing(blocks: int) -> None:
         run([shape, replace(shape, seed=draw_seed())], Mode.HT, Layout.RANK_MAJOR, blocks=blocks)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_long_rows_as_they_are(blocks: int) -> None:
+    """HT combine takes their chunks, several per block, when it has room, and has fewer stores under way."""
+    case = RoutingCase(6, 3, 4104, (70, 0, 33), "single_none", draw_seed(), max_tokens=70)
+    run([case, replace(case, seed=draw_seed())], Mode.HT, Layout.RANK_MAJOR, blocks=blocks)
+
+
 def test_many_tokens_in_few_blocks() -> None:
     """More than a tile of HT's routing; more rows than the queue of LL gives out by itself."""
     case = RoutingCase(24, 8, 64, (300, 0, 257), "uniform", draw_seed(), max_tokens=300)
