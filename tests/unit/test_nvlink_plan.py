@@ -308,7 +308,8 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
         return plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 132).num_blocks
 
     flat, grouped = blocks(layout=Layout.FLAT), blocks(layout=Layout.GROUPED)
-    assert 0 < flat <= grouped <= plan.HT_BLOCKS
+    assert 0 < flat <= plan.HT_BLOCKS
+    assert 0 < grouped <= plan.HT_BLOCKS
     assert size > 8 or flat < grouped
     assert flat < blocks(layout=Layout.FLAT, combine_dtype=torch.float8_e4m3fn) <= plan.HT_BLOCKS
     assert {n % plan.BLOCK_UNIT for n in (flat, grouped)} == {0}
