@@ -35,9 +35,9 @@ HT_BLOCKS = 64
 LINK_GBPS = 350
 COMBINE_GBPS = {False: 60, True: 55}
 DISPATCH_GBPS = {False: 25, True: 19}
-"""What NVLink of a GPU carries one way, and what a block of HT combine (by whether rows travel as they are), or dispatch
-(by whether it quantises), is to move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their
-ratio says how many blocks keep the links busy."""
+"""What NVLink of a GPU carries one way, and what a block of HT combine (by whether rows travel as they are), or of
+dispatch (by whether it quantises), is to move through its shared memory, in and out; measured on H200:
+docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
