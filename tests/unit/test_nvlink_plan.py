@@ -311,6 +311,7 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     assert 0 < flat <= plan.HT_BLOCKS
     assert 0 < grouped <= plan.HT_BLOCKS
     assert size > 8 or flat < grouped
+    assert flat * plan.SENT_GBPS >= plan.LINK_GBPS
     assert flat < blocks(layout=Layout.FLAT, combine_dtype=torch.float8_e4m3fn) <= plan.HT_BLOCKS
     assert {n % plan.BLOCK_UNIT for n in (flat, grouped)} == {0}
     assert blocks(layout=Layout.FLAT, num_sms=132) == 132

@@ -32,12 +32,13 @@ SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
-LINK_GBPS = 350
-COMBINE_GBPS = {False: 60, True: 55}
+LINK_GBPS, COMBINE_GBPS = 350, 60
 DISPATCH_GBPS = {False: 25, True: 19}
-"""What NVLink of a GPU carries one way, and what a block of HT combine (by whether rows travel as they are), or of
-dispatch (by whether it quantises), is to move through its shared memory, in and out; measured on H200:
-docs/kernels/ht.md. Their ratio says how many blocks keep the links busy."""
+"""What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
+move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
+blocks keep the links busy."""
+SENT_GBPS = 15
+"""What a block of HT combine sends at most where rows travel as they are: it takes them only when it has room."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
@@ -358,7 +359,9 @@ def combine_blocks(c: MoEConfig) -> int:
     own = 1 / size if _copies(c) else 0.0  # read where they lie
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
-    return _enough_blocks(through, moved * partials * (size - 1) / size, COMBINE_GBPS[_copies(c)])
+    over_links = moved * partials * (size - 1) / size
+    enough = _enough_blocks(through, over_links, COMBINE_GBPS)
+    return max(enough, _enough_blocks(over_links, over_links, SENT_GBPS)) if _copies(c) else enough
 
 
 def combine_rings(c: MoEConfig) -> rings.Rings:
