@@ -34,7 +34,7 @@ SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
 
 _COMMON = ("ptx", "spin", "team")
-_HT_DISPATCH = ("counts", "order", "senders", "arrivals")
+_HT_DISPATCH = ("counts", "order", "records", "senders", "arrivals")
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "ll_dispatch": (
         *_COMMON,

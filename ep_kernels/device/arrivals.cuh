@@ -1,52 +1,6 @@
-// The receiving half of HT dispatch: records first, while the rows travel; rows that several local experts share are copied to their
+// The receiving half of HT dispatch, once records are here (records.cuh): rows that several local experts share are copied to their
 // other places as each arrives; what is left for the end are scales.
 #pragma once
-
-// The records of every peer are here, and all of them brought the same routing. One warp.
-__device__ __noinline__ bool await_records(const DispatchArgs& args, u64 origin, u64 seq) {
-  const World& world = args.world;
-  if (!__all_sync(~0u, warp_await_peers(world, FLAG_RECORDS, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD))) return false;
-  bool differs = false;
-  for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-    differs |= is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != origin;
-  return !__any_sync(~0u, differs);
-}
-
-// What combine and the caller need of every received position: places, weights, tokens, ids. A thread per (position, k); `worker` of
-// `workers` warps of the rank.
-__device__ __forceinline__ void record_rows(const DispatchArgs& args, const HtScratch& scratch, i32 worker, i32 workers) {
-  constexpr i32 kTogether = 6;
-  const World& world = args.world;
-  const i32 topk = world.topk, step = workers * 32, entries = scratch.row_start[world.size] * topk;
-#pragma unroll 1
-  for (i32 base = worker * 32 + lane_idx(); base < entries; base += kTogether * step) {
-    Meta meta[kTogether];
-    i64 at[kTogether];
-    i32 row[kTogether];
-#pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) {
-      const i32 i = base + j * step;
-      if (i >= entries) continue;
-      const i32 number = i / topk, source = source_of(scratch, number), position = number - scratch.row_start[source];
-      at[j] = position_of(world, source, position) * topk + i % topk;
-      row[j] = first_row(args, scratch, source) + position;
-      meta[j] = meta_at(args, world.rank, source, position)[i % topk];
-    }
-#pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) {
-      const i32 i = base + j * step, k = i % topk;
-      if (i >= entries) continue;
-      args.weights[at[j]] = meta[j].weight;
-      if (!args.cached) {
-        args.places[at[j]] = meta[j].local_expert < 0 ? -1 : meta[j].place;
-        if (k == 0) args.tokens[at[j] / topk] = meta[j].token;
-      }
-      if (kPerExpert || admit(row[j], 0, world.capacity) < 0) continue;
-      args.out_ids[static_cast<i64>(row[j]) * topk + k] = meta[j].local_expert;
-      args.out_weights[static_cast<i64>(row[j]) * topk + k] = meta[j].weight;
-    }
-  }
-}
 
 // ---- per-expert layouts: rows as they arrive ----
 

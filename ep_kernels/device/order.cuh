@@ -39,6 +39,7 @@ struct HtScratch : Scratch {
   i32* room;      // [R] capacity of each rank
   u32* next_unit;     // of this block's own units: the next to be sent
   u32* next_arrival;  // of the rows that arrive: the next to be looked after by this block
+  u32* next_record;   // of the positions whose records are worked up: the next few, likewise
   u32* warps_sent;    // warps that have ended, and kBroken for each that was stopped before it had sent all
   u32* lacking;       // 1 = records or rows did not come, or routings differ
 };
@@ -62,8 +63,9 @@ __device__ __forceinline__ HtScratch carve_ht(const World& world, u8* shared) {
   scratch.room = scratch.table + world.num_experts;
   scratch.next_unit = reinterpret_cast<u32*>(scratch.room + world.size);
   scratch.next_arrival = scratch.next_unit + 1;
-  scratch.warps_sent = scratch.next_unit + 2;
-  scratch.lacking = scratch.next_unit + 3;
+  scratch.next_record = scratch.next_unit + 2;
+  scratch.warps_sent = scratch.next_unit + 3;
+  scratch.lacking = scratch.next_unit + 4;
   return scratch;
 }
 

@@ -193,12 +193,21 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void bulk_load(void* to_shared, const void* from_global, u32 num_bytes, u64* barrier) {
+// The barrier's phase ends when so many bytes have come by `bulk_load_part`.
+__device__ __forceinline__ void bulk_expect(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
+}
+
+__device__ __forceinline__ void bulk_load_part(void* to_shared, const void* from_global, u32 num_bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to_shared)), "l"(from_global), "r"(num_bytes), "r"(shared_address(barrier))
                : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to_shared, const void* from_global, u32 num_bytes, u64* barrier) {
+  bulk_expect(barrier, num_bytes);
+  bulk_load_part(to_shared, from_global, num_bytes, barrier);
 }
 
 // Waits for a local copy, which the hardware always completes; waits for peers live in spin.cuh.

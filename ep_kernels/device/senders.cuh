@@ -43,6 +43,16 @@ __device__ __forceinline__ i32 piece_size(const DispatchArgs& args, i32 piece) {
   return min(most, loaded_bytes(args) - piece * most);
 }
 
+// The caller's own scales travel with the first piece of their row; behind it in its stage, where sizes allow it.
+__device__ __forceinline__ bool stages_scales(const DispatchArgs& args) {
+  if (kQuantises || args.x_scales == nullptr || args.world.scale_bytes > static_cast<i32>(kStageExtra)) return false;
+  return ((reinterpret_cast<u64>(args.x_scales) | static_cast<u64>(args.world.scale_bytes)) & 15) == 0;
+}
+
+__device__ __forceinline__ const u8* scales_of_token(const DispatchArgs& args, i32 token) {
+  return args.x_scales + static_cast<i64>(token) * args.world.scale_bytes;
+}
+
 // A unit: piece `piece` of a token's row.
 struct Part {
   i32 token, piece;
@@ -57,8 +67,12 @@ __device__ __forceinline__ void load_unit(const DispatchArgs& args, const Sender
   if (lane_idx() != 0 || unit < 0) return;
   const auto [token, piece] = part_of_unit(sender, unit);
   const u8* row = args.x + static_cast<i64>(token) * loaded_bytes(args);
-  ptx::bulk_load(sender.pipe.stage(stage), row + static_cast<i64>(piece) * args.work.piece_bytes, piece_size(args, piece),
-                 sender.pipe.barriers + stage);
+  u8* to = sender.pipe.stage(stage);
+  u64* barrier = sender.pipe.barriers + stage;
+  const i32 num_bytes = piece_size(args, piece), scale_bytes = piece == 0 && stages_scales(args) ? args.world.scale_bytes : 0;
+  ptx::bulk_expect(barrier, num_bytes + scale_bytes);
+  ptx::bulk_load_part(to, row + static_cast<i64>(piece) * args.work.piece_bytes, num_bytes, barrier);
+  if (scale_bytes != 0) ptx::bulk_load_part(to + args.work.piece_bytes, scales_of_token(args, token), scale_bytes, barrier);
 }
 
 // Links do not serve all blocks alike, so a block keeps only the first quarter of its tokens to itself.
@@ -139,7 +153,7 @@ struct Piece {
 
 __device__ __forceinline__ Piece piece_of(const DispatchArgs& args, i32 piece) {
   const i32 column = piece * (static_cast<i32>(args.work.piece_bytes) / kWidth), columns = piece_size(args, piece) / kWidth;
-  if (!kQuantises) return {column, columns, 0, 0, 0};
+  if (!kQuantises) return {column, columns, 0, piece == 0 && args.x_scales != nullptr ? args.world.scale_bytes : 0, 0};
   const i32 size = args.power_of_two == quant::kPacked ? 1 : 4, first = column / quant::kBlock * size;
   const i32 num_bytes = (columns + quant::kBlock - 1) / quant::kBlock * size;
   const i32 padding = column + columns == args.world.hidden ? args.world.scale_bytes - first - num_bytes : 0;
@@ -167,7 +181,7 @@ __device__ __forceinline__ void make_unit(const DispatchArgs& args, Sender& send
 }
 
 // Stores a piece once per rank, at the first place that was not dropped; on this rank at all of them. Its scales go with it.
-__device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, const Piece& piece, u8* stage) {
+__device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Home& home, i32 token, const Piece& piece, u8* stage) {
   const World& world = args.world;
   // All words, since none of them is below 0 then: the register of one that nobody reads would be used for something else at once, which
   // waits until the load is here.
@@ -176,15 +190,15 @@ __device__ __forceinline__ void deliver_unit(const DispatchArgs& args, const Hom
   const bool leads = placed && lane_idx() == __ffs(same) - 1;
   if (leads || (kPerExpert && placed && home.rank == world.rank))
     ptx::bulk_store(row_at(args, home.rank, home.place) + piece.column, stage, piece.columns);
-  if constexpr (kQuantises) {
-    u8* scales = stage + args.work.piece_bytes;
-    u8* to = leads ? scales_of(args, home.rank, home.position, home.place) + piece.first_scale : nullptr;
-    if ((piece.first_scale | piece.scale_bytes | world.scale_bytes) % 16 == 0) {
-      if (leads) ptx::bulk_store(to, scales, piece.scale_bytes);
-    } else {
-      for (u32 left = __ballot_sync(~0u, leads); left != 0; left &= left - 1)
-        copy_bytes(reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), __ffs(left) - 1)), scales, piece.scale_bytes);
-    }
+  if (piece.scale_bytes == 0) return;
+  const bool staged = kQuantises || stages_scales(args);
+  const u8* scales = staged ? stage + args.work.piece_bytes : scales_of_token(args, token);
+  u8* to = leads ? scales_of(args, home.rank, home.position, home.place) + piece.first_scale : nullptr;
+  if (staged && (piece.first_scale | piece.scale_bytes | world.scale_bytes) % 16 == 0) {
+    if (leads) ptx::bulk_store(to, scales, piece.scale_bytes);
+  } else {
+    for (u32 left = __ballot_sync(~0u, leads); left != 0; left &= left - 1)
+      copy_bytes(reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), __ffs(left) - 1)), scales, piece.scale_bytes);
   }
 }
 
@@ -209,12 +223,12 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
     const bool present = sender.unit >= 0;
     const Home home = home_of(args, sender, sender.unit);
     const u32 s = sender.turn % kStages;
-    const i32 piece = part_of_unit(sender, sender.unit).piece;
+    const Part part = part_of_unit(sender, sender.unit);
     auto send = [&] {
       if (!present) return;
       if (!sender.made) make_unit(args, sender);
       sender.made = false;
-      deliver_unit(args, home, piece_of(args, piece), sender.pipe.stage(s));
+      deliver_unit(args, home, part.token, piece_of(args, part.piece), sender.pipe.stage(s));
       ptx::bulk_commit();
     };
     if (!kQuantises) send();
@@ -225,7 +239,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
       __syncwarp();
       announce(args, before, seq);
       before = ended;
-      ended = present && piece == sender.pieces.value - 1 ? Sent{leads(home) ? home.rank : -1, home.position} : kNone;
+      ended = present && part.piece == sender.pieces.value - 1 ? Sent{leads(home) ? home.rank : -1, home.position} : kNone;
     } else {
       ptx::bulk_wait_read<kPending>();
       __syncwarp();
@@ -249,52 +263,4 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
 // Nothing is to be sent: what was loaded ahead must be here before the block ends.
 __device__ __forceinline__ void drop_unit(Sender& sender) {
   if (sender.unit >= 0 && !sender.made) ptx::bulk_load_wait(sender.pipe.barriers + sender.turn % kStages, 0);
-}
-
-// Records of this block's tokens to their ranks, the caller's own scales with them, and what the caller is told: valid [T], ids out
-// of range. One warp: a lane per (token, k), as many tokens together as there is room for.
-__device__ __forceinline__ void tell_records(const DispatchArgs& args, Range tokens) {
-  const World& world = args.world;
-  const i32 topk = world.topk, together = 32 / topk, sub = lane_idx() / topk, k = lane_idx() % topk;
-  const u32 group = sub < together ? (topk == 32 ? ~0u : ((1u << topk) - 1) << (sub * topk)) : 0;
-  auto entry_of = [&](i32 base) { return static_cast<i64>(base + sub) * topk + k; };
-  auto is_there = [&](i32 base) { return group != 0 && base + sub < tokens.past; };
-  constexpr Home kNone = {kNowhere, -1, -1, -1};
-  Home ahead = is_there(tokens.first) ? args.home[entry_of(tokens.first)] : kNone;
-  f32 weight_ahead = is_there(tokens.first) ? args.topk_weights[entry_of(tokens.first)] : 0.0f;
-  u32 invalid = 0;
-  for (i32 base = tokens.first; base < tokens.past; base += together) {
-    const Home home = ahead;
-    const f32 weight = weight_ahead;
-    const bool there = is_there(base), later = is_there(base + together);
-    if (later) {
-      ahead = args.home[entry_of(base + together)];
-      weight_ahead = args.topk_weights[entry_of(base + together)];
-    } else {
-      ahead = kNone;
-    }
-    const u32 same = __match_any_sync(~0u, home.rank < 0 ? -1 : sub << 8 | home.rank);
-    const bool lead = home.rank >= 0 && lane_idx() == __ffs(same) - 1;
-    const u32 all_leads = __ballot_sync(~0u, lead), gone = __ballot_sync(~0u, there && home.rank == kGone);
-    invalid += __popc(__ballot_sync(~0u, there && home.rank == kInvalid));
-    if (there && k == 0) args.valid[base + sub] = (gone & group) == 0;
-    const i32 token = base + sub;
-    for (i32 j = 0; j < topk; ++j) {
-      const i32 from = sub * topk + j;
-      const i32 rank = __shfl_sync(~0u, home.rank, from), position = __shfl_sync(~0u, home.position, from);
-      if (!there || (all_leads >> from & 1) == 0) continue;
-      const bool here = home.rank == rank;
-      meta_at(args, rank, world.rank, position)[k] = {here ? home.slot : -1, home.place, here ? weight : 0.0f, token};
-    }
-    if (args.x_scales == nullptr) continue;
-    for (u32 left = all_leads & ~(scales_land(args) ? __ballot_sync(~0u, home.place < 0) : 0); left != 0; left &= left - 1) {
-      const i32 from = __ffs(left) - 1;
-      const i32 rank = __shfl_sync(~0u, home.rank, from), position = __shfl_sync(~0u, home.position, from);
-      const i32 place = __shfl_sync(~0u, home.place, from);
-      const u8* scales = args.x_scales + static_cast<i64>(base + from / topk) * world.scale_bytes;
-      copy_bytes(scales_of(args, rank, position, place), scales, world.scale_bytes);
-    }
-  }
-  if (invalid != 0 && lane_idx() == 0) atomicAdd(&world.state->invalid_ids, static_cast<u64>(invalid));
-  __syncwarp();
 }

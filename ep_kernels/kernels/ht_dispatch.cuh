@@ -89,27 +89,28 @@ __device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, co
   state->invalid_ids = 0;
 }
 
-// What each warp does once this block knows where its rows go: the clerk tells records, then works up those that come in; others
-// send, and in per-expert layouts the rest looks after arrivals, in the end all do. Each part stands here once: code that is not
-// in a cache comes slowly.
+// What each warp does once this block knows where its rows go: the clerk tells records, works up those that come in, and sends; others
+// send first and then help with the records, or in per-expert layouts with the arrivals, which the rest looks after. Each part stands
+// here once: code that is not in a cache comes slowly.
 __device__ __forceinline__ void ht_work(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender, Halves halves,
                                         u64 seq, u64 num_ops, u64 start, Outcome outcome) {
   const World& world = args.world;
   const bool clerk = halves.sends && is_clerk(), shares = clerk || is_sender(halves);
   if (clerk && outcome == READY) tell_records(args, sender.mine);
   if (clerk && outcome != FAILED) warp_add_share(world, team, FLAG_RECORDS, num_ops);
-  bool here = halves.receives && outcome == READY;
-  if (here && !is_sender(halves)) {
-    here = await_records(args, scratch.origin, seq);
-    const i32 mine = halves.sends ? 0 : warp_idx(), recorders = halves.sends ? 1 : num_warps();
-    if (here && (clerk || !halves.sends)) record_rows(args, scratch, team.block + team.num_blocks * mine, team.num_blocks * recorders);
+  bool here = halves.receives && outcome == READY, sent = outcome != FAILED;
+#pragma unroll 1
+  for (i32 turn = 0; turn < 2; ++turn) {
+    if (turn == is_sender(halves)) {
+      if (here) here = await_records(args, scratch.origin, seq);
+      if (here && (!kPerExpert || clerk || !halves.sends)) record_rows(args, team, scratch);
+    } else {
+      if (outcome != READY) drop_unit(sender);
+      else if (is_sender(halves) || (clerk && !(kPerExpert && halves.receives))) sent = send_rows(args, team, scratch, sender, seq);
+      if (shares) end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
+    }
   }
-  bool sent = outcome != FAILED;
-  if (outcome != READY) drop_unit(sender);
-  else if (is_sender(halves) || (clerk && !(kPerExpert && halves.receives))) sent = send_rows(args, team, scratch, sender, seq);
-  if (shares) end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
   if constexpr (kPerExpert) {
-    if (here && is_sender(halves)) here = await_records(args, scratch.origin, seq);
     if (here) here = look_after_rows(args, team, scratch, sender, seq);
   }
   if (halves.receives && !here) *scratch.lacking = 1;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
   if (threadIdx.x == 0) {
     *scratch.next_unit = num_senders(halves);
-    *scratch.next_arrival = *scratch.warps_sent = *scratch.lacking = 0;
+    *scratch.next_arrival = *scratch.next_record = *scratch.warps_sent = *scratch.lacking = 0;
   }
   if (routes) fill_table(world, scratch.table);
   if (threadIdx.x < static_cast<u32>(world.size)) scratch.room[threadIdx.x] = room;

@@ -79,7 +79,7 @@ inline u64 now_ns() {
 
 // mbarriers: the word in shared memory is only their name.
 struct Barrier {
-  unsigned count = 1, left = 1, phase = 0;
+  unsigned count = 1, left = 1, phase = 0, awaited = 0;  // awaited: bytes that loads are still to be asked for
   std::vector<emulated::Copy> loads;
 
   void complete() {
@@ -87,7 +87,7 @@ struct Barrier {
     left = count;
   }
   bool is_past(u32 parity) {
-    if (left == 0 && (phase & 1) == parity) {  // everybody has arrived: loads may happen as late as now
+    if (left == 0 && awaited == 0 && (phase & 1) == parity) {  // everybody has arrived: loads may happen as late as now
       emulated::perform(loads);
       complete();
     }
@@ -110,7 +110,7 @@ inline void barrier_init(u64* name, u32 count = 1) {
 inline void barrier_arrive(u64* name) {
   Barrier& barrier = barrier_of(name);
   must(barrier.left != 0, "more arrivals at an mbarrier than it counts");
-  if (--barrier.left == 0 && barrier.loads.empty()) barrier.complete();
+  if (--barrier.left == 0 && barrier.awaited == 0 && barrier.loads.empty()) barrier.complete();
 }
 inline bool barrier_is_complete(u64* name, u32 parity) {
   emulated::yield();
@@ -124,12 +124,22 @@ inline void check_bulk(const void* to, const void* from, u32 num_bytes) {
   const u64 all = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | num_bytes;
   must(all % 16 == 0 && num_bytes != 0, "a bulk copy that is not of whole aligned 16 bytes");
 }
-inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* name) {
-  check_bulk(to, from, num_bytes);
+inline void bulk_expect(u64* name, u32 num_bytes) {
   Barrier& barrier = barrier_of(name);
   must(barrier.left != 0, "a bulk load on an mbarrier that is complete");
-  barrier.loads.push_back({to, from, num_bytes});
+  barrier.awaited += num_bytes;
   --barrier.left;
+}
+inline void bulk_load_part(void* to, const void* from, u32 num_bytes, u64* name) {
+  check_bulk(to, from, num_bytes);
+  Barrier& barrier = barrier_of(name);
+  must(barrier.awaited >= num_bytes, "a bulk load of more bytes than its mbarrier expects");
+  barrier.loads.push_back({to, from, num_bytes});
+  barrier.awaited -= num_bytes;
+}
+inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* name) {
+  bulk_expect(name, num_bytes);
+  bulk_load_part(to, from, num_bytes, name);
 }
 inline void bulk_store(void* to, const void* from, u32 num_bytes) {
   check_bulk(to, from, num_bytes);

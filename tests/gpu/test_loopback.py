@@ -67,6 +67,8 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp8 packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
     "fp32 fp8 ue8m0": {"dtype": torch.float32, "quantize": True, "scale_format": ScaleFormat.UE8M0},
     "given fp8": {"dtype": FP8, "scale_columns": 3},
+    "given fp8, whole 16 bytes": {"dtype": FP8, "scale_columns": 4},
+    "given fp8, finer": {"dtype": FP8, "scale_columns": 132},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
     "fp32 partials": {"combine_dtype": torch.float32},

@@ -71,6 +71,15 @@ def test_routing(size: int, mode: Mode, layout: Layout) -> None:
     run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, layout)
 
 
+@pytest.mark.parametrize("columns", [3, 4, 132])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_scales_of_the_caller(mode: Mode, layout: Layout, columns: int) -> None:
+    """Of 12 bytes, which the copy engine does not move, of 16, and of more than it has room for."""
+    steps = cases(3, 6, hidden_size=128, num_experts=7, topk=3)
+    run(steps, mode, layout, dtype=FP8, scale_columns=columns)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_halves_and_backward(mode: Mode, layout: Layout) -> None:

@@ -285,7 +285,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
             )
         return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
-    words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 4
+    words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 5
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.num_sms else min(num_sms, dispatch_blocks(c, sizes))
     width = c.dtype.itemsize if c.quantize else 1
