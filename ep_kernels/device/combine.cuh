@@ -6,7 +6,7 @@ constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows travel as the
 constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;        // each becomes fp8 by itself, in the stage in which it lies
 
 // Tasks by warp; the rest of the block adds.
-constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kFirstMaker = 4;
+constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kAsker = 4, kFirstMaker = kCopies ? 5 : 4;
 constexpr i32 kMakers = kCopies ? 0 : kConverts ? 4 : 8;
 constexpr i32 kFirstSummer = kFirstMaker + kMakers, kSummers = THREADS / 32 - kFirstSummer;
 

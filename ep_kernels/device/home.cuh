@@ -1,5 +1,5 @@
 // The receiving half of HT combine: this rank as home of tokens. One warp waits for what makes up a token and loads it,
-// the summing warps add.
+// the summing warps add. Where rows travel as they are there are no makers, and a warp of its own does the loading.
 #pragma once
 
 enum Verdict : i32 { kSame, kFailed, kDiffers };  // one routing; a wait failed; ranks bring different routings
@@ -113,22 +113,70 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
   return term;
 }
 
-// The rows of a unit's tokens to stages, piece by piece, each token's in the order of its sum.
-__device__ __forceinline__ void load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Term& term,
-                                            Tokens tokens) {
-  const Rings& rings = args.rings;
+// What a lane is to load, if anything: its row's number among those of the unit, and its place in the sum.
+constexpr u32 kZeros = 4, kNumberShift = 8;
+
+struct alignas(16) Ask {
+  const u8* from;
+  f32 weight;
+  u32 what;  // kFirst, kLast, kZeros, and above them the number + 1, 0 = nothing
+};
+
+__device__ __forceinline__ Ask ask_of(const Lanes& lanes, const Term& term) {
   const u32 present = __ballot_sync(~0u, term.present), before = (1u << (lanes.index * lanes.width)) - 1;
-  const i32 number = term.present ? __popc(present & before) + term.index : -1;
+  const u32 number = term.present ? __popc(present & before) + term.index + 1 : 0;
   const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == term.count - 1 ? kLast : 0);
-  u8* z = args.z + (static_cast<i64>(tokens.first) + lanes.index) * args.world.hidden * sizeof(Y);
+  return {term.from, term.weight, place_in_sum | (term.zeros ? kZeros : 0) | number << kNumberShift};
+}
+
+// The rows of a unit's tokens to stages, piece by piece, each token's in the order of its sum. Words of progress have been acquired.
+__device__ __forceinline__ void load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Ask& ask, i32 first) {
+  const Rings& rings = args.rings;
+  const i32 number = static_cast<i32>(ask.what >> kNumberShift) - 1, count = __popc(__ballot_sync(~0u, number >= 0));
+  u8* z = args.z + (static_cast<i64>(first) + lanes.index) * args.world.hidden * sizeof(Y);
+  ptx::fence_proxy_global();
 #pragma unroll 1
   for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
     const i32 columns = columns_of(args.world, rings, piece);
-    const Item item = {term.weight, place_in_sum | static_cast<u32>(columns) << kColumnsShift,
+    const Item item = {ask.weight, (ask.what & (kFirst | kLast)) | static_cast<u32>(columns) << kColumnsShift,
                        z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
-    const u8* from = term.zeros ? term.from : term.from + static_cast<i64>(piece) * rings.home_bytes;
-    load_stages(ring, number, __popc(present), item, from, home_bytes_of(rings, columns));
+    const u8* from = ask.what & kZeros ? ask.from : ask.from + static_cast<i64>(piece) * rings.home_bytes;
+    load_stages(ring, number, count, item, from, home_bytes_of(rings, columns));
   }
+}
+
+// From the warp that awaits words to the one that loads: a unit at a time. Every lane of either arrives for itself, which racecheck
+// understands.
+struct Desk {
+  Ask* asks;  // [32] a lane's
+  u32 turn;   // units so far
+};
+
+__shared__ u64 desk_full, desk_empty;  // mbarriers
+__shared__ i32 desk_first;             // the unit's first token, -1 = no more
+
+// The warp that awaits.
+__device__ __forceinline__ void put_down(Desk& desk, const Ask& ask, i32 first) {
+  ptx::bulk_load_wait(&desk_empty, (desk.turn & 1) ^ 1);
+  desk.asks[lane_idx()] = ask;
+  if (lane_idx() == 0) desk_first = first;
+  ptx::barrier_arrive(&desk_full);
+  ++desk.turn;
+}
+
+// The warp that loads, from the first unit to the last.
+__device__ __forceinline__ void load_what_is_asked(const CombineArgs& args, Desk desk, Ring ring) {
+  const Lanes lanes = lanes_for(args.world.topk);
+#pragma unroll 1
+  for (;; ++desk.turn) {
+    ptx::bulk_load_wait(&desk_full, desk.turn & 1);
+    const Ask ask = desk.asks[lane_idx()];
+    const i32 first = desk_first;
+    ptx::barrier_arrive(&desk_empty);
+    if (first < 0) break;
+    load_tokens(args, lanes, ring, ask, first);
+  }
+  close_ring(ring);
 }
 
 // The numbers that came home beside a unit's rows.
@@ -152,14 +200,11 @@ __device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& 
   const bool comes = home.rank >= 0 && !(reads_own(args) && home.rank == world.rank);
   const i32 from = max(home.rank, 0);
   const u64* word = progress_at(world, world.rank, from, max(home.position, 0));
-  if (!await_words(world, comes, from, word, seq, start, waited)) return false;
-  __syncwarp();
-  ptx::fence_proxy_global();
-  return true;
+  return await_words(world, comes, from, word, seq, start, waited);
 }
 
-// One warp: the tokens that this block takes.
-__device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team, Ring ring, u64 seq, u64 origin,
+// One warp: the tokens that this block takes, loaded here or asked for at the desk.
+__device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team, Ring ring, Desk desk, u64 seq, u64 origin,
                                               u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
   const TokenUnits units = units_of(args.num_tokens, lanes.count, team.num_blocks);
@@ -180,21 +225,41 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
       break;
     }
     if (args.z_weights != nullptr) receive_weights(args, lanes, here, now);
-    load_tokens(args, lanes, ring, term, now);
+    const Ask ask = ask_of(lanes, term);
+    if constexpr (kCopies) put_down(desk, ask, now.first);
+    else load_tokens(args, lanes, ring, ask, now.first);
   }
   while (tokens.count != 0) tokens = units.at(claims.next());
-  close_ring(ring);
+  if constexpr (kCopies) put_down(desk, {nullptr, 0.0f, 0}, -1);
+  else close_ring(ring);
 }
 
-// The summing warps: stages to z.
+// So many warps sum. Where rows travel as they are, no more than hold all columns: each has its part in handing over every stage.
+using HomeSums = Sums<kHomeColumns, kSummers>;
+
+__device__ __forceinline__ i32 num_summers(const Rings& rings) {
+  constexpr i32 kEach = 32 * kHomeColumns * HomeSums::kGroups;
+  return kCopies ? (rings.columns + kEach - 1) / kEach : kSummers;
+}
+
+// The summing warps: stages to z. Where rows travel as they are, two of a token at a time, for a step is mostly latency.
 __device__ __forceinline__ void sum_home(const CombineArgs& args, Ring ring) {
-  Sums<kHomeColumns, kSummers> sums;
+  HomeSums sums;
   sums.warp = warp_idx() - kFirstSummer;
+  sums.warps = num_summers(args.rings);
 #pragma unroll 1
   while (true) {
-    const Item item = take_stage(ring);
+    Item item = take_stage(ring);
     if (item.what & kNoMore) return;
-    add_partial<KIND == EXACT>(sums, args.rings, item, ring.stage());
+    if (kCopies && (item.what & kLast) == 0) {
+      const Ring next = ring.ahead(1);
+      const Item second = take_stage(next);
+      add_partials<KIND == EXACT, 2>(sums, args.rings, {item, second}, {ring.stage(), next.stage()});
+      give_back(ring);
+      item = second;
+    } else {
+      add_partials<KIND == EXACT, 1>(sums, args.rings, {item}, {ring.stage()});
+    }
     give_back(ring);
     if (item.what & kLast) write_rounded<Y>(sums, item.columns(), item.to);
   }

@@ -151,10 +151,16 @@ __device__ __forceinline__ Loads loads_of(const CombineArgs& args, const Lanes& 
           home_at(args, batch.source, row)};
 }
 
-// Position by position, piece by piece, in ascending k: the lanes take turns.
+// Position by position, piece by piece, in ascending k: the lanes take turns. Short rows side by side.
 __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
                                            const Loads& loads) {
   const Rings& rings = args.rings;
+  if (kCopies && !long_rows(args)) {
+    const u32 me = 1u << lane_idx();
+    const i32 number = (loads.loading & me) != 0 ? __popc(loads.loading & (me - 1)) : -1, columns = columns_of(args.world, rings, 0);
+    const Item item = {loads.weight, loads.what | static_cast<u32>(columns) << kColumnsShift, loads.to};
+    return load_stages(rows, number, __popc(loads.loading), item, loads.from, columns * sizeof(Y));
+  }
 #pragma unroll 1
   for (i32 i = 0; i < loads.count; ++i) {
 #pragma unroll 1
@@ -215,6 +221,7 @@ template <i32 kWarps>
 __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
   Sums<kMadeColumns, kWarps> sums;
   sums.warp = warp_idx() - kFirstMaker;
+  sums.warps = kWarps;
 #pragma unroll 1
   while (true) {
     const Item item = take_stage(rows);

@@ -20,48 +20,52 @@ __device__ __forceinline__ i32 columns_of(const World& world, const Rings& rings
   return min(rings.columns, world.hidden - piece * rings.columns);
 }
 
-// N columns of a lane in each of G groups, W warps sharing the row.
+// N columns of a lane in each of G groups at most, W warps at most sharing the row.
 template <i32 N, i32 W, i32 G = (kMostColumns + 32 * N * W - 1) / (32 * N * W)>
 struct Sums {
   static constexpr i32 kColumns = N, kGroups = G;
   f32 at[G][N];
-  i32 warp;
+  i32 warp, warps;  // this one, of so many
 
-  __device__ __forceinline__ i32 group(i32 g) const { return (g * W + warp) * 32 * N; }
+  __device__ __forceinline__ i32 group(i32 g) const { return (g * warps + warp) * 32 * N; }
   __device__ __forceinline__ i32 column(i32 g) const { return group(g) + lane_idx() * N; }
 
-  // Adds a row: load(column) -> Values; widen_values(Values, f32[N]) makes numbers of them. The first row sets the
-  // sums, so that -0 stays -0; columns that are not there are 0 or, weighted, anything.
-  template <class Values, bool kWeighted, class Load, class Widen>
-  __device__ __forceinline__ void add(const Item& item, Load load, Widen widen_values) {
-    if (item.what & kFirst)
-      add_row<Values, kWeighted, true>(item, load, widen_values);
+  // Adds rows, one after the other: load(row, column) -> Values; widen_values(Values, f32[N]) makes numbers of them. The first row
+  // of a sum sets it, so that -0 stays -0; columns that are not there are 0 or, weighted, anything.
+  template <class Values, bool kWeighted, i32 kRows, class Load, class Widen>
+  __device__ __forceinline__ void add(const Item (&items)[kRows], Load load, Widen widen_values) {
+    if (items[0].what & kFirst)
+      add_rows<Values, kWeighted, true>(items, load, widen_values);
     else
-      add_row<Values, kWeighted, false>(item, load, widen_values);
+      add_rows<Values, kWeighted, false>(items, load, widen_values);
   }
 
-  template <class Values, bool kWeighted, bool kSets, class Load, class Widen>
-  __device__ __forceinline__ void add_row(const Item& item, Load load, Widen widen_values) {
-    const i32 columns = item.columns();
+  template <class Values, bool kWeighted, bool kSets, i32 kRows, class Load, class Widen>
+  __device__ __forceinline__ void add_rows(const Item (&items)[kRows], Load load, Widen widen_values) {
+    const i32 columns = items[0].columns();
     constexpr i32 kAhead = G < 4 ? G : 4;
 #pragma unroll
     for (i32 base = 0; base < G; base += kAhead) {
       if (group(base) >= columns) break;
-      Values values[kAhead] = {};
+      Values values[kRows][kAhead] = {};
 #pragma unroll
-      for (i32 j = 0; j < kAhead; ++j)
-        if (base + j < G && column(base + j) < columns) values[j] = load(column(base + j));
+      for (i32 row = 0; row < kRows; ++row)
 #pragma unroll
-      for (i32 j = 0; j < kAhead; ++j) {
-        if (base + j >= G) continue;
-        f32 value[N];
-        widen_values(values[j], value);
+        for (i32 j = 0; j < kAhead; ++j)
+          if (base + j < G && column(base + j) < columns) values[row][j] = load(row, column(base + j));
 #pragma unroll
-        for (i32 i = 0; i < N; ++i) {
-          const f32 term = kWeighted ? __fmul_rn(value[i], item.weight) : value[i];
-          at[base + j][i] = kSets ? term : __fadd_rn(at[base + j][i], term);
+      for (i32 row = 0; row < kRows; ++row)
+#pragma unroll
+        for (i32 j = 0; j < kAhead; ++j) {
+          if (base + j >= G) continue;
+          f32 value[N];
+          widen_values(values[row][j], value);
+#pragma unroll
+          for (i32 i = 0; i < N; ++i) {
+            const f32 term = kWeighted ? __fmul_rn(value[i], items[row].weight) : value[i];
+            at[base + j][i] = kSets && row == 0 ? term : __fadd_rn(at[base + j][i], term);
+          }
         }
-      }
     }
   }
 
@@ -93,8 +97,9 @@ constexpr i32 kMadeColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
 template <bool kWeighted, class Totals>
 __device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8* stage) {
   using Values = Words<Y, kMadeColumns>;
+  const Item items[] = {item};
   sums.template add<Values, kWeighted>(
-      item, [&](i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
+      items, [&](i32, i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
       [](const Values& values, f32(&value)[kMadeColumns]) {
 #pragma unroll
         for (i32 i = 0; i < kMadeColumns; ++i) value[i] = value_in<Y>(values.at, i);
@@ -167,15 +172,17 @@ __device__ __forceinline__ void widen_landed(const Landed<Moved>& landed, f32 (&
   }
 }
 
-template <bool kWeighted, class Totals>
-__device__ __forceinline__ void add_partial(Totals& sums, const Rings& rings, const Item& item, const u8* stage) {
-  const f32* scales = reinterpret_cast<const f32*>(stage + padded16(rings.columns * sizeof(C)));
+template <bool kWeighted, i32 kRows, class Totals>
+__device__ __forceinline__ void add_partials(Totals& sums, const Rings& rings, const Item (&items)[kRows], u8* const (&stages)[kRows]) {
   sums.template add<Landed<C>, kWeighted>(
-      item,
-      [&](i32 column) {
+      items,
+      [&](i32 row, i32 column) {
         Landed<C> landed;
-        landed.values = *reinterpret_cast<const decltype(landed.values)*>(stage + column * sizeof(C));
-        if constexpr (kFp8) landed.scale = scales[column / quant::kBlock];
+        landed.values = *reinterpret_cast<const decltype(landed.values)*>(stages[row] + column * sizeof(C));
+        if constexpr (kFp8) {
+          const f32* scales = reinterpret_cast<const f32*>(stages[row] + padded16(rings.columns * sizeof(C)));
+          landed.scale = scales[column / quant::kBlock];
+        }
         return landed;
       },
       [](const Landed<C>& landed, f32(&value)[kHomeColumns]) { widen_landed(landed, value); });

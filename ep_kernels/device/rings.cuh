@@ -13,7 +13,7 @@
 // ends (so does the wait for credit, owner.cuh, for the telling warp).
 #pragma once
 
-constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12;
+constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12, kMostItems = kMostRows + kMostMade + kMostHome;
 constexpr u32 kMadeBarriers = kMostRows > 2 * kMostMade ? kMostRows : 2 * kMostMade;
 constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
               kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items

@@ -36,8 +36,10 @@ __device__ __forceinline__ Rooms open_rooms(const CombineArgs& args, u8* shared,
   if (threadIdx.x == THREADS - 1) {  // of a warp that has nothing to load
     open_ring(rooms.rows, 1, kCopies || kConverts ? 1 : kMakers);
     if constexpr (!kCopies) open_ring(rooms.made, kConverts ? 1 : kMakers, 1);
-    open_ring(rooms.home, 1, kSummers);
+    open_ring(rooms.home, 1, num_summers(args.rings));
     ptx::barrier_init(&credit_known);
+    ptx::barrier_init(&desk_full, 32);
+    ptx::barrier_init(&desk_empty, 32);
     chunks_done = chunks_told = 0;
     verdict = kSame;
     ptx::fence_barrier_init();
@@ -84,7 +86,9 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const i32 warp = warp_idx();
   ptx::wait_for_previous_launch();
   const Beginning begun = begin(args, rows, waited);
-  const Rooms rooms = open_rooms(args, shared, reinterpret_cast<Item*>(rows + (world.size + 3) / 4 * 4));
+  Item* items = reinterpret_cast<Item*>(rows + (world.size + 3) / 4 * 4);
+  const Rooms rooms = open_rooms(args, shared, items);
+  const Desk desk = {reinterpret_cast<Ask*>(items + kMostItems), 0};
   if (__syncthreads_or(begun.stop != STOP_RUNNING) != 0) {  // z is known where this launch receives
     if (receives) poison(args, team);
     return;
@@ -98,14 +102,16 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   } else if (warp == kTeller) {
     if (sends) tell(args, team, find_credit(args, team, begun.credit, seq), seq, origin, start);
   } else if (warp == kHomeLoader) {
-    if (receives) load_all_home(args, team, rooms.home, seq, origin, start, waited);
+    if (receives) load_all_home(args, team, rooms.home, desk, seq, origin, start, waited);
+  } else if (kCopies && warp == kAsker) {
+    if (receives) load_what_is_asked(args, desk, rooms.home);
   } else if (warp < kFirstSummer) {
     if constexpr (kConverts) {
       if (sends) convert_rows(args, rooms.rows, rooms.made);
     } else if constexpr (!kCopies) {
       if (sends) make_partials<kMakers>(args, rooms.rows, rooms.made);
     }
-  } else if (receives) {
+  } else if (receives && warp < kFirstSummer + num_summers(args.rings)) {
     sum_home(args, rooms.home);
   }
   if (!receives) return;

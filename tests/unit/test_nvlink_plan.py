@@ -317,6 +317,15 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     assert blocks(layout=Layout.FLAT, num_sms=132) == 132
 
 
+@pytest.mark.parametrize(("size", "blocks"), [(2, 44), (4, 32), (8, 28), (64, 24)])
+def test_combine_of_short_rows_takes_the_blocks_that_their_number_needs(size: int, blocks: int) -> None:
+    """What a token's row to each of its ranks costs at home is no longer than the links take for it."""
+    c = config(size=size, mode=Mode.HT, layout=Layout.FLAT, hidden_size=2048, topk=8)
+    ranks = size * (1 - (1 - 1 / size) ** 8)
+    assert ranks * plan.SUMMED_NS / blocks <= ranks * (size - 1) / size * 4096 / plan.LINK_GBPS
+    assert plan.combine_blocks(c) == blocks
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_dispatch_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     """More where rows become fp8 on the way; all where the receiver copies; as given where a number is given."""

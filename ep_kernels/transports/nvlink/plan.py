@@ -37,8 +37,9 @@ DISPATCH_GBPS = {False: 25, True: 19}
 """What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
 move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
 blocks keep the links busy."""
-SENT_GBPS = 15
-"""What a block of HT combine sends at most where rows travel as they are: it takes them only when it has room."""
+SENT_GBPS, SUMMED_NS = 15, 250
+"""Where rows travel as they are: what a block of HT combine sends at most, for it takes long ones only when it has
+room, and how long it takes, at home, for each that it sums, however short: docs/kernels/ht.md."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
@@ -325,11 +326,11 @@ def _ranks_of_a_token(c: MoEConfig) -> float:
     return size * float(1 - (1 - 1 / size) ** c.topk)
 
 
-def _enough_blocks(through: float, over_links: float, block_gbps: int) -> int:
-    """With which the links are what limits: bytes of a token through shared memory, and over the links."""
+def _enough_blocks(block_ns: float, over_links: float) -> int:
+    """With which the links are what limits: time that a token keeps a block busy, its bytes over the links."""
     if over_links == 0:
         return HT_BLOCKS
-    return min(HT_BLOCKS, math.ceil(through / over_links * LINK_GBPS / block_gbps / BLOCK_UNIT) * BLOCK_UNIT)
+    return min(HT_BLOCKS, math.ceil(block_ns / over_links * LINK_GBPS / BLOCK_UNIT) * BLOCK_UNIT)
 
 
 def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
@@ -342,7 +343,7 @@ def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
         return HT_BLOCKS
     ranks, width = _ranks_of_a_token(c), c.dtype.itemsize if c.quantize else 1
     over_links = sizes.row_bytes * ranks * (c.group.size - 1) / c.group.size
-    return _enough_blocks(sizes.row_bytes * (width + ranks), over_links, DISPATCH_GBPS[c.quantize])
+    return _enough_blocks(sizes.row_bytes * (width + ranks) / DISPATCH_GBPS[c.quantize], over_links)
 
 
 def combine_blocks(c: MoEConfig) -> int:
@@ -360,13 +361,16 @@ def combine_blocks(c: MoEConfig) -> int:
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
     over_links = moved * partials * (size - 1) / size
-    enough = _enough_blocks(through, over_links, COMBINE_GBPS)
-    return max(enough, _enough_blocks(over_links, over_links, SENT_GBPS)) if _copies(c) else enough
+    block_ns = through / COMBINE_GBPS
+    if _copies(c):
+        block_ns = max(block_ns, over_links / SENT_GBPS, partials * SUMMED_NS)
+    return _enough_blocks(block_ns, over_links)
 
 
 def combine_rings(c: MoEConfig) -> rings.Rings:
     """What a block of an HT combine holds in shared memory."""
     control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.MOST_ITEMS
+    control += rings.ASKED_BYTES if _copies(c) else 0
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
     return rings.rings_of(

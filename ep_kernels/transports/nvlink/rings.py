@@ -14,6 +14,8 @@ MOST_ROWS, MOST_MADE, MOST_HOME = 12, 4, 12
 """Stages of each kind at most: so many barriers there are."""
 MOST_ITEMS = MOST_ROWS + MOST_MADE + MOST_HOME
 ITEM_BYTES = 16
+ASKED_BYTES = 32 * 16
+"""What one warp at home asks another to load: for each lane (device/home.cuh)."""
 MOST_BYTES = 16384
 """Of a stage."""
 MOST_FP8_BYTES = 14336
