@@ -121,6 +121,7 @@ struct alignas(16) Ask {
   f32 weight;
   u32 what;  // kFirst, kLast, kZeros, and above them the number + 1, 0 = nothing
 };
+static_assert(sizeof(Ask) == 16, "the plan reserves so much per lane: ASKED_BYTES of transports/nvlink/rings.py");
 
 __device__ __forceinline__ Ask ask_of(const Lanes& lanes, const Term& term) {
   const u32 present = __ballot_sync(~0u, term.present), before = (1u << (lanes.index * lanes.width)) - 1;

@@ -95,14 +95,16 @@ def test_numbers_that_both_sides_name_agree() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
-    """Barriers, a wait per peer, rows per source, items: what `combine_team` lays before the stages."""
+    """Barriers, waits per peer, rows per source, items, what is asked for: what `combine_team` lays before stages."""
     exact = layout.per_expert
     for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
         launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_rings(c)
+        copies = c.exact_combine or not layout.per_expert
         control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.MOST_ITEMS * rings.ITEM_BYTES
+        control += rings.ASKED_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES
-        assert (found.num_made == 0) == (c.exact_combine or not layout.per_expert)
+        assert (found.num_made == 0) == copies
 
 
 @pytest.mark.parametrize("size", [1, 4, abi.MAX_RANKS])
