@@ -250,6 +250,7 @@ __device__ __forceinline__ void convert_rows(const CombineArgs& args, Ring rows,
   move_on(warp_idx() - kFirstMaker);
 #pragma unroll 1
   while (true) {
+    rows.await_empty();  // loads end in any order: the stage may not have been filled a lap ago, which has the same parity as now
     const Item item = take_stage(rows);
     if ((item.what & kNoMore) == 0) {
       f32* scales = reinterpret_cast<f32*>(rows.stage() + padded16(args.rings.columns * sizeof(C)));

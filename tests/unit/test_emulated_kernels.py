@@ -29,6 +29,7 @@ pytestmark = [
 SPLIT, BOTH = (1, 2), (3,)
 MODES = [Mode.LL, Mode.HT]
 FP8 = torch.float8_e4m3fn
+FP8_PARTIALS = jit.combine_variant("ht", 1, "bf16", "e4m3")
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
 """The others differ from these in arithmetic that the GPU tests look at; each kernel takes seconds to compile."""
 
@@ -51,7 +52,8 @@ def _is_wanted(variant: jit.Variant) -> bool:
     if variant.kernel.endswith("dispatch"):
         return of["LAYOUT"] in ("0", "2") and (of["X"] == "u8" or (of["X"], of["LAYOUT"]) == ("bf16", "0"))
     if variant.kernel.endswith("combine"):
-        return of["KIND"] in ("0", "1") and (of["Y"], of["C"]) == ("bf16", "bf16")
+        moved = ("bf16", "e4m3") if variant == FP8_PARTIALS else ("bf16",)
+        return of["KIND"] in ("0", "1") and of["Y"] == "bf16" and of["C"] in moved
     return False
 
 
@@ -175,6 +177,14 @@ def test_long_rows_as_they_are(blocks: int) -> None:
     """HT combine takes their chunks, several per block, when it has room, and has fewer stores under way."""
     case = RoutingCase(6, 3, 4104, (70, 0, 33), "single_none", draw_seed(), max_tokens=70)
     run([case, replace(case, seed=draw_seed())], Mode.HT, Layout.RANK_MAJOR, blocks=blocks)
+
+
+@pytest.mark.parametrize("hidden", [208, 7168, 8208])
+def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
+    """HT combine's makers take turns at the stages, which are filled in any order; short rows, long ones, rows of two pieces."""
+    case = RoutingCase(6, 3, hidden, (110, 0, 33), "uniform", draw_seed(), max_tokens=110)
+    for blocks in (1, 3):
+        run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)
 
 
 def test_many_tokens_in_few_blocks() -> None:
