@@ -5,7 +5,6 @@
 constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
 constexpr i32 kLate = 3;            // the last chunks per block: taken when there is room for them
-constexpr u32 kShortBytes = 8192;   // of rows that travel as they are; longer ones are long
 constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
 constexpr u32 kAllDone = 1u << 31;  // in chunks_done: no more come; as chunks_told: no one waits for the teller
 
@@ -17,7 +16,7 @@ __shared__ bool has_credit;           // then: whether this block may write to p
 
 // Few long rows fill the links, which do not serve all blocks alike: what a slow block holds comes late, and homes wait for it. So a
 // block has fewer of them under way, and takes each chunk only when it has room.
-__device__ __forceinline__ bool long_rows(const CombineArgs& args) { return kCopies && args.rings.row_bytes > kShortBytes; }
+__device__ __forceinline__ bool long_rows(const CombineArgs& args) { return kCopies && !short_rows(args.rings); }
 
 // Anybody who writes to peers.
 __device__ __forceinline__ bool await_credit() {
@@ -155,7 +154,7 @@ __device__ __forceinline__ Loads loads_of(const CombineArgs& args, const Lanes& 
 __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
                                            const Loads& loads) {
   const Rings& rings = args.rings;
-  if (kCopies && !long_rows(args)) {
+  if (short_rows(rings)) {
     const u32 me = 1u << lane_idx();
     const i32 number = (loads.loading & me) != 0 ? __popc(loads.loading & (me - 1)) : -1, columns = columns_of(args.world, rings, 0);
     const Item item = {loads.weight, loads.what | static_cast<u32>(columns) << kColumnsShift, loads.to};
