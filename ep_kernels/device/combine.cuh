@@ -10,8 +10,9 @@ constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kAsker 
 constexpr i32 kMakers = kCopies ? 0 : kConverts ? 4 : 8;
 constexpr i32 kFirstSummer = kFirstMaker + kMakers, kSummers = THREADS / 32 - kFirstSummer;
 
-// Such a row costs its warps latency, not bytes.
-__device__ __forceinline__ bool short_rows(const Rings& rings) { return rings.num_pieces == 1 && rings.row_bytes <= 8192; }
+// Rows of so few bytes cost their warps latency.
+constexpr u32 kShortBytes = 8192;
+__device__ __forceinline__ bool short_rows(const Rings& rings) { return rings.num_pieces == 1 && rings.row_bytes <= kShortBytes; }
 
 __device__ __forceinline__ i64 position_of(const World& world, i32 owner, i32 position) {
   return static_cast<i64>(owner) * world.max_tokens + position;

@@ -181,7 +181,7 @@ def test_long_rows_as_they_are(blocks: int) -> None:
 
 @pytest.mark.parametrize("hidden", [208, 7168, 8208])
 def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
-    """HT combine's makers take turns at the stages, which are filled in any order; short rows, long ones, rows of two pieces."""
+    """HT combine's makers take turns at stages, which are filled in any order; short rows, long ones, in two pieces."""
     case = RoutingCase(6, 3, hidden, (110, 0, 33), "uniform", draw_seed(), max_tokens=110)
     for blocks in (1, 3):
         run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)

@@ -81,6 +81,8 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
         assert found.num_made == (0 if in_place else rings.MOST_MADE)
         assert (found.num_rows if in_place else found.num_made) > kept
         assert copies or not in_place or found.num_rows >= kept + closing, "a stage for the end, for each maker"
+        if in_place and found.num_pieces == 1 and found.row_bytes <= constant("combine", "kShortBytes"):
+            assert found.num_rows - kept >= (found.num_rows + 1) // 2, "lanes that ask for half wait for one another"
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
