@@ -1,10 +1,6 @@
 // What both halves of HT combine share: who does what in a block, where things lie, how blocks share the work.
 #pragma once
 
-constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;
-constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows travel as they are
-constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;        // each becomes fp8 by itself, in the stage in which it lies
-
 // Tasks by warp; the rest of the block adds.
 constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kAsker = 4, kFirstMaker = kCopies ? 5 : 4;
 constexpr i32 kMakers = kCopies ? 0 : kConverts ? 4 : 8;

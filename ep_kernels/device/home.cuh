@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_tokens(const CombineArgs& args, const Lanes
     const Item item = {ask.weight, (ask.what & (kFirst | kLast)) | static_cast<u32>(columns) << kColumnsShift,
                        z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
     const u8* from = ask.what & kZeros ? ask.from : ask.from + static_cast<i64>(piece) * rings.home_bytes;
-    load_stages(ring, number, count, item, from, home_bytes_of(rings, columns));
+    load_stages(ring, number, count, item, from, home_bytes_of(rings, columns), half_of(ring));
   }
 }
 
@@ -245,9 +245,7 @@ __device__ __forceinline__ i32 num_summers(const Rings& rings) {
 
 // The summing warps: stages to z. Where rows travel as they are, two of a token at a time, for a step is mostly latency.
 __device__ __forceinline__ void sum_home(const CombineArgs& args, Ring ring) {
-  HomeSums sums;
-  sums.warp = warp_idx() - kFirstSummer;
-  sums.warps = num_summers(args.rings);
+  HomeSums sums = sums_of<HomeSums>(warp_idx() - kFirstSummer, num_summers(args.rings), args.rings.columns);
 #pragma unroll 1
   while (true) {
     Item item = take_stage(ring);

@@ -2,7 +2,8 @@
 // nobody does, where rows travel as they are), one thread stores these at their homes, one tells homes what is there.
 #pragma once
 
-constexpr u32 kReading = 3;         // stores that may still read their stages: less than there are
+// Stores that may still read their stages: fewer than there are. Of partials fewest: teams wait for these stages.
+constexpr u32 kReadingRows = 3, kReadingMade = 1, kReading = kSums ? kReadingMade : kReadingRows;
 constexpr u32 kUntold = 3;          // stores that may be under way before a chunk is known to be complete
 constexpr i32 kLate = 3;            // the last chunks per block: taken when there is room for them
 constexpr i32 kNamed = 64;          // chunks that are loaded and not told, at most
@@ -150,15 +151,43 @@ __device__ __forceinline__ Loads loads_of(const CombineArgs& args, const Lanes& 
           home_at(args, batch.source, row)};
 }
 
-// Position by position, piece by piece, in ascending k: the lanes take turns. Short rows side by side.
+// Where rows are summed the makers are teams, each with a sum of its own: most of a row's time is latency, which so overlaps. Sums are
+// numbered in the order of their rows, and teams take turns. The loader says where a sum's rows begin once the first has a stage.
+constexpr u32 kTurns = 32;
+constexpr u32 kPhase = 0x40, kOver = 0x80, kFirstOver = 0xC0;  // beside the stage; instead of it: no more sums, and the first to hear of it
+static_assert(kTurns >= 2 * kMostRows, "a turn is told when its row has a stage: the turn kTurns before it is over by then");
+static_assert(kMostRows < kPhase, "what is told holds a stage");
+
+__shared__ u64 turn_told[kTurns];  // mbarriers
+__shared__ u8 turns[kTurns];
+
+constexpr i32 kMostOfTeam = kFp8 ? kMakers : kMakers / 2;  // warps; fp8's have more to do for a partial
+using MadeSums = Sums<kMadeColumns, kSums ? kMostOfTeam : 1>;
+
+__device__ __forceinline__ i32 num_of_team(const Rings& rings) { return rings.columns * 2 <= kMostColumns ? kMostOfTeam / 2 : kMostOfTeam; }
+
+__device__ __forceinline__ void tell_turn(u32 number, u32 what) {
+  turns[number % kTurns] = what;
+  ptx::barrier_arrive(turn_told + number % kTurns);
+}
+
+constexpr i32 kLongTogether = 2;  // long rows that are loaded side by side, where any are
+
+// Position by position, piece by piece, in ascending k: the lanes take turns. Rows of one piece that makers work on, and short ones, side by
+// side. `sums`: begun so far.
 __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Ring& rows,
-                                           const Loads& loads) {
+                                           const Loads& loads, u32& sums) {
   const Rings& rings = args.rings;
-  if (short_rows(rings)) {
-    const u32 me = 1u << lane_idx();
+  const u32 me = 1u << lane_idx();
+  const bool begins = kSums && (loads.what & kFirst);
+  if (short_rows(rings) || (!kCopies && rings.num_pieces == 1)) {
     const i32 number = (loads.loading & me) != 0 ? __popc(loads.loading & (me - 1)) : -1, columns = columns_of(args.world, rings, 0);
     const Item item = {loads.weight, loads.what | static_cast<u32>(columns) << kColumnsShift, loads.to};
-    return load_stages(rows, number, __popc(loads.loading), item, loads.from, columns * sizeof(Y));
+    const u32 beginning = __ballot_sync(~0u, begins && number >= 0), sum = sums + __popc(beginning & (me - 1));
+    load_stages(rows, number, __popc(loads.loading), item, loads.from, columns * sizeof(Y), short_rows(rings) ? half_of(rows) : kLongTogether,
+                [&](const Ring& at) { if (begins) tell_turn(sum, at.at | at.phase * kPhase); });
+    sums += __popc(beginning);
+    return;
   }
 #pragma unroll 1
   for (i32 i = 0; i < loads.count; ++i) {
@@ -170,8 +199,12 @@ __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes&
                          loads.to + static_cast<i64>(piece) * rings.home_bytes};
       const u8* from = loads.kept ? loads.from + static_cast<i64>(piece) * rings.columns * sizeof(Y) : loads.from;
 #pragma unroll 1
-      for (u32 left = loads.loading & lanes.of(i); left != 0; left &= left - 1)
-        load_stage(rows, lane_idx() == __ffs(left) - 1, item, from, columns * sizeof(Y));
+      for (u32 left = loads.loading & lanes.of(i); left != 0; left &= left - 1) {
+        const i32 lane = __ffs(left) - 1;
+        load_stage(rows, lane_idx() == lane, item, from, columns * sizeof(Y),
+                   [&](const Ring& at) { if (begins) tell_turn(sums, at.at | at.phase * kPhase); });
+        sums += __shfl_sync(~0u, static_cast<u32>(begins), lane);
+      }
     }
   }
 }
@@ -190,7 +223,7 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
   const i32 total = chunks.total();
   Claims claims = claims_of(team, &args.world.state->chunks_taken, total, long_rows(args) ? 0 : total - kLate * team.num_blocks);
   Chunk chunk = {};
-  u32 named = 0;
+  u32 named = 0, sums = 0;
   Batch next = next_batch(args, lanes, chunks, claims, chunk);
   auto begin = [&](const Batch& batch) {
     if (batch.ends_chunk && lane_idx() == 0) name_chunk(args.world, batch, named);
@@ -204,37 +237,51 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
   while (next.present && claims.asked) {
     const Loads loads = begin(next);
     next = next_batch(args, lanes, chunks, claims, chunk);  // asked for after the last look at this one: one scoreboard
-    load_batch(args, lanes, rows, loads);
+    load_batch(args, lanes, rows, loads, sums);
   }
 #pragma unroll 1
   while (next.present) {  // the last chunks, or all
     const Loads loads = begin(next);
-    load_batch(args, lanes, rows, loads);
+    load_batch(args, lanes, rows, loads, sums);
     next = next_batch(args, lanes, chunks, claims, chunk);
   }
-  close_ring(rows, kConverts ? kMakers : 1);
+  if constexpr (kSums) {
+    const u32 teams = kMakers / num_of_team(args.rings);
+    if (static_cast<u32>(lane_idx()) < teams) tell_turn(sums + lane_idx(), lane_idx() == 0 ? kFirstOver : kOver);
+  } else {
+    close_ring(rows, kConverts ? kMakers : 1);
+  }
 }
 
-// The makers: rows to partials.
-template <i32 kWarps>
+// The makers: rows to partials, a team one at a time.
 __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
-  Sums<kMadeColumns, kWarps> sums;
-  sums.warp = warp_idx() - kFirstMaker;
-  sums.warps = kWarps;
+  const i32 maker = warp_idx() - kFirstMaker, each = num_of_team(args.rings), teams = kMakers / each;
+  MadeSums sums = sums_of<MadeSums>(maker % each, each, args.rings.columns);
+  u32 turn = maker / each;
+  made = made.ahead(turn);
 #pragma unroll 1
-  while (true) {
-    const Item item = take_stage(rows);
-    if ((item.what & kNoMore) == 0) add_row<KIND == PER_EXPERT>(sums, item, rows.stage());
-    give_back(rows);
-    if ((item.what & (kLast | kNoMore)) == 0) continue;
+  for (;; turn += teams) {
+    ptx::bulk_load_wait(turn_told + turn % kTurns, turn / kTurns & 1);
+    const u32 told = turns[turn % kTurns];
+    if (told == kOver) return;
+    Item item = {0.0f, kNoMore, nullptr};
+    rows.at = told & (kPhase - 1);
+    rows.phase = (told & kPhase) != 0;
+    while ((told & kOver) == 0) {
+      if (teams > 1) rows.await_empty();  // other teams' rows lie between, and the load of a lap ago may not have ended (convert_rows)
+      item = take_stage(rows);
+      add_row<KIND == PER_EXPERT>(sums, item, rows.stage());
+      give_back(rows);
+      if (item.what & kLast) break;
+    }
     made.await_empty();
     if (item.what & kLast) write_partial(sums, args.rings, item.columns(), made.stage());
-    if (sums.warp == 0 && lane_idx() == 0) made.items[made.at] = item;
+    if (sums.begin == 0 && lane_idx() == 0) made.items[made.at] = item;
     ptx::fence_proxy_shared();
     __syncwarp();
     if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
-    made.move_on();
     if (item.what & kNoMore) return;
+    made = made.ahead(teams);
   }
 }
 

@@ -1,11 +1,10 @@
 // Sums of HT combine, from rows in shared memory: of expert rows into a partial as it travels, and of partials into z.
-// Several warps share a row: 32 x N columns at a time, in turn. A lane keeps its columns' sums in registers from the
-// first row to the last.
+// Several warps share a row, each a span of its columns, 32 x N at a time. A lane keeps its columns' sums in registers from
+// the first row to the last.
 //
 // A piece of a partial as it travels: its columns, padded to 16 bytes; fp8: then its scales, fp32, one per 128 columns.
 #pragma once
 
-constexpr bool kFp8 = sizeof(C) == 1;
 constexpr i32 kMostBytes = 16384;  // of a piece, as y and as it travels
 constexpr i32 kMostColumns = kMostBytes / static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
 
@@ -25,9 +24,9 @@ template <i32 N, i32 W, i32 G = (kMostColumns + 32 * N * W - 1) / (32 * N * W)>
 struct Sums {
   static constexpr i32 kColumns = N, kGroups = G;
   f32 at[G][N];
-  i32 warp, warps;  // this one, of so many
+  i32 begin, end;  // this warp's columns, of those that there are
 
-  __device__ __forceinline__ i32 group(i32 g) const { return (g * warps + warp) * 32 * N; }
+  __device__ __forceinline__ i32 group(i32 g) const { return begin + g * 32 * N; }
   __device__ __forceinline__ i32 column(i32 g) const { return group(g) + lane_idx() * N; }
 
   // Adds rows, one after the other: load(row, column) -> Values; widen_values(Values, f32[N]) makes numbers of them. The first row
@@ -42,7 +41,7 @@ struct Sums {
 
   template <class Values, bool kWeighted, bool kSets, i32 kRows, class Load, class Widen>
   __device__ __forceinline__ void add_rows(const Item (&items)[kRows], Load load, Widen widen_values) {
-    const i32 columns = items[0].columns();
+    const i32 columns = min(items[0].columns(), end);
     constexpr i32 kAhead = G < 4 ? G : 4;
 #pragma unroll
     for (i32 base = 0; base < G; base += kAhead) {
@@ -54,10 +53,10 @@ struct Sums {
         for (i32 j = 0; j < kAhead; ++j)
           if (base + j < G && column(base + j) < columns) values[row][j] = load(row, column(base + j));
 #pragma unroll
-      for (i32 row = 0; row < kRows; ++row)
+      for (i32 j = 0; j < kAhead; ++j) {
+        if (base + j >= G || (N > quant::kLaneColumns && group(base + j) >= columns)) break;
 #pragma unroll
-        for (i32 j = 0; j < kAhead; ++j) {
-          if (base + j >= G) continue;
+        for (i32 row = 0; row < kRows; ++row) {
           f32 value[N];
           widen_values(values[row][j], value);
 #pragma unroll
@@ -66,6 +65,7 @@ struct Sums {
             at[base + j][i] = kSets && row == 0 ? term : __fadd_rn(at[base + j][i], term);
           }
         }
+      }
     }
   }
 
@@ -78,9 +78,21 @@ struct Sums {
   }
 };
 
+// Of `warps` warps that share `columns`, number `warp`.
+template <class Totals>
+__device__ __forceinline__ Totals sums_of(i32 warp, i32 warps, i32 columns) {
+  constexpr i32 kGroup = 32 * Totals::kColumns;
+  const i32 groups = (columns + kGroup - 1) / kGroup, span = (groups + warps - 1) / warps * kGroup;
+  Totals sums;
+  sums.begin = warp * span;
+  sums.end = sums.begin + span;
+  return sums;
+}
+
 // The sums, rounded to T.
 template <class T, class Totals>
-__device__ __forceinline__ void write_rounded(Totals& sums, i32 columns, u8* to) {
+__device__ __forceinline__ void write_rounded(Totals& sums, i32 num_columns, u8* to) {
+  const i32 columns = min(num_columns, sums.end);
   sums.for_groups(columns, [&](i32 g) {
     Vec<T, Totals::kColumns> rounded;
 #pragma unroll
@@ -109,7 +121,8 @@ __device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8
 // A warp's share of a partial as fp8. A lane divides for a group, and nothing branches group by group: the groups' latencies
 // overlap. What is not finite takes the slow way.
 template <class Totals>
-__device__ __forceinline__ void write_quantised(Totals& sums, i32 columns, u8* stage, f32* scales) {
+__device__ __forceinline__ void write_quantised(Totals& sums, i32 num_columns, u8* stage, f32* scales) {
+  const i32 columns = min(num_columns, sums.end);
   u32 mine[Totals::kGroups], most = 0;
 #pragma unroll
   for (i32 g = 0; g < Totals::kGroups; ++g) {

@@ -13,8 +13,16 @@
 // ends (so does the wait for credit, owner.cuh, for the telling warp).
 #pragma once
 
-constexpr u32 kMostRows = 12, kMostMade = 4, kMostHome = 12, kMostItems = kMostRows + kMostMade + kMostHome;
-constexpr u32 kMadeBarriers = kMostRows > 2 * kMostMade ? kMostRows : 2 * kMostMade;
+constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;
+constexpr bool kFp8 = sizeof(C) == 1;
+constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows travel as they are
+constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // each becomes fp8 by itself, in the stage in which it lies
+constexpr bool kSums = !kCopies && !kConverts;             // makers sum them
+
+constexpr u32 kMostSent = 12, kMostSummed = 16, kMostMade = 4, kMostHome = 12;  // stages; of rows that are sent, or summed
+constexpr u32 kMostRows = kSums ? kMostSummed : kMostSent, kMostItems = kMostRows + kMostMade + kMostHome;
+constexpr u32 kMadeBarriers = kSums ? 2 * kMostMade : kMostRows;
+static_assert(8 * (2 * kMostRows + kMadeBarriers + 2 * kMostHome) <= kBarrierBytes, "mbarriers");
 constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
               kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items
 constexpr u32 kColumnsShift = 8;
@@ -86,28 +94,40 @@ __device__ __forceinline__ void open_ring(const Ring& ring, u32 fillers, u32 rea
   }
 }
 
-// One lane of the loading warp: fills the stage with `num_bytes` (a multiple of 16) of `from`.
-__device__ __forceinline__ void fill_stage(const Ring& ring, const Item& item, const u8* from, u32 num_bytes) {
+struct Nothing {
+  __device__ __forceinline__ void operator()(const Ring&) const {}
+};
+
+// One lane of the loading warp: fills the stage with `num_bytes` (a multiple of 16) of `from`, after granted(ring): the stage is empty.
+template <class Granted>
+__device__ __forceinline__ void fill_stage(const Ring& ring, const Item& item, const u8* from, u32 num_bytes, Granted granted) {
   ring.await_empty();
+  granted(ring);
   ring.items[ring.at] = item;
   ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
 }
 
 // The loading warp; the lane that has it at hand fills the next stage.
-__device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes) {
-  if (at_hand) fill_stage(ring, item, from, num_bytes);
+template <class Granted = Nothing>
+__device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes,
+                                           Granted granted = {}) {
+  if (at_hand) fill_stage(ring, item, from, num_bytes, granted);
   __syncwarp();
   ring.move_on();
 }
 
-// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that has none. Half of
-// the ring at a time: whoever reads the other half meanwhile need not wait.
-__device__ __forceinline__ void load_stages(Ring& ring, i32 number, i32 count, const Item& item, const u8* from, u32 num_bytes) {
-  const i32 most = static_cast<i32>(ring.size + 1) / 2;
+// So many stages that whoever reads the others meanwhile need not wait.
+__device__ __forceinline__ i32 half_of(const Ring& ring) { return static_cast<i32>(ring.size + 1) / 2; }
+
+// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that has none. `most` at
+// a time, for which that many stages must come free.
+template <class Granted = Nothing>
+__device__ __forceinline__ void load_stages(Ring& ring, i32 number, i32 count, const Item& item, const u8* from, u32 num_bytes, i32 most,
+                                            Granted granted = {}) {
 #pragma unroll 1
   for (i32 first = 0; first < count; first += most) {
     const i32 ahead = number - first;
-    if (ahead >= 0 && ahead < most) fill_stage(ring.ahead(ahead), item, from, num_bytes);
+    if (ahead >= 0 && ahead < most) fill_stage(ring.ahead(ahead), item, from, num_bytes, granted);
     __syncwarp();
     ring = ring.ahead(min(most, count - first));
   }

@@ -34,10 +34,11 @@
 __device__ __forceinline__ Rooms open_rooms(const CombineArgs& args, u8* shared, Item* items) {
   const Rooms rooms = carve_rooms(args.rings, shared, shared + args.work.stage_offset, items);
   if (threadIdx.x == THREADS - 1) {  // of a warp that has nothing to load
-    open_ring(rooms.rows, 1, kCopies || kConverts ? 1 : kMakers);
-    if constexpr (!kCopies) open_ring(rooms.made, kConverts ? 1 : kMakers, 1);
+    open_ring(rooms.rows, 1, kSums ? num_of_team(args.rings) : 1);
+    if constexpr (!kCopies) open_ring(rooms.made, kSums ? num_of_team(args.rings) : 1, 1);
     open_ring(rooms.home, 1, num_summers(args.rings));
     ptx::barrier_init(&credit_known);
+    for (u32 turn = 0; kSums && turn < kTurns; ++turn) ptx::barrier_init(turn_told + turn);
     ptx::barrier_init(&desk_full, 32);
     ptx::barrier_init(&desk_empty, 32);
     chunks_done = chunks_told = 0;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     if constexpr (kConverts) {
       if (sends) convert_rows(args, rooms.rows, rooms.made);
     } else if constexpr (!kCopies) {
-      if (sends) make_partials<kMakers>(args, rooms.rows, rooms.made);
+      if (sends) make_partials(args, rooms.rows, rooms.made);
     }
   } else if (receives && warp < kFirstSummer + num_summers(args.rings)) {
     sum_home(args, rooms.home);

@@ -187,6 +187,14 @@ def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
         run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)
 
 
+@pytest.mark.parametrize("hidden", [208, 7168, 8208])
+def test_rows_that_are_summed_by_teams(hidden: int) -> None:
+    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one."""
+    case = RoutingCase(12, 8, hidden, (90, 0, 33), "uniform", draw_seed(), max_tokens=90)
+    for blocks in (1, 3):
+        run([case], Mode.HT, Layout.GROUPED, blocks=blocks)
+
+
 def test_many_tokens_in_few_blocks() -> None:
     """More than a tile of HT's routing; more rows than the queue of LL gives out by itself."""
     case = RoutingCase(24, 8, 64, (300, 0, 257), "uniform", draw_seed(), max_tokens=300)

@@ -326,6 +326,16 @@ def test_combine_of_short_rows_takes_the_blocks_that_their_number_needs(size: in
     assert plan.combine_blocks(c) == blocks
 
 
+@pytest.mark.parametrize(("hidden", "size", "blocks"), [(2048, 4, 64), (2048, 8, 48), (2880, 8, 32), (7168, 8, 28)])
+def test_combine_of_short_rows_that_are_summed_takes_more(hidden: int, size: int, blocks: int) -> None:
+    """A block takes its time for each, however short; rows of 7168 columns take what their bytes need."""
+    c = config(size=size, mode=Mode.HT, layout=Layout.GROUPED, hidden_size=hidden, topk=8)
+    ranks = size * (1 - (1 - 1 / size) ** 8)
+    links_ns = ranks * (size - 1) / size * hidden * 2 / plan.LINK_GBPS
+    assert blocks == plan.HT_BLOCKS or (8 + 2 * ranks) * plan.MADE_NS / blocks <= links_ns
+    assert plan.combine_blocks(c) == blocks
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_dispatch_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     """More where rows become fp8 on the way; all where the receiver copies; as given where a number is given."""

@@ -72,26 +72,30 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
 def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     """The storing warp keeps stages that are still being read: fewer than there are, or it would wait for itself."""
-    kept, closing = constant("owner", "kReading"), 4
+    kept_rows, kept_made, closing = constant("owner", "kReadingRows"), constant("owner", "kReadingMade"), 4
     for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
         assert found.stage_offset + found.num_bytes <= MOST
-        assert 2 <= found.num_rows <= rings.MOST_ROWS
+        assert 2 <= found.num_rows <= (rings.MOST_SENT if in_place else rings.MOST_SUMMED)
         assert 2 <= found.num_home <= rings.MOST_HOME
-        assert found.num_made == (0 if in_place else rings.MOST_MADE)
-        assert (found.num_rows if in_place else found.num_made) > kept
-        assert copies or not in_place or found.num_rows >= kept + closing, "a stage for the end, for each maker"
-        if in_place and found.num_pieces == 1 and found.row_bytes <= constant("combine", "kShortBytes"):
-            assert found.num_rows - kept >= (found.num_rows + 1) // 2, "lanes that ask for half wait for one another"
+        if not in_place:
+            teams = 4 if 2 * found.columns * max(y_bytes, moved) <= rings.MOST_BYTES else 2
+            assert max(teams, kept_made + 1) <= found.num_made <= rings.MOST_MADE, "a stage for each team, in order"
+            continue
+        assert found.num_made == 0
+        assert found.num_rows > kept_rows
+        assert copies or found.num_rows >= kept_rows + closing, "a stage for the end, for each maker"
+        if found.num_pieces == 1 and found.row_bytes <= constant("combine", "kShortBytes"):
+            assert found.num_rows - kept_rows >= (found.num_rows + 1) // 2, "lanes that ask for half wait for one another"
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
-    assert constant("rings", "kMostRows") == rings.MOST_ROWS
+    assert constant("rings", "kMostSent") == rings.MOST_SENT
+    assert constant("rings", "kMostSummed") == rings.MOST_SUMMED
     assert constant("rings", "kMostMade") == rings.MOST_MADE
     assert constant("rings", "kMostHome") == rings.MOST_HOME
     assert constant("partials", "kMostBytes") == rings.MOST_BYTES
-    barriers = 8 * (2 * rings.MOST_ROWS + max(rings.MOST_ROWS, 2 * rings.MOST_MADE) + 2 * rings.MOST_HOME)
-    assert barriers <= constant("team", "kBarrierBytes")
+    assert constant("combine", "kShortBytes") == rings.SHORT_BYTES
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
@@ -102,7 +106,7 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
     for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
         launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_rings(c)
         copies = c.exact_combine or not layout.per_expert
-        control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.MOST_ITEMS * rings.ITEM_BYTES
+        control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.most_items(copies) * rings.ITEM_BYTES
         control += rings.ASKED_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES

@@ -37,9 +37,10 @@ DISPATCH_GBPS = {False: 25, True: 19}
 """What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
 move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
 blocks keep the links busy."""
-SENT_GBPS, SUMMED_NS = 15, 250
+SENT_GBPS, SUMMED_NS, MADE_NS = 15, 250, 130
 """Where rows travel as they are: what a block of HT combine sends at most, for it takes long ones only when it has
-room, and how long it takes, at home, for each that it sums, however short: docs/kernels/ht.md."""
+room, and how long it takes, at home, for each that it sums, however short. Where rows are summed on their way out: how
+long it takes for a row, for a partial that it makes of them, and for one that comes: docs/kernels/ht.md."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
@@ -364,18 +365,20 @@ def combine_blocks(c: MoEConfig) -> int:
     block_ns = through / COMBINE_GBPS
     if _copies(c):
         block_ns = max(block_ns, over_links / SENT_GBPS, partials * SUMMED_NS)
+    elif c.resolved_layout.per_expert and not c.exact_combine:
+        block_ns = max(block_ns, (rows + 2 * partials) * MADE_NS)
     return _enough_blocks(block_ns, over_links)
 
 
 def combine_rings(c: MoEConfig) -> rings.Rings:
     """What a block of an HT combine holds in shared memory."""
-    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.MOST_ITEMS
-    control += rings.ASKED_BYTES if _copies(c) else 0
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
+    in_place = single and (_copies(c) or moved.itemsize == 1)
+    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.most_items(in_place)
+    control += rings.ASKED_BYTES if _copies(c) else 0
     return rings.rings_of(
-        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), single and (_copies(c) or moved.itemsize == 1),
-        control, SHARED_BYTES,
+        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), in_place, control, SHARED_BYTES
     )  # fmt: skip
 
 

@@ -10,12 +10,13 @@ from typing import Any
 from ep_kernels.config import FP8_BLOCK
 from ep_kernels.device import abi
 
-MOST_ROWS, MOST_MADE, MOST_HOME = 12, 4, 12
+MOST_SENT, MOST_SUMMED, MOST_MADE, MOST_HOME = 12, 16, 4, 12
 """Stages of each kind at most: so many barriers there are."""
-MOST_ITEMS = MOST_ROWS + MOST_MADE + MOST_HOME
 ITEM_BYTES = 16
 ASKED_BYTES = 32 * 16
 """What one warp at home asks another to load: for each lane (device/home.cuh)."""
+LONG_MADE, SHORT_BYTES = 3, 8192
+"""So many stages for partials that are made, where they are longer than so many bytes: each is one less for rows."""
 MOST_BYTES = 16384
 """Of a stage."""
 MOST_FP8_BYTES = 14336
@@ -23,7 +24,7 @@ MOST_FP8_BYTES = 14336
 8 KiB of the row have been read (device/quantize.cuh). A multiple of COLUMN_UNIT columns of two and of four bytes."""
 COLUMN_UNIT = 512
 """Pieces of a row that has several: whole scale blocks, whole 16 bytes of scales."""
-HOME_SHARE = 0.42
+HOME_SHARE = 0.36
 """Of what is left for stages of rows and stages of partials that have come home. Rows of several experts are summed on
 their way out, so more bytes go out than come home."""
 COPIED_HOME_SHARE = 0.7
@@ -59,6 +60,11 @@ class Rings:
         return abi.Rings(*(getattr(self, name) for name, _ in abi.Rings._fields_))
 
 
+def most_items(in_place: bool) -> int:
+    """An item lies beside each stage that there may be."""
+    return (MOST_SENT if in_place else MOST_SUMMED) + MOST_MADE + MOST_HOME
+
+
 def rings_of(
     hidden: int, y_bytes: int, moved_bytes: int, copies: bool, in_place: bool, control_bytes: int, most_bytes: int
 ) -> Rings:
@@ -79,10 +85,10 @@ def rings_of(
     home_bytes = _padded(columns * moved_bytes, 16) + scales
     row, made = _padded(columns * y_bytes, 128), _padded(home_bytes, 128)
     offset = _padded(control_bytes, 128)
-    num_made = 0 if in_place else MOST_MADE
+    num_made = 0 if in_place else MOST_MADE if made <= SHORT_BYTES else LONG_MADE
     left = most_bytes - offset - num_made * made
     num_home = min(MOST_HOME, int(left * (COPIED_HOME_SHARE if copies else HOME_SHARE)) // made)
-    num_rows = min(MOST_ROWS, (left - num_home * made) // row)
+    num_rows = min(MOST_SENT if in_place else MOST_SUMMED, (left - num_home * made) // row)
     return Rings(num_pieces, columns, row, home_bytes, made, num_rows, num_made, num_home, offset)
 
 
