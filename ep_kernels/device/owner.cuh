@@ -161,8 +161,8 @@ static_assert(kMostRows < kPhase, "what is told holds a stage");
 __shared__ u64 turn_told[kTurns];  // mbarriers
 __shared__ u8 turns[kTurns];
 
-constexpr i32 kMostOfTeam = kFp8 ? kMakers : kMakers / 2;  // warps; fp8's have more to do for a partial
-using MadeSums = Sums<kMadeColumns, kSums ? kMostOfTeam : 1>;
+constexpr i32 kMostOfTeam = kFp8 ? 8 : 4;  // warps; fp8's have more to do for a partial
+using MadeSums = Sums<kMadeColumns, kMostOfTeam>;
 
 __device__ __forceinline__ i32 num_of_team(const Rings& rings) { return rings.columns * 2 <= kMostColumns ? kMostOfTeam / 2 : kMostOfTeam; }
 
@@ -253,14 +253,16 @@ __device__ __forceinline__ void load_all_rows(const CombineArgs& args, Team team
   }
 }
 
-// The makers: rows to partials, a team one at a time.
+// The makers, in teams of kEach: rows to partials, a team one at a time.
+template <i32 kEach>
 __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
-  const i32 maker = warp_idx() - kFirstMaker, each = num_of_team(args.rings), teams = kMakers / each;
-  MadeSums sums = sums_of<MadeSums>(maker % each, each, args.rings.columns);
-  u32 turn = maker / each;
+  constexpr i32 kTeams = kMakers / kEach;
+  const i32 maker = warp_idx() - kFirstMaker;
+  MadeSums sums = sums_of<MadeSums>(maker % kEach, kEach, args.rings.columns);
+  u32 turn = maker / kEach;
   made = made.ahead(turn);
 #pragma unroll 1
-  for (;; turn += teams) {
+  for (;; turn += kTeams) {
     ptx::bulk_load_wait(turn_told + turn % kTurns, turn / kTurns & 1);
     const u32 told = turns[turn % kTurns];
     if (told == kOver) return;
@@ -268,7 +270,7 @@ __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows
     rows.at = told & (kPhase - 1);
     rows.phase = (told & kPhase) != 0;
     while ((told & kOver) == 0) {
-      if (teams > 1) rows.await_empty();  // other teams' rows lie between, and the load of a lap ago may not have ended (convert_rows)
+      if (kTeams > 1) rows.await_empty();  // other teams' rows lie between, and the load of a lap ago may not have ended (convert_rows)
       item = take_stage(rows);
       add_row<KIND == PER_EXPERT>(sums, item, rows.stage());
       give_back(rows);
@@ -281,8 +283,13 @@ __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows
     __syncwarp();
     if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
     if (item.what & kNoMore) return;
-    made = made.ahead(teams);
+    made = made.ahead(kTeams);
   }
+}
+
+__device__ __forceinline__ void make_all_partials(const CombineArgs& args, const Ring& rows, const Ring& made) {
+  if (num_of_team(args.rings) == kMostOfTeam) make_partials<kMostOfTeam>(args, rows, made);
+  else make_partials<kMostOfTeam / 2>(args, rows, made);
 }
 
 // The makers, where each row by itself becomes fp8: every one takes every kMakers-th stage, so their latencies overlap.

@@ -110,7 +110,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     if constexpr (kConverts) {
       if (sends) convert_rows(args, rooms.rows, rooms.made);
     } else if constexpr (!kCopies) {
-      if (sends) make_partials(args, rooms.rows, rooms.made);
+      if (sends) make_all_partials(args, rooms.rows, rooms.made);
     }
   } else if (receives && warp < kFirstSummer + num_summers(args.rings)) {
     sum_home(args, rooms.home);
