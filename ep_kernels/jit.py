@@ -53,7 +53,7 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     ),
     "ll_combine": (*_COMMON, "numeric", "quantize", "lines", "unit_fp8", "clock", "unit_partials", "asked_rows"),
     "ht_dispatch": (*_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", *_HT_DISPATCH),
-    "ht_combine": (*_COMMON, "numeric", "quantize", "clock", "rings", "partials", "combine", "owner", "home"),
+    "ht_combine": (*_COMMON, "numeric", "quantize", "clock", "rings", "partials", "combine", "makers", "owner", "home"),
     "barrier": _COMMON,
 }
 KERNELS = tuple(_HEADERS)

@@ -1,5 +1,5 @@
 // Stages of shared memory between the warps of a block that have one task each: one side fills them in order, the other
-// empties them in the same order. Beside each stage lies an item that says what is in it. transports/nvlink/rings.py
+// empties them in the same order (teams of makers: each those of its sums). Beside each stage lies an item that says what is in it. transports/nvlink/rings.py
 // decides how many stages there are.
 //
 //   rows    loader -> makers (or, where rows travel as they are, the storing warp)    pieces of y

@@ -86,7 +86,7 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
         assert found.num_rows > kept_rows
         assert copies or found.num_rows >= kept_rows + closing, "a stage for the end, for each maker"
         if found.num_pieces == 1 and found.row_bytes <= constant("combine", "kShortBytes"):
-            assert found.num_rows - kept_rows >= (found.num_rows + 1) // 2, "lanes that ask for half wait for one another"
+            assert found.num_rows - kept_rows >= (found.num_rows + 1) // 2, "who asks for half waits for itself"
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
