@@ -236,7 +236,8 @@ __device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team
 }
 
 // So many warps sum. Where rows travel as they are, no more than hold all columns: each has its part in handing over every stage.
-using HomeSums = Sums<kHomeColumns, kSummers>;
+constexpr i32 kSummed = 32 * kHomeColumns * kSummers;  // columns at a time
+using HomeSums = Sums<kHomeColumns, (kMostColumns + kSummed - 1) / kSummed>;
 
 __device__ __forceinline__ i32 num_summers(const Rings& rings) {
   constexpr i32 kEach = 32 * kHomeColumns * HomeSums::kGroups;

@@ -11,22 +11,24 @@ static_assert(kMostRows < kPhase, "what is told holds a stage");
 __shared__ u64 turn_told[kTurns];  // mbarriers
 __shared__ u8 turns[kTurns];
 
-constexpr i32 kMostOfTeam = kFp8 ? 8 : 4;  // warps; fp8's have more to do for a partial
-using MadeSums = Sums<kMadeColumns, kMostOfTeam>;
+constexpr i32 kMostOfTeam = 4, kFewOfTeam = 2;  // warps: as few as can have all columns
+constexpr i32 kMadeGroup = 32 * kMadeColumns, kMostGroups = (kMostColumns + kMostOfTeam * kMadeGroup - 1) / (kMostOfTeam * kMadeGroup);
 
-__device__ __forceinline__ i32 num_of_team(const Rings& rings) { return rings.columns * 2 <= kMostColumns ? kMostOfTeam / 2 : kMostOfTeam; }
+__device__ __forceinline__ i32 num_of_team(const Rings& rings) {
+  return rings.columns <= kFewOfTeam * kMostGroups * kMadeGroup ? kFewOfTeam : kMostOfTeam;
+}
 
 __device__ __forceinline__ void tell_turn(u32 number, u32 what) {
   turns[number % kTurns] = what;
   ptx::barrier_arrive(turn_told + number % kTurns);
 }
 
-// The makers, in teams of kEach: rows to partials, a team one at a time.
-template <i32 kEach>
+// The makers, in teams of kEach, a warp for kGroups groups of columns at most: rows to partials, a team one at a time.
+template <i32 kEach, i32 kGroups>
 __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
   constexpr i32 kTeams = kMakers / kEach;
   const i32 maker = warp_idx() - kFirstMaker;
-  MadeSums sums = sums_of<MadeSums>(maker % kEach, kEach, args.rings.columns);
+  auto sums = sums_of<Sums<kMadeColumns, kGroups>>(maker % kEach, kEach, args.rings.columns);
   u32 turn = maker / kEach;
   made = made.ahead(turn);
 #pragma unroll 1
@@ -55,9 +57,16 @@ __device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows
   }
 }
 
+template <i32 kEach>
+__device__ __forceinline__ void make_partials_of(const CombineArgs& args, const Ring& rows, const Ring& made) {
+  constexpr i32 kFew = 8;  // groups
+  if (kMostGroups > kFew && args.rings.columns <= kEach * kFew * kMadeGroup) make_partials<kEach, kFew>(args, rows, made);
+  else make_partials<kEach, kMostGroups>(args, rows, made);
+}
+
 __device__ __forceinline__ void make_all_partials(const CombineArgs& args, const Ring& rows, const Ring& made) {
-  if (num_of_team(args.rings) == kMostOfTeam) make_partials<kMostOfTeam>(args, rows, made);
-  else make_partials<kMostOfTeam / 2>(args, rows, made);
+  if (num_of_team(args.rings) == kMostOfTeam) make_partials_of<kMostOfTeam>(args, rows, made);
+  else make_partials_of<kFewOfTeam>(args, rows, made);
 }
 
 // The makers, where each row by itself becomes fp8: every one takes every kMakers-th stage, so their latencies overlap.

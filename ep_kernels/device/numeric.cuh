@@ -68,10 +68,10 @@ __device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLarg
 // Bits of the largest magnitude; magnitudes are ordered as their bits, and what is not finite is above all.
 template <i32 N>
 __device__ __forceinline__ u32 amax(const f32 (&value)[N]) {
-  u32 most = 0;
+  f32 most = fabsf(value[0]);
 #pragma unroll
-  for (i32 i = 0; i < N; ++i) most = max(most, __float_as_uint(fabsf(value[i])));
-  return most;
+  for (i32 i = 1; i < N; ++i) most = ptx::max_or_nan(most, fabsf(value[i]));
+  return __float_as_uint(most);
 }
 
 // The same among the finite values.
@@ -90,6 +90,13 @@ __device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {
   const f32 scale = amax == 0 ? 1.0f : fmaxf(__fdiv_rn(__uint_as_float(amax), kMax), kMinScale);
   const u32 bits = __float_as_uint(scale);
   return power_of_two ? __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23) : scale;
+}
+
+// What is not finite becomes NaN, which fp8 has, too.
+template <i32 N>
+__device__ __forceinline__ void make_nan(f32 (&value)[N]) {
+#pragma unroll
+  for (i32 i = 0; i < N; ++i) value[i] = finite(value[i]) ? value[i] : __uint_as_float(0x7FFFFFFF);
 }
 
 // Four finite values as fp8, the first in the low byte.

@@ -5,8 +5,8 @@
 // A piece of a partial as it travels: its columns, padded to 16 bytes; fp8: then its scales, fp32, one per 128 columns.
 #pragma once
 
-constexpr i32 kMostBytes = 16384;  // of a piece, as y and as it travels
-constexpr i32 kMostColumns = kMostBytes / static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
+constexpr i32 kMostOfFp8 = 14336, kMostBytes = 16384;  // of a piece, as y and as it travels
+constexpr i32 kMostColumns = (kFp8 ? kMostOfFp8 : kMostBytes) / static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
 
 __device__ __forceinline__ u32 padded16(u32 num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
@@ -19,8 +19,8 @@ __device__ __forceinline__ i32 columns_of(const World& world, const Rings& rings
   return min(rings.columns, world.hidden - piece * rings.columns);
 }
 
-// N columns of a lane in each of G groups at most, W warps at most sharing the row.
-template <i32 N, i32 W, i32 G = (kMostColumns + 32 * N * W - 1) / (32 * N * W)>
+// N columns of a lane in each of G groups at most.
+template <i32 N, i32 G>
 struct Sums {
   static constexpr i32 kColumns = N, kGroups = G;
   f32 at[G][N];
@@ -118,35 +118,40 @@ __device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8
       });
 }
 
-// A warp's share of a partial as fp8. A lane divides for a group, and nothing branches group by group: the groups' latencies
-// overlap. What is not finite takes the slow way.
+// A warp's share of a partial as fp8, up to eight groups at a time. A lane divides for a group, and nothing branches group by group:
+// the groups' latencies overlap.
 template <class Totals>
 __device__ __forceinline__ void write_quantised(Totals& sums, i32 num_columns, u8* stage, f32* scales) {
+  constexpr i32 kRounds = (Totals::kGroups + 7) / 8, kTogether = Totals::kGroups / kRounds;
+  static_assert(kRounds * kTogether == Totals::kGroups);
   const i32 columns = min(num_columns, sums.end);
-  u32 mine[Totals::kGroups], most = 0;
 #pragma unroll
-  for (i32 g = 0; g < Totals::kGroups; ++g) {
-    mine[g] = sums.column(g) < columns ? quant::amax(sums.at[g]) : 0;
-    most = max(most, mine[g]);
-  }
-  const bool all_finite = !__any_sync(~0u, most >= quant::kInfinity);
-  u32 amax = 0;
+  for (i32 base = 0; base < Totals::kGroups; base += kTogether) {
+    if (base != 0 && sums.group(base) >= columns) break;
+    u32 most[kTogether], all = 0;
 #pragma unroll
-  for (i32 g = 0; g < Totals::kGroups; ++g) {
-    if (!all_finite) mine[g] = sums.column(g) < columns ? quant::finite_amax(sums.at[g]) : 0;
-    mine[g] = __reduce_max_sync(~0u, mine[g]);
-    if (lane_idx() == g) amax = mine[g];
-  }
-  const f32 scale = quant::scale_of(amax, false), inverse = __fdiv_rn(1.0f, scale);
+    for (i32 j = 0; j < kTogether; ++j) {
+      most[j] = sums.column(base + j) < columns ? quant::amax(sums.at[base + j]) : 0;
+      all = max(all, most[j]);
+    }
+    if (__any_sync(~0u, all >= quant::kInfinity)) {
 #pragma unroll
-  for (i32 g = 0; g < Totals::kGroups; ++g) {
-    const f32 by = __shfl_sync(~0u, inverse, g);
-    const f32(&sum)[4] = sums.at[g];
-    const u32 q = all_finite ? quant::encode4_finite(sum[0], sum[1], sum[2], sum[3], by) : quant::encode4(sum, by);
-    if (sums.column(g) < columns) *reinterpret_cast<u32*>(stage + sums.column(g)) = q;
+      for (i32 j = 0; j < kTogether; ++j) {
+        most[j] = sums.column(base + j) < columns ? quant::finite_amax(sums.at[base + j]) : 0;
+        quant::make_nan(sums.at[base + j]);
+      }
+    }
+    const f32 scale = quant::scale_of(quant::spread_largest<32>(most), false), inverse = __fdiv_rn(1.0f, scale);
+#pragma unroll
+    for (i32 j = 0; j < kTogether; ++j) {
+      const f32 by = __shfl_sync(~0u, inverse, j);
+      const f32(&sum)[4] = sums.at[base + j];
+      const u32 q = quant::encode4_finite(sum[0], sum[1], sum[2], sum[3], by);
+      if (sums.column(base + j) < columns) *reinterpret_cast<u32*>(stage + sums.column(base + j)) = q;
+    }
+    const i32 mine = sums.group(base + lane_idx());
+    if (lane_idx() < kTogether && mine < columns) scales[mine / quant::kBlock] = scale;
   }
-  if (lane_idx() < Totals::kGroups && sums.group(lane_idx()) < columns)
-    scales[sums.group(lane_idx()) / quant::kBlock] = scale;
 }
 
 template <class Totals>

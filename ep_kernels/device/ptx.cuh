@@ -288,6 +288,13 @@ __device__ __forceinline__ u16 e4m3x2_from_f32(f32 high, f32 low) {
   return bits;
 }
 
+// The larger; NaN if either is.
+__device__ __forceinline__ f32 max_or_nan(f32 a, f32 b) {
+  f32 most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+
 // The larger of each half.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
   u32 most;

@@ -92,18 +92,22 @@ __device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
 
-// most[j] of 8 lanes -> their largest, in the lane j (mod N) of them. Each step halves what a lane still carries.
-template <i32 N>
+// most[j] of kAmong lanes -> their largest, in the lane j (mod the next power of two of N) of them. The first steps halve what a lane carries.
+template <i32 kAmong, i32 N>
 __device__ __forceinline__ u32 spread_largest(u32 (&most)[N]) {
+  constexpr i32 kHalf = N > 8 ? 8 : N > 4 ? 4 : N > 2 ? 2 : N > 1 ? 1 : 0;
+  static_assert(N <= 16 && 2 * kHalf <= kAmong);
 #pragma unroll
-  for (i32 step = kLanes / 2; step >= 1; step /= 2) {
+  for (i32 step = kHalf; step >= 1; step /= 2) {
     const bool upper = lane_idx() & step;
 #pragma unroll
-    for (i32 j = 0; j < N && j < step; ++j) {
+    for (i32 j = 0; j < step; ++j) {
       const u32 other = j + step < N ? most[j + step] : most[j];
       most[j] = max(upper ? other : most[j], __shfl_xor_sync(~0u, upper ? most[j] : other, step));
     }
   }
+#pragma unroll
+  for (i32 step = kHalf == 0 ? 1 : 2 * kHalf; step < kAmong; step *= 2) most[0] = max(most[0], __shfl_xor_sync(~0u, most[0], step));
   return most[0];
 }
 
@@ -167,7 +171,7 @@ __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two
     if (__any_sync(~0u, most >= kInfinityOf<T>)) {
       scale = in_place_slowly<T>(stage, first, min(count, first + kStrides * kStride), power_of_two);
     } else {
-      scale = scale_of(widen_bits(spread_largest(amax), T{}), power_of_two);
+      scale = scale_of(widen_bits(spread_largest<kLanes>(amax), T{}), power_of_two);
       const f32 inverse = __fdiv_rn(1.0f, scale);
       __syncwarp();  // everybody has read what is written over
 #pragma unroll

@@ -210,6 +210,7 @@ inline u32 f16x2_from_e4m3x2(u16 bits) {
   auto half = [](int code) -> u32 { return (code & 0x7F) == 0x7F ? 0x7FFF : f16_from_f32(e4m3_value(code)); };
   return half(bits & 255) | half(bits >> 8) << 16;
 }
+inline f32 max_or_nan(f32 a, f32 b) { return a != a || b != b ? __uint_as_float(0x7FFFFFFF) : a < b ? b : a; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 }  // namespace ptx

@@ -29,7 +29,7 @@ pytestmark = [
 SPLIT, BOTH = (1, 2), (3,)
 MODES = [Mode.LL, Mode.HT]
 FP8 = torch.float8_e4m3fn
-FP8_PARTIALS = jit.combine_variant("ht", 1, "bf16", "e4m3")
+FP8_PARTIALS = [jit.combine_variant("ht", kind, "bf16", "e4m3") for kind in (0, 1)]
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
 """The others differ from these in arithmetic that the GPU tests look at; each kernel takes seconds to compile."""
 
@@ -52,7 +52,7 @@ def _is_wanted(variant: jit.Variant) -> bool:
     if variant.kernel.endswith("dispatch"):
         return of["LAYOUT"] in ("0", "2") and (of["X"] == "u8" or (of["X"], of["LAYOUT"]) == ("bf16", "0"))
     if variant.kernel.endswith("combine"):
-        moved = ("bf16", "e4m3") if variant == FP8_PARTIALS else ("bf16",)
+        moved = ("bf16", "e4m3") if variant in FP8_PARTIALS else ("bf16",)
         return of["KIND"] in ("0", "1") and of["Y"] == "bf16" and of["C"] in moved
     return False
 
@@ -187,14 +187,18 @@ def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
         run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)
 
 
-@pytest.mark.parametrize("hidden", [208, 7168, 8208])
-def test_rows_that_are_summed_by_teams(hidden: int) -> None:
-    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one."""
+SUMMED = [(hidden, torch.bfloat16) for hidden in (208, 7168, 8208)] + [(h, FP8) for h in (208, 2880, 4096, 7168, 8208)]
+
+
+@pytest.mark.parametrize(("hidden", "moved"), SUMMED)
+def test_rows_that_are_summed_by_teams(hidden: int, moved: torch.dtype) -> None:
+    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one. As
+    fp8 with few groups of columns for a warp and with many."""
     case = RoutingCase(12, 8, hidden, (90, 0, 33), "uniform", draw_seed(), max_tokens=90)
     for blocks in (1, 3):
-        run([case], Mode.HT, Layout.GROUPED, blocks=blocks)
+        run([case], Mode.HT, Layout.GROUPED, blocks=blocks, combine_dtype=moved)
     if hidden == 208:  # a sum for each stage
-        run([replace(case, topk=1)], Mode.HT, Layout.GROUPED, blocks=1)
+        run([replace(case, topk=1)], Mode.HT, Layout.GROUPED, blocks=1, combine_dtype=moved)
 
 
 def test_many_tokens_in_few_blocks() -> None:

@@ -30,6 +30,10 @@ def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, rings.Rin
             yield hidden, copies, in_place, rings.rings_of(hidden, y_bytes, moved, copies, in_place, CONTROL, MOST)
 
 
+def most_bytes(moved: int) -> int:
+    return rings.MOST_FP8_BYTES if moved == 1 else rings.MOST_BYTES
+
+
 def text_of(file: str) -> str:
     return (jit.ROOT / "device" / f"{file}.cuh").read_text()
 
@@ -58,7 +62,7 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
         assert (found.num_pieces - 1) * found.columns < hidden <= found.num_pieces * found.columns
         scales = -(-found.columns // FP8_BLOCK) * 4 if moved == 1 else 0
         assert found.columns * moved + scales <= found.home_bytes <= found.made_bytes
-        assert found.columns * max(y_bytes, moved) <= rings.MOST_BYTES
+        assert found.columns * max(y_bytes, moved) <= most_bytes(moved)
         assert found.columns * y_bytes <= found.row_bytes
         assert found.home_bytes % 16 == found.made_bytes % 128 == found.row_bytes % 128 == found.stage_offset % 128 == 0
         last = hidden - (found.num_pieces - 1) * found.columns
@@ -79,7 +83,10 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
         assert 2 <= found.num_rows <= (rings.MOST_SENT if in_place else rings.MOST_SUMMED)
         assert 2 <= found.num_home <= rings.MOST_HOME
         if not in_place:
-            teams = 4 if 2 * found.columns * max(y_bytes, moved) <= rings.MOST_BYTES else 2
+            few, many = constant("makers", "kFewOfTeam"), constant("makers", "kMostOfTeam")
+            group = 32 * (4 if moved == 1 else 16 // y_bytes)
+            groups = -(-most_bytes(moved) // max(y_bytes, moved) // (many * group))
+            teams = 8 // (few if found.columns <= few * groups * group else many)
             assert max(teams, kept_made + 1) <= found.num_made <= rings.MOST_MADE, "a stage for each team, in order"
             continue
         assert found.num_made == 0
@@ -95,6 +102,7 @@ def test_numbers_that_both_sides_name_agree() -> None:
     assert constant("rings", "kMostMade") == rings.MOST_MADE
     assert constant("rings", "kMostHome") == rings.MOST_HOME
     assert constant("partials", "kMostBytes") == rings.MOST_BYTES
+    assert constant("partials", "kMostOfFp8") == rings.MOST_FP8_BYTES
     assert constant("combine", "kShortBytes") == rings.SHORT_BYTES
 
 

@@ -32,8 +32,8 @@ SMALL_PIECE = 2048
 """Steps of few tokens cut rows as fine as this, so that all warps share them."""
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
-LINK_GBPS, COMBINE_GBPS = 350, 60
-DISPATCH_GBPS = {False: 25, True: 19}
+LINK_GBPS = 350
+COMBINE_GBPS, DISPATCH_GBPS = {False: 60, True: 45}, {False: 25, True: 19}
 """What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
 move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
 blocks keep the links busy."""
@@ -362,7 +362,7 @@ def combine_blocks(c: MoEConfig) -> int:
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
     over_links = moved * partials * (size - 1) / size
-    block_ns = through / COMBINE_GBPS
+    block_ns = through / COMBINE_GBPS[c.resolved_combine_dtype.itemsize == 1]
     if _copies(c):
         block_ns = max(block_ns, over_links / SENT_GBPS, partials * SUMMED_NS)
     elif c.resolved_layout.per_expert and not c.exact_combine:
