@@ -336,6 +336,19 @@ def test_combine_of_short_rows_that_are_summed_takes_more(hidden: int, size: int
     assert plan.combine_blocks(c) == blocks
 
 
+@pytest.mark.parametrize(
+    ("layout", "size", "blocks"), [(Layout.FLAT, 4, 48), (Layout.FLAT, 8, 40), (Layout.GROUPED, 8, 48)]
+)
+def test_combine_of_fp8_partials_takes_more(layout: Layout, size: int, blocks: int) -> None:
+    """A block makes and takes them apart more slowly than it moves bytes, and the links have half of the bytes."""
+    c = config(size=size, mode=Mode.HT, layout=layout, hidden_size=7168, topk=8, combine_dtype=torch.float8_e4m3fn)
+    ranks = size * (1 - (1 - 1 / size) ** 8)
+    rows, moved = 8 if layout.per_expert else ranks, 7168 + 7168 // 128 * 4
+    through = 2 * 7168 * (rows + 1) + 2 * ranks * moved
+    assert through / plan.COMBINE_GBPS[True] / blocks <= ranks * (size - 1) / size * moved / plan.LINK_GBPS
+    assert plan.combine_blocks(c) == blocks
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_dispatch_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     """More where rows become fp8 on the way; all where the receiver copies; as given where a number is given."""
