@@ -86,14 +86,15 @@ def test_payloads(mode: Mode, layout: Layout, payload: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("moved", [FP8, None])
 @pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
-def test_wide_rows_as_fp8(layout: Layout, dtype: torch.dtype) -> None:
+def test_wide_rows(layout: Layout, moved: torch.dtype | None, dtype: torch.dtype) -> None:
     """Rows of several pieces, pieces of several rounds of the quantiser, last ones short; some values not finite. HT
     combine's makers in teams of two and of four, with few groups of columns and with many."""
-    overrides = {"mode": Mode.HT, "layout": layout, "dtype": dtype, "combine_dtype": FP8}
-    for hidden in (7168, 4608, 4096, 2880, 8336, 1024 + 16 // dtype.itemsize):
+    overrides = {"mode": Mode.HT, "layout": layout, "dtype": dtype, "combine_dtype": moved}
+    for hidden in (8336, 8192, 7168, 4608, 4096, 2880, 1024 + 16 // dtype.itemsize):
         case = RoutingCase(7, 3, hidden, (5, 1), "single_none", draw_seed())
-        run([case], Mode.HT, {**overrides, "quantize": hidden % 16 == 0})
+        run([case], Mode.HT, {**overrides, "quantize": moved is not None and hidden % 16 == 0})
 
 
 @pytest.mark.parametrize("payload", [{}, {"combine_dtype": FP8}, {"output_dtype": torch.float32}])

@@ -187,13 +187,14 @@ def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
         run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)
 
 
-SUMMED = [(hidden, torch.bfloat16) for hidden in (208, 7168, 8208)] + [(h, FP8) for h in (208, 2880, 4096, 7168, 8208)]
+SUMMED = [(hidden, torch.bfloat16) for hidden in (208, 4096, 7168, 8192, 8208)]
+SUMMED += [(hidden, FP8) for hidden in (208, 2880, 4096, 7168, 8208)]
 
 
 @pytest.mark.parametrize(("hidden", "moved"), SUMMED)
 def test_rows_that_are_summed_by_teams(hidden: int, moved: torch.dtype) -> None:
-    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one. As
-    fp8 with few groups of columns for a warp and with many."""
+    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one.
+    With few groups of columns for a warp and with as many as there may be."""
     case = RoutingCase(12, 8, hidden, (90, 0, 33), "uniform", draw_seed(), max_tokens=90)
     for blocks in (1, 3):
         run([case], Mode.HT, Layout.GROUPED, blocks=blocks, combine_dtype=moved)
