@@ -25,6 +25,7 @@ from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
+from crossdock.common.cpus import usable_cpus
 from crossdock.common.line import BlockingLine
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
@@ -136,6 +137,7 @@ class Supervisor(Watched):
     ) -> None:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
+        workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
         self._log_dir, self._log_to_stderr = log_dir, log_to_stderr
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -240,6 +242,18 @@ class Supervisor(Watched):
     def _note(self, child: Child) -> None:
         self.metrics.up.labels(process=child.name).set(child.addresses is not None)
         self.metrics.restarts.labels(process=child.name).set(child.restarts)
+
+
+def share_cpus(workers: Sequence[WorkerConfig], num_cpus: int) -> list[WorkerConfig]:
+    """The same with `torch_threads` filled in where it is null: a worker's share of the processors, less one for its
+    event loop. Threads of a product spin: without a processor for each, throughput falls to a tenth."""
+    share = max(1, num_cpus // len(workers) - 1)
+    return [
+        msgspec.structs.replace(worker, torch_threads=share if worker.transport == "cpu" else 1)
+        if worker.torch_threads is None
+        else worker
+        for worker in workers
+    ]
 
 
 def _check_free(field: str, listen: str) -> None:

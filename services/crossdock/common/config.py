@@ -176,8 +176,9 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     """Requests of one stream per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
     drain_timeout_s: Seconds = 30.0
     """Longest that SIGTERM waits for queued requests."""
-    torch_threads: Count = 1
-    """Threads of the expert GEMMs. One per rank: the ranks of a host already use its cores."""
+    torch_threads: Count | None = None
+    """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` with transport cpu, the host's processors per
+    worker less one, at least 1. More threads than processors on a host cost most of its throughput."""
     security: SecurityConfig = SecurityConfig()
     """TLS, tokens, and who may do what. The default is plain text."""
     log: LogConfig = LogConfig()

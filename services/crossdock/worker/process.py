@@ -61,7 +61,7 @@ def run_worker(config: WorkerConfig) -> int:
     """Serve until drained; returns the exit code. Blocks."""
     identity = Identity.from_env()
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
-    torch.set_num_threads(config.torch_threads)
+    torch.set_num_threads(config.torch_threads or 1)  # threads of threads.py take it from here
     try:
         security = security_of(config.security)
         model = Model(config, Checkpoint.open(config.model))

@@ -1,4 +1,8 @@
-"""Blocking work beside the event loop, in daemon threads: a stuck one never keeps the process from ending."""
+"""Blocking work beside the event loop, in daemon threads: a stuck one never keeps the process from ending.
+
+`torch.set_num_threads` reaches MKL and OpenMP of the calling thread only: elsewhere the first product starts a team of
+as many threads as the host has processors, which spin between products. So each thread sets it for itself.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
-    """Call `function(*args)` in a new daemon thread; the future has its result or exception.
+    """Call `function(*args)` in a new daemon thread; the future has its result or exception. Products in that thread
+    use as many threads as `torch.set_num_threads` was told in the thread of the caller.
 
     Cancelling the future only stops the waiting: the thread goes on to its end.
     """
-    loop = asyncio.get_running_loop()
+    loop, num_threads = asyncio.get_running_loop(), torch.get_num_threads()
     future: asyncio.Future[Result] = loop.create_future()
 
     def settle(result: Result | None, error: BaseException | None) -> None:
@@ -30,6 +37,7 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
     def run() -> None:
         result, caught = None, None
         try:
+            torch.set_num_threads(num_threads)
             result = function(*args)
         except BaseException as error:
             caught = error

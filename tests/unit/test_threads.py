@@ -1,0 +1,67 @@
+"""Threads of a worker: how many a product uses in a thread beside the event loop, and what the default is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossdock.common.config import WorkerConfig
+from crossdock.common.cpus import usable_cpus
+from crossdock.supervisor import share_cpus
+
+_PRODUCT = """
+import asyncio, os, torch
+from crossdock.worker.threads import in_thread
+
+def product():
+    before = len(os.listdir("/proc/self/task"))
+    x = torch.randn(64, 64)
+    torch.mm(x, x)
+    return len(os.listdir("/proc/self/task")) - before, torch.get_num_threads()
+
+async def main():
+    return await in_thread("engine", product)
+
+torch.set_num_threads({num_threads})
+print(asyncio.run(main()))
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_product_beside_the_event_loop_uses_the_configured_threads(num_threads: int) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("expected 2 processors, on which a product would start a second thread, got 1")
+    script = _PRODUCT.format(num_threads=num_threads)  # a process of its own: this one may have a team already
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == str((num_threads - 1, num_threads)), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("num_cpus", "num_workers", "share"), [(2, 4, 1), (2, 1, 1), (64, 4, 15), (7, 2, 2)])
+def test_workers_of_a_host_share_its_processors(num_cpus: int, num_workers: int, share: int) -> None:
+    workers = [WorkerConfig(model="m", local_rank=rank) for rank in range(num_workers)]
+    assert [worker.torch_threads for worker in share_cpus(workers, num_cpus)] == [share] * num_workers
+
+
+def test_configured_threads_and_workers_on_gpus_get_no_share() -> None:
+    chosen = [WorkerConfig(model="m", torch_threads=5), WorkerConfig(model="m", transport="nvlink")]
+    assert [worker.torch_threads for worker in share_cpus(chosen, 64)] == [5, 1]
+
+
+def test_a_quota_of_the_cgroup_or_of_a_parent_bounds_the_processors(tmp_path: Path) -> None:
+    everything = len(os.sched_getaffinity(0))
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    assert usable_cpus(proc, cgroups) == everything  # neither is mounted
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/pods/mine\n")
+    own = cgroups / "pods/mine"
+    own.mkdir(parents=True)
+    (own / "cpu.max").write_text("max 100000\n")
+    assert usable_cpus(proc, cgroups) == everything
+    (cgroups / "pods/cpu.max").write_text("150000 100000\n")
+    assert usable_cpus(proc, cgroups) == 1
+    (cgroups / "pods/cpu.max").write_text("50000 100000\n")
+    assert usable_cpus(proc, cgroups) == 1
