@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import multiprocessing as mp
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace as dc_replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from ep_kernels import (
     TransportError,
 )
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket
+from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
 from ep_kernels.transports.cpu.transport import CpuTransport, geometry_of
 from tests.groups import LonelyGroup
 from tests.worlds import World
@@ -104,6 +107,43 @@ def test_killed_rank_is_noticed_at_once_and_leaves_no_memory() -> None:
         assert (peer, gone, left) == (1, True, (0, 0))
         assert took < 30, "the deadline is 60 s; a dead process is seen long before it"
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_broken_communicator_gives_its_regions_back_when_it_closes() -> None:
+    """Without the cycle collector, which runs now and then: former epochs would keep their memory until it does."""
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            _break_and_close(dist.PrefixStore(str(number), dist.HashStore()))
+            assert regions(os.getpid()) == (0, 0)
+    finally:
+        gc.enable()
+
+
+def _break_and_close(store: dist.Store) -> None:
+    comms: list[MoECommunicator] = []
+    told: list[str] = []
+
+    def run(rank: int) -> None:
+        comm = make(store, rank, 2)
+        step(comm, 0)
+        comms.append(comm)
+        comm.give_up([1 - rank])
+        try:
+            step(comm, 1)
+            step(comm, 2)
+        except PeerTimeout as error:  # its traceback has frames of the transport
+            told.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for comm in comms:
+        comm.close()
+    assert (len(comms), len(told)) == (2, 2)
 
 
 def views_after_close(rank: int, size: int, store: dist.Store) -> bool:
@@ -297,7 +337,14 @@ def test_garbled_ticket_is_refused(raw: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"start_ticks": 1}, "given to another"), ({"pid": 2**22 - 1}, "gone"), ({"fd": 999}, "region is closed")],
+    [
+        ({"start_ticks": 1}, "given to another"),
+        ({"pid": 2**22 - 1}, "gone"),
+        ({"pid": -1}, "gone"),
+        ({"pid": 2**62}, "gone"),
+        ({"fd": 999}, "region is closed"),
+        ({"fd": -7}, "region is closed"),
+    ],
 )
 def test_ticket_of_a_gone_process_is_refused(change: dict[str, Any], says: str) -> None:
     region, ticket = own_ticket()
@@ -317,6 +364,86 @@ def test_closed_region_cannot_be_redeemed() -> None:
     region.close()
     with pytest.raises(TransportError, match="region is closed"):
         open_peer(0, ticket)
+
+
+def _unsealed_memfd(seals: int) -> int:
+    fd = os.memfd_create("crossdock-region", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 16)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _regular_file(folder: Path) -> int:
+    path = folder / "region"
+    path.write_bytes(bytes(1 << 16))
+    return os.open(path, os.O_RDWR)
+
+
+def _fifo(folder: Path) -> int:
+    os.mkfifo(folder / "fifo")
+    return os.open(folder / "fifo", os.O_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("make_file", "says"),
+    [
+        (lambda _: _unsealed_memfd(0), "rank 2: its region is no sealed memfd"),
+        (lambda _: _unsealed_memfd(fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "rank 2: its region is no sealed memfd"),
+        (lambda _: _unsealed_memfd(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW), "rank 2: its region is no sealed memfd"),
+        (_regular_file, "rank 2: its region is no sealed memfd"),
+        (lambda _: _regular_file(Path("/dev/shm")), "rank 2: its region is no sealed memfd"),
+        (_fifo, "rank 2: its region is closed .the descriptor is another file"),
+    ],
+)
+def test_a_ticket_for_a_file_that_can_be_truncated_is_refused(
+    make_file: Callable[[Path], int], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, ticket = own_ticket()
+    fd = make_file(tmp_path)
+    modes = []
+    plain_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *args: modes.append(flags) or plain_open(path, flags, *args))
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(TransportError, match=says):
+            open_peer(2, msgspec.structs.replace(ticket, fd=fd))
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not any(flags & os.O_ACCMODE == os.O_RDWR for flags in modes), "opened for writing before it was checked"
+    finally:
+        os.close(fd)
+        region.close()
+        Path("/dev/shm/region").unlink(missing_ok=True)
+
+
+def _serve_ticket_as_nobody(pipe: Connection) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    region = OwnRegion(1 << 16)
+    pipe.send_bytes(region.ticket(7))
+    pipe.poll(60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="expected user 0, which may become another; got another")
+def test_a_region_of_another_user_is_refused() -> None:
+    """Root may open anybody's files, but maps only its own."""
+    ours, theirs = mp.Pipe()
+    process = mp.get_context("spawn").Process(target=_serve_ticket_as_nobody, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        ticket = msgspec.json.decode(ours.recv_bytes(), type=Ticket)
+        with pytest.raises(TransportError, match=r"rank 2: its process \d+ belongs to user 65534.*as user 0"):
+            open_peer(2, ticket)
+        theirs_here = os.open(
+            f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDWR
+        )  # their memory, offered by a process of ours
+        offered = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "fd": theirs_here}
+        with pytest.raises(TransportError, match=r"rank 2: its region belongs to user 65534.*as user 0"):
+            open_peer(2, msgspec.structs.replace(ticket, **offered))
+        os.close(theirs_here)
+    finally:
+        ours.close()
+        process.join(60)
 
 
 def test_nobody_can_shrink_a_region() -> None:

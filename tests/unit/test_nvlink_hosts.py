@@ -210,6 +210,19 @@ def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
     os.close(own)
 
 
+def test_descriptors_of_another_user_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    desk = sharing.Desk([read, write])
+    monkeypatch.setattr(sharing, "_peer_of", lambda connection: (1, os.geteuid() + 1))
+    try:
+        with pytest.raises(TransportError, match=f"rank 1 gave no memory handle .it runs as user {os.geteuid() + 1}"):
+            sharing.fetch(1, desk.address, 2, 5)
+    finally:
+        desk.close()
+        os.close(read)
+        os.close(write)
+
+
 def test_only_who_knows_the_nonce_gets_them() -> None:
     read, write = os.pipe()
     desk = sharing.Desk([read, write])

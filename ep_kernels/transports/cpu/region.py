@@ -3,7 +3,8 @@
 A region is a memfd: memory with a file descriptor and no name, so it vanishes with the last process that holds it,
 after kill -9 too, and is not bounded by the size of /dev/shm. Its ticket says where to find the descriptor
 (/proc/<pid>/fd/<fd>) and how to tell that it is still the right process. A peer maps the region read-only, apart from
-the page with the bell. Redeeming needs the same host, PID namespace and user; what is missing is said with its cure.
+the page with the bell. Redeeming needs the same host, PID namespace and user, and a memfd that is sealed against
+truncation; what is missing is said with its cure.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,8 @@ import torch
 from ep_kernels.errors import TransportError
 
 _PROC = Path("/proc")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of every region: nobody can take the pages away under a reader's mapping, which would end the reader by SIGBUS."""
 MAP_NORESERVE = 0x4000
 """Linux: memory is counted when touched. Regions are sized for the worst case and mostly never touched."""
 
@@ -54,8 +58,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def start_ticks(pid: int) -> int:
     """When a process began, in kernel clock ticks since boot. Raises OSError if it is gone."""
-    stat = (_PROC / str(pid) / "stat").read_text()
-    return int(stat.rpartition(")")[2].split()[19])
+    line = (_PROC / str(pid) / "stat").read_text()
+    return int(line.rpartition(")")[2].split()[19])
 
 
 def boot_id() -> str:
@@ -83,8 +87,7 @@ class OwnRegion:
             raise TransportError(f"cpu transport: memfd_create failed: {error}") from error
         try:
             os.ftruncate(self.fd, num_bytes)
-            # Nobody can take the pages away under a reader's mapping.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             mapping = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
@@ -147,19 +150,17 @@ def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int) -> Ticket:
 
 
 def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
-    """(descriptor of the region, pidfd of its owner), both the caller's to close. Raises TransportError."""
+    """(descriptor of the region, pidfd of its owner), both the caller's to close. The file is a memfd of this user that
+    nobody can truncate; it is opened for writing only once that is known. Raises TransportError."""
     try:
         process = os.pidfd_open(ticket.pid)
-    except OSError as error:
-        raise _refused(rank, f"its process {ticket.pid} is gone ({error.strerror})") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise _refused(rank, f"its process {ticket.pid} is gone ({error})") from error
     try:
         if start_ticks(ticket.pid) != ticket.start_ticks:
             raise _refused(rank, f"its process {ticket.pid} is gone (the id was given to another)")
-        region = os.open(_PROC / str(ticket.pid) / "fd" / str(ticket.fd), os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(region).st_size != ticket.num_bytes:
-            os.close(region)
-            raise _refused(rank, "its region is closed (the descriptor is another file)")
-        return region, process
+        _check_user(rank, f"its process {ticket.pid}", (_PROC / str(ticket.pid)).stat().st_uid)
+        return _open_region(rank, ticket), process
     except TransportError:
         os.close(process)
         raise
@@ -169,6 +170,37 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
             users = f"user {ticket.uid}, this rank as user {os.geteuid()}"
             raise _refused(rank, f"no permission to open its region (it runs as {users}); run both as one") from error
         raise _refused(rank, f"its region is closed ({error.strerror})") from error
+
+
+def _open_region(rank: int, ticket: Ticket) -> int:
+    """The descriptor. A file that is not the owner's region is neither written nor read, whatever kind it is."""
+    path = os.open(_PROC / str(ticket.pid) / "fd" / str(ticket.fd), os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != ticket.num_bytes:
+            raise _refused(rank, "its region is closed (the descriptor is another file)")
+        _check_user(rank, "its region", found.st_uid)
+        if _seals(path) & SEALS != SEALS:
+            raise _refused(rank, "its region is no sealed memfd, so its owner could truncate it while it is mapped")
+        return os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(path)
+
+
+def _check_user(rank: int, what: str, uid: int) -> None:
+    if uid != os.geteuid():
+        raise _refused(rank, f"{what} belongs to user {uid}, this rank runs as user {os.geteuid()}; run both as one")
+
+
+def _seals(path: int) -> int:
+    """Seals of the regular file that an O_PATH descriptor names; 0 for one on a file system without seals."""
+    readable = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return fcntl.fcntl(readable, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+    finally:
+        os.close(readable)
 
 
 def _refused(rank: int, why: str) -> TransportError:

@@ -49,7 +49,7 @@ class Desk:
         try:
             peer.settimeout(5)
             _, uid = _peer_of(peer)
-            if uid == os.getuid() and secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
+            if uid == os.geteuid() and secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
                 socket.send_fds(peer, [b"\1"], self._fds)
         except OSError:
             return
@@ -82,7 +82,9 @@ def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[li
         desk.settimeout(timeout_s)
         try:
             desk.connect(b"\0" + name)
-            pid, _ = _peer_of(desk)
+            pid, uid = _peer_of(desk)
+            if uid != os.geteuid():
+                raise PermissionError(f"it runs as user {uid}, this rank as user {os.geteuid()}")
             desk.send(nonce)
             _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
         except OSError as error:
