@@ -184,6 +184,7 @@ class Member:
         with self._lock, self._sampling:
             if not self._closed:
                 self._closed = True
+                self._fault = None  # its traceback holds this object, and so the regions
                 self._transport.close()
 
     def __enter__(self) -> Self:
@@ -203,8 +204,9 @@ class Member:
         """Raise what makes every call useless; asked before each operation."""
         if self._closed:
             raise ClosedError("the communicator is closed")
-        if self._fault is not None:
-            raise self._fault.with_traceback(None)
+        fault = self._fault  # another thread may close
+        if fault is not None:
+            raise fault.with_traceback(None)
         self._run(self._transport.check)
 
     def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -212,6 +214,7 @@ class Member:
         try:
             return call(*args, **kwargs)
         except TransportError as error:
-            if not isinstance(self._fault, AbortedError):
-                self._fault = error
+            with self._lock:
+                if not self._closed and not isinstance(self._fault, AbortedError):
+                    self._fault = error
             raise

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
 from crossdock.supervisor import share_cpus
+from crossdock.worker.threads import in_thread
 
 _PRODUCT = """
 import asyncio, os, torch
@@ -38,6 +43,41 @@ def test_a_product_beside_the_event_loop_uses_the_configured_threads(num_threads
     script = _PRODUCT.format(num_threads=num_threads)  # a process of its own: this one may have a team already
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == str((num_threads - 1, num_threads)), done.stdout + done.stderr
+
+
+class _Memory:
+    """What the frame of a function holds."""
+
+
+def test_what_raised_beside_the_event_loop_is_freed_without_the_cycle_collector() -> None:
+    held: list[weakref.ref[_Memory]] = []
+
+    def fail() -> None:
+        memory = _Memory()
+        held.append(weakref.ref(memory))
+        raise ValueError("broken")
+
+    async def ask() -> None:
+        try:
+            await in_thread("connect-test", fail)
+        except ValueError:
+            return
+        raise AssertionError("did not raise")
+
+    async def main() -> bool:
+        await ask()
+        for thread in threading.enumerate():
+            if thread.name == "connect-test":
+                thread.join()
+        await asyncio.sleep(0)
+        return held[0]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("num_cpus", "num_workers", "share"), [(2, 4, 1), (2, 1, 1), (64, 4, 15), (7, 2, 2)])

@@ -208,6 +208,7 @@ class Session:
             await agreeing
         finally:
             newer.cancel()
+            del agreeing, either  # an exception of theirs holds this frame, and so the communicator
 
     async def _say_ready(self, seat: Seat) -> bool:
         try:

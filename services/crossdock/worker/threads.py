@@ -25,24 +25,29 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
     """
     loop, num_threads = asyncio.get_running_loop(), torch.get_num_threads()
     future: asyncio.Future[Result] = loop.create_future()
+    waiting = [future]  # emptied: an exception holds the frame of `run`, which must not hold the future that has it
 
     def settle(result: Result | None, error: BaseException | None) -> None:
-        if future.done():
+        settled = waiting.pop()
+        if settled.done():
             return
         if error is not None:
-            future.set_exception(error)
+            settled.set_exception(error)
         else:
-            future.set_result(result)  # type: ignore[arg-type]
+            settled.set_result(result)  # type: ignore[arg-type]
+
+    def tell(result: Result | None, error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
 
     def run() -> None:
-        result, caught = None, None
         try:
             torch.set_num_threads(num_threads)
             result = function(*args)
         except BaseException as error:
-            caught = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, caught)
+            tell(None, error)
+        else:
+            tell(result, None)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
