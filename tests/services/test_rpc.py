@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -175,6 +177,36 @@ async def test_a_port_in_use_is_not_shared() -> None:
     async with echo(_echo) as address:
         with pytest.raises(rpc.ListenError, match=f"cannot bind {address}: in use"):
             rpc.bind(server, address)
+
+
+class _Request:
+    """What a call brought."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+async def test_a_stream_does_not_keep_its_request() -> None:
+    kept: list[weakref.ref[_Request]] = []
+
+    async def stream(request: _Request, context: object) -> AsyncIterator[bytes]:
+        kept.append(weakref.ref(request))
+        del request
+        yield b"first"
+        await asyncio.Event().wait()
+
+    handler = grpc.unary_stream_rpc_method_handler(stream, _Request)
+    server = await rpc.server(1 << 16, rpc.Health([]))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("crossdock.test.Echo", {"S": handler}),))
+    address = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with rpc.aio_channel(address) as channel:
+        call = channel.unary_stream("/crossdock.test.Echo/S")(b"request", timeout=TIMEOUT_S)
+        assert await call.read() == b"first"
+        gc.collect()
+        assert [each() for each in kept] == [None]
+        call.cancel()
+    await server.stop(0)
 
 
 class _Context:

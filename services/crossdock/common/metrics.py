@@ -91,7 +91,10 @@ class GuardedMetrics(_Metrics):
 
     def _declare_guards(self) -> None:
         self.calls_refused_total = self._counter(
-            "calls_refused_total", "calls", "Calls turned away: unauthenticated, permission or rate", "reason"
+            "calls_refused_total",
+            "calls",
+            "Calls turned away: unauthenticated, permission, rate, full or value",
+            "reason",
         )
         self.certificate_not_after_seconds = self._gauge(
             "certificate_not_after_seconds", "seconds", "Unix time when this process's certificate ends; 0 without one"

@@ -6,25 +6,21 @@ What is not here: any service, any policy about the group, what TLS rests on (se
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import resource
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 import tenacity
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from crossdock.common.access import Door
 from crossdock.common.addresses import format_address, split_address
+from crossdock.common.boundary import Boundary, Observe
 from crossdock.common.calls import (
-    LEADER_KEY,
     Aborted,
     AlreadyExists,
     CallError,
@@ -48,6 +44,7 @@ from crossdock.common.calls import (
 from crossdock.common.security import Security
 
 __all__ = [
+    "MAX_CONNECTIONS",
     "MOST_SENT_BYTES",
     "Aborted",
     "AlreadyExists",
@@ -60,6 +57,7 @@ __all__ = [
     "InvalidArgument",
     "ListenError",
     "NotFound",
+    "Observe",
     "PermissionDenied",
     "ResourceExhausted",
     "Unauthenticated",
@@ -79,15 +77,13 @@ __all__ = [
     "status_of",
 ]
 
-_log = logging.getLogger(__name__)
-
 Message = TypeVar("Message")
-Observe = Callable[[str, str, float], None]
-"""(method, status name, seconds): called once for each finished call of a server."""
-
-_OUR_METHODS = "/crossdock."
 MOST_SENT_BYTES = 64 << 20
 """Largest message that a server sends and a channel takes, unless told otherwise: the table of 2,048 ranks fits."""
+
+
+MAX_CONNECTIONS = 4096
+"""Of one server, where the limit of open files is twice that or more."""
 
 
 class ListenError(OSError):
@@ -118,7 +114,6 @@ async def server(
     health: Health,
     *,
     observe: Observe | None = None,
-    max_calls: int | None = None,
     door: Door | None = None,
 ) -> grpc.aio.Server:
     """A server with size limits, keepalive, `health` and reflection; add servicers, then `bind`, then `start()`.
@@ -127,13 +122,12 @@ async def server(
         max_message_bytes: larger messages that come end their call with RESOURCE_EXHAUSTED.
         health: its services are also what reflection lists.
         observe: told of each finished call of our own services.
-        max_calls: calls open at once; one more is answered RESOURCE_EXHAUSTED. None: no limit.
-        door: looks at each call of our own services first. None: everybody may call everything.
+        door: looks at each call first, and limits connections and calls. None: everybody may call everything.
     """
     made = grpc.aio.server(
-        interceptors=(_Boundary(observe, door),),
-        options=_server_options(max_message_bytes),
-        maximum_concurrent_rpcs=max_calls,
+        interceptors=(Boundary(observe, door),),
+        options=[*_server_options(max_message_bytes), *(_guard_options() if door is not None else ())],
+        maximum_concurrent_rpcs=2 * (door.calls.most + door.others.most) if door is not None else None,
     )
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, made)
     names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -270,6 +264,20 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s
         ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing is not waited for
+        # Else the window of every stream grows to megabytes, read or not: a call that nobody reads can hold 64 KiB.
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
+def _guard_options() -> list[tuple[str, Any]]:
+    """For a server that anybody can reach. What is not bounded here is bounded by the places of the door."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return [
+        ("grpc.max_concurrent_streams", 128),  # of one connection
+        ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, max(1, files // 2))),
+        ("grpc.max_connection_idle_ms", 300_000),  # without any call
+        ("grpc.max_connection_age_ms", 1_800_000),  # give or take a tenth: a certificate that ended is seen by then
+        ("grpc.max_connection_age_grace_ms", 600_000),  # calls that are open may end by themselves until then
     ]
 
 
@@ -286,101 +294,3 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.enable_http_proxy", 0),  # a group is one network; a proxy named in the environment is not for it
         ("grpc.use_local_subchannel_pool", 1),
     ]
-
-
-class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
-    """Around every handler of ours: the door before it, its errors become statuses, and each finished call is told to
-    `observe`."""
-
-    def __init__(self, observe: Observe | None, door: Door | None) -> None:
-        self._observe, self._door = observe, door
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        name = handler_call_details.method
-        if handler is None or not name.startswith(_OUR_METHODS):
-            return handler
-        kind = ("stream" if handler.request_streaming else "unary") + "_"
-        kind += "stream" if handler.response_streaming else "unary"
-        guarded = self._guard(getattr(handler, kind), name)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        parse = handler.request_deserializer
-        if parse is not None and not handler.request_streaming:
-            parse = _keep_failure(parse)
-        plain = handler.response_serializer  # a handler may also give bytes, made once for many callers
-        return make(guarded, parse, lambda made: made if isinstance(made, bytes) else plain(made))
-
-    def _guard(self, handler: Callable[..., Any], name: str) -> Callable[..., Any]:
-        method = name.rpartition("/")[2]
-        if inspect.isasyncgenfunction(handler):
-
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                started = time.monotonic()
-                try:
-                    self._enter(name, request, context)
-                    async with contextlib.aclosing(handler(request, context)) as responses:
-                        async for response in responses:
-                            yield response
-                except BaseException as error:
-                    await self._end(error, context, method, started)
-                self._tell(method, _code_name(context), started)
-
-            return stream
-
-        async def unary(request: Any, context: Any) -> Any:
-            started = time.monotonic()
-            response = None
-            try:
-                self._enter(name, request, context)
-                response = await handler(request, context)
-            except BaseException as error:
-                await self._end(error, context, method, started)
-            self._tell(method, _code_name(context), started)
-            return response
-
-        return unary
-
-    def _enter(self, name: str, request: Any, context: Any) -> None:
-        if self._door is not None:
-            self._door.admit(name, request, context)
-        if isinstance(request, DecodeError):
-            raise request
-
-    async def _end(self, error: BaseException, context: Any, method: str, started: float) -> None:
-        """Never returns normally: raises what ends the call."""
-        if isinstance(error, grpc.aio.AbortError):
-            self._tell(method, _code_name(context), started)
-            raise error
-        code, message = status_of(error)
-        self._tell(method, code.name, started)
-        if not isinstance(error, Exception):  # cancelled, or the generator was closed: grpc ends the call itself
-            raise error
-        if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
-            _log.error("handler failed method=%s", method, exc_info=error)
-        leader = error.leader if isinstance(error, Unavailable) else ""
-        await context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
-
-    def _tell(self, method: str, code: str, started: float) -> None:
-        if self._observe is not None:
-            self._observe(method, code, time.monotonic() - started)
-
-
-def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Hand a parse failure to the handler as its request: grpc alone would call it an UNKNOWN error."""
-
-    def parse_or_keep(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return parse_or_keep
-
-
-def _code_name(context: Any) -> str:
-    code = context.code()
-    return code.name if isinstance(code, grpc.StatusCode) else "OK"

@@ -229,7 +229,9 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         service: Any = self._reign(context)
         term = self._term
         try:
-            async for view in service.Watch(request, context):
+            views = service.Watch(request, context)
+            del request
+            async for view in views:
                 if not (self._holds() and self._term == term):
                     raise self._elsewhere()
                 if isinstance(view, bytes):  # two messages one after the other are one with the fields of both

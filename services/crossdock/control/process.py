@@ -22,6 +22,7 @@ from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
+from crossdock.common.places import CallLimits
 from crossdock.common.security import SecurityError, security_of
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
 STOP_GRACE_S = 1.0
+CALLS, CALLS_PER_RANK = 2048, 8
+"""Calls that are open at once, most of them Watch streams; one peer may have a quarter. All ranks may come by way of
+one proxy, and two streams of each rank keep their places."""
 EXIT_OK, EXIT_BAD_CONFIG = 0, 2
 
 log = logs.get(__name__)
@@ -116,7 +120,8 @@ async def _serve(config: ControlConfig) -> int:
     security = security_of(config.security)
     nodes = await _nodes(config.kubernetes) if config.kubernetes else None
     health = rpc.Health([SERVICE_NAME])
-    door = door_of(security, config.max_calls_per_s, metrics)
+    limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
+    door = door_of(security, config.max_calls_per_s, metrics, limits)
     server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
     address = rpc.bind(server, config.listen, security)
     reign = _Reign(config, metrics, health, nodes)

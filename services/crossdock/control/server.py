@@ -14,6 +14,7 @@ from typing import Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
+from crossdock.common.access import VISIT, check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import discovery, views
@@ -36,8 +37,6 @@ from crossdock.control.records import (
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
-MAX_ONLOOKERS = 1024
-"""Watchers that are no members: clients, `crossdock status`. They leave room for members, however many come."""
 WATCHES_PER_RANK = 2
 """A stream that broke may not have ended here yet when the next one comes."""
 QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
@@ -166,13 +165,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
-        if request.worker.uid:
-            self._keys.check(request.worker, context)
-        inside = views.is_member(self._group, request.worker)
-        most = WATCHES_PER_RANK * self._group.settings.world_size if inside else MAX_ONLOOKERS
-        if self._num_watching[inside] >= most:
-            who = "members" if inside else "onlookers"
-            raise rpc.ResourceExhausted(f"watch: expected at most {most} {who}, got one more")
+        worker, brief, table_once = _identity(request), request.brief, request.table_once
+        del request  # the stream lasts, and must not keep whatever else was sent
+        if worker.uid:
+            self._keys.check(worker, context)
+        inside = views.is_member(self._group, worker)
+        if inside:
+            self._admit_member()
         changed, has_table = asyncio.Event(), 0
         self._num_watching[inside] += 1
         self._watchers.add(changed)
@@ -180,9 +179,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         try:
             while not self._stopping:
                 changed.clear()
-                if views.is_replaced(self._group, request.worker):
-                    raise rpc.AlreadyExists(f"worker {request.worker.uid}: a newer process has its place")
-                message, has_table = self._view(request, has_table)
+                if views.is_replaced(self._group, worker):
+                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process has its place")
+                message, has_table = self._view(worker, brief, table_once, has_table)
                 yield message
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
@@ -201,15 +200,26 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._stopping = True
         self._wake_watchers()
 
-    def _view(self, watch: pb.WatchRequest, has_table: int = 0) -> tuple[pb.GroupView | bytes, int]:
+    def _admit_member(self) -> None:
+        """A member's stream keeps its place, whoever else calls. Raises ResourceExhausted."""
+        most = WATCHES_PER_RANK * self._group.settings.world_size
+        if self._num_watching[True] >= most:
+            raise rpc.ResourceExhausted(f"watch: expected at most {most} members, got one more")
+        visit = VISIT.get(None)
+        if visit is not None:
+            visit.keep()
+
+    def _view(
+        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0
+    ) -> tuple[pb.GroupView | bytes, int]:
         """What a watcher is told, and the epoch of the last table of regions that it has then; `has_table`: before."""
-        group, inside = self._group, views.is_member(self._group, watch.worker)
-        if not (watch.brief and inside):
+        group, inside = self._group, views.is_member(self._group, worker)
+        if not (brief and inside):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
             return whole, has_table
-        table = group.sealed and not (watch.table_once and _needs_no_table(group, has_table))
-        return self._brief(watch.worker, table), group.epoch if table else has_table
+        table = group.sealed and not (table_once and _needs_no_table(group, has_table))
+        return self._brief(worker, table), group.epoch if table else has_table
 
     def _brief(self, worker: pb.WorkerId, table: bool) -> bytes:
         """The table of regions, or the state and this member. Bytes, since many watchers get the same."""
@@ -306,6 +316,12 @@ def _wake(watchers: Sequence[asyncio.Event]) -> None:
         changed.set()
     if len(watchers) > WOKEN_AT_ONCE:
         asyncio.get_running_loop().call_soon(_wake, watchers[WOKEN_AT_ONCE:])
+
+
+def _identity(request: pb.WatchRequest) -> pb.WorkerId:
+    """Of a watcher, checked; nothing of `request` lives on in it. Raises InvalidArgument."""
+    check_uid(request.worker.uid)
+    return pb.WorkerId(uid=request.worker.uid, incarnation=request.worker.incarnation)
 
 
 def _needs_no_table(group: Group, has_table: int) -> bool:

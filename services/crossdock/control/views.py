@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 
 from google.protobuf.message import Message
 
+from crossdock.common.access import MAX_UID_CHARS, check_uid
 from crossdock.common.rpc import MOST_SENT_BYTES, InvalidArgument
 from crossdock.control import discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import topology_pb2
 
-MAX_NAME_CHARS = 256
+MAX_NAME_CHARS = MAX_UID_CHARS
 MAX_TEXT_CHARS = 1000
 MAX_REGION_BYTES = 64 << 10
 MAX_EPOCH = 1 << 62
@@ -232,7 +233,8 @@ def _check_texts(path: str, message: Message) -> None:
 def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:
     if not worker.uid:
         raise InvalidArgument("worker.uid: expected a name, got none")
-    return _name("worker.uid", worker.uid), worker.incarnation
+    check_uid(worker.uid)
+    return worker.uid, worker.incarnation
 
 
 def _prior(prior: pb.PriorMembership, limits: Limits) -> Prior:

@@ -26,6 +26,7 @@ from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
+from crossdock.common.places import CallLimits
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of
 from crossdock.facts import host_facts
@@ -52,7 +53,7 @@ _FLUSH_S = 3.0
 """Longest that clients may take to read the answers that are ready when this worker has left."""
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 1024
-"""Streams and other calls open at once; each may hold one message that is not yet counted as queued."""
+"""Streams and other calls open at once, a quarter of them of one peer."""
 
 _log = log.get(__name__)
 
@@ -162,8 +163,9 @@ class _Process:
         return is_ready, text if self._status.is_serving else self._spare() or text
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
-        door = door_of(self._security, self._config.max_calls_per_s, self._metrics)
-        server = await rpc.server(self._config.max_message_bytes, self._health, max_calls=_MAX_CALLS, door=door)
+        limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
+        door = door_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
+        server = await rpc.server(self._config.max_message_bytes, self._health, door=door)
         backend = Backend(
             self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
         )

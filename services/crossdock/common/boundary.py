@@ -1,0 +1,202 @@
+"""Around every handler of a server: the door before it, its errors become statuses, each finished call is counted.
+
+Handlers of one request are served as if they took a stream: so the door is asked before anything of the request is
+read, and a request of which only a part comes holds its place for `REQUEST_S`, not for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from crossdock.common.access import OUR_METHODS, Door
+from crossdock.common.calls import (
+    LEADER_KEY,
+    CallError,
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+    status_of,
+)
+from crossdock.common.places import Visit
+
+_log = logging.getLogger(__name__)
+
+Observe = Callable[[str, str, float], None]
+"""(method, status name, seconds): called once for each finished call of a server."""
+
+REQUEST_S = 10.0
+"""Longest that the one request of a call may take to come."""
+
+
+class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
+    """See the module's head.
+
+    Args:
+        observe: told of each finished call of our own services.
+        door: None: everybody may call everything.
+    """
+
+    def __init__(self, observe: Observe | None, door: Door | None) -> None:
+        self._observe, self._door = observe, door
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler as it is served."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = ("stream" if handler.request_streaming else "unary") + "_"
+        answers = "stream" if handler.response_streaming else "unary"
+        guarded = self._guard(getattr(handler, kind + answers), handler_call_details.method, handler.request_streaming)
+        make = getattr(grpc, f"stream_{answers}_rpc_method_handler")
+        parse, plain = handler.request_deserializer, handler.response_serializer
+        if parse is not None and not handler.request_streaming:
+            parse = _keep_failure(parse)
+        # a handler may also give bytes, made once for many callers
+        return make(guarded, parse, lambda made: made if isinstance(made, bytes) else plain(made))
+
+    def _guard(self, handler: Callable[..., Any], name: str, streams: bool) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(handler):
+
+            async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+                call = _Call(self._door, self._observe, name, context)
+                try:
+                    request = await call.begin(requests, streams)
+                    async with contextlib.aclosing(handler(request, context)) as responses:
+                        del request  # a call that lasts keeps of it what it needs
+                        async for response in responses:
+                            call.progress()
+                            yield response
+                except BaseException as error:
+                    await call.fail(error)
+                finally:
+                    call.leave()
+                call.tell(_code_name(context))
+
+            return stream
+
+        async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
+            call = _Call(self._door, self._observe, name, context)
+            response = None
+            try:
+                response = await handler(await call.begin(requests, streams), context)
+            except BaseException as error:
+                await call.fail(error)
+            finally:
+                call.leave()
+            call.tell(_code_name(context))
+            return response
+
+        return unary
+
+
+class _Call:
+    """One call, from before its request until its end."""
+
+    def __init__(self, door: Door | None, observe: Observe | None, name: str, context: Any) -> None:
+        self._door, self._name, self._context = door, name, context
+        self._observe = observe if name.startswith(OUR_METHODS) else None
+        self._visit: Visit | None = None
+        self._started = time.monotonic()
+
+    async def begin(self, requests: AsyncIterator[Any], streams: bool) -> Any:
+        """What the handler is given: its request, or the stream of them. Raises CallError, DecodeError."""
+        if self._door is not None:
+            self._visit = self._door.enter(self._name, self._context)
+            await self._door.read(self._visit, self._name, self._context)
+        if streams:
+            if self._door is not None:
+                self._door.look(self._name, None, self._context)
+            return requests if self._visit is None else self._counted(requests)
+        request = await _only(self._context)
+        if self._visit is not None:
+            self._visit.has_read()
+        if self._door is not None:
+            self._door.look(self._name, request, self._context)
+        if isinstance(request, DecodeError):
+            raise request
+        return request
+
+    def progress(self) -> None:
+        """Something was sent or received."""
+        if self._visit is not None:
+            self._visit.progress()
+
+    def leave(self) -> None:
+        """Give the places back."""
+        if self._visit is not None:
+            self._visit.leave()
+
+    async def fail(self, error: BaseException) -> None:
+        """Never returns normally: raises what ends the call."""
+        if isinstance(error, asyncio.CancelledError) and self._visit is not None and self._visit.lost:
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            error = ResourceExhausted("calls: another call of this caller took the place of this one")
+        if isinstance(error, grpc.aio.AbortError):
+            self.tell(_code_name(self._context))
+            raise error
+        code, message = status_of(error)
+        self.tell(code.name)
+        if not isinstance(error, Exception):  # cancelled, or the generator was closed: grpc ends the call itself
+            raise error
+        if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
+            _log.error("handler failed method=%s", self._name.rpartition("/")[2], exc_info=error)
+        leader = error.leader if isinstance(error, Unavailable) else ""
+        await self._context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
+
+    def tell(self, code: str) -> None:
+        """It has ended."""
+        if self._observe is not None:
+            self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)
+
+    async def _counted(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.progress()
+            yield request
+        if self._visit is not None:
+            self._visit.has_read()
+
+
+async def _only(context: Any) -> Any:
+    """The one request of a call."""
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            request = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"request: expected a whole one within {REQUEST_S:g} s, got a part or none") from None
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+        raise InvalidArgument("request: expected one, got none")
+    return request
+
+
+def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Hand a parse failure to the handler as its request: grpc alone would call it an UNKNOWN error."""
+
+    def parse_or_keep(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parse_or_keep
+
+
+def _code_name(context: Any) -> str:
+    code = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else "OK"

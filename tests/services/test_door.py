@@ -1,0 +1,210 @@
+"""What one caller can take from a server: calls a second, open calls, memory; and that others get in beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from crossdock.common import boundary, rpc
+from crossdock.common.access import MAX_UID_CHARS, Door, Limiter
+from crossdock.common.config import ControlConfig
+from crossdock.common.line import SERVICE_NAME
+from crossdock.common.metrics import ControlMetrics
+from crossdock.common.places import IDLE_S, CallLimits
+from crossdock.control.server import ControlPlane
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from tests.services.control_world import TIMEOUT_S, FakeWorker
+from tests.services.http2 import Caller
+
+FORWARD = "/crossdock.v1.ExpertService/Forward"
+TOPOLOGY = "/crossdock.v1.ControlPlane/Topology"
+MIB = 1 << 20
+
+
+class Experts(expert_pb2_grpc.ExpertServiceServicer):
+    """Echoes, one request at a time."""
+
+    async def Forward(self, requests: Any, context: Any) -> AsyncIterator[expert_pb2.ForwardResponse]:  # noqa: N802
+        async for request in requests:
+            yield expert_pb2.ForwardResponse(id=request.id)
+
+
+@contextlib.asynccontextmanager
+async def served(door: Door, max_message_bytes: int = 2 * MIB) -> AsyncIterator[str]:
+    """A control plane and an expert service behind one door; yields the address."""
+    service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
+    server = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
+    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
+    expert_pb2_grpc.add_ExpertServiceServicer_to_server(Experts(), server)
+    address = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        service.stop()
+        await server.stop(0)
+
+
+def limited(rate: float) -> Door:
+    """A door for which no time passes."""
+    door = Door(None, rate)
+    for name in ("_limiter", "_hosts", "_others"):
+        setattr(door, name, Limiter(getattr(door, name).rate, lambda: 0.0))
+    return door
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+async def leave(stub: control_pb2_grpc.ControlPlaneStub, uid: str) -> None:
+    request = pb.LeaveRequest(worker=pb.WorkerId(uid=uid, incarnation=1))
+    await rpc.call(stub.Leave, request, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("uid", ["u" * (MAX_UID_CHARS + 1), "a\x1b[2J", "a\nb"])
+async def test_a_uid_is_checked_before_it_is_kept(uid: str) -> None:
+    reasons: list[str] = []
+    door = Door(None, 100.0, reasons.append)
+    async with served(door) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        with pytest.raises(rpc.InvalidArgument, match=r"worker\.uid: expected"):
+            await leave(stub, uid)
+        with pytest.raises(grpc.RpcError) as raised:
+            await stub.Watch(pb.WatchRequest(worker=pb.WorkerId(uid=uid))).read()
+        assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
+        assert reasons == ["value", "value"]
+        assert not door._limiter._left
+
+
+async def test_a_new_uid_for_each_call_does_not_void_the_rate() -> None:
+    async with served(limited(5.0)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        for number in range(40):  # a burst of twice the rate of four callers
+            await leave(stub, f"w{number}")
+        with pytest.raises(rpc.ResourceExhausted, match="calls: expected at most 20 a second"):
+            await leave(stub, "another")
+        await rpc.call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
+
+
+async def test_the_limit_of_one_uid_leaves_calls_to_the_others_of_its_host() -> None:
+    async with served(limited(5.0)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        for _ in range(10):
+            await leave(stub, "a")
+        with pytest.raises(rpc.ResourceExhausted, match="calls: expected at most 5 a second"):
+            await leave(stub, "a")
+        await leave(stub, "b")
+
+
+async def test_health_is_limited_and_takes_no_calls_from_the_service() -> None:
+    door = limited(5.0)
+    async with served(door) as address, rpc.aio_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for _ in range(10):
+            await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
+        with pytest.raises(rpc.ResourceExhausted):
+            await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
+        await leave(control_pb2_grpc.ControlPlaneStub(channel), "a")
+
+
+async def test_health_watchers_shut_nobody_out() -> None:
+    """Not from the service, and not from health: the connection that has most gives way."""
+    door = Door(None)
+    async with served(door) as address, rpc.aio_channel(address) as first, rpc.aio_channel(address) as second:
+        calls = [health_pb2_grpc.HealthStub(first).Watch(health_pb2.HealthCheckRequest()) for _ in range(100)]
+        done = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+        assert sum(isinstance(each, health_pb2.HealthCheckResponse) for each in done) == door.others.most_of_peer
+        assert (len(door.others), len(door.calls)) == (door.others.most_of_peer, 0)
+        await leave(control_pb2_grpc.ControlPlaneStub(second), "a")
+        check = health_pb2_grpc.HealthStub(second).Check
+        await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
+        for call in calls:
+            call.cancel()
+
+
+async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
+    door = Door(None, limits=CallLimits(64, 16, 16, 16))
+    async with served(door) as address, contextlib.AsyncExitStack() as stack:
+        stubs = [
+            control_pb2_grpc.ControlPlaneStub(await stack.enter_async_context(rpc.aio_channel(address)))
+            for _ in range(3)
+        ]
+        member = FakeWorker(stubs[0], "a/0")
+        await member.register()
+        watch = stubs[0].Watch(pb.WatchRequest(worker=member.id), timeout=TIMEOUT_S)
+        await watch.read()
+        flood = [stubs[1].Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(50)]
+        done = await asyncio.gather(*(call.read() for call in flood), return_exceptions=True)
+        assert sum(isinstance(each, pb.GroupView) for each in done) == 15
+        onlooker = stubs[2].Watch(pb.WatchRequest(), timeout=TIMEOUT_S)
+        assert isinstance(await onlooker.read(), pb.GroupView)
+        lost = [call for call in flood if call.done()]
+        assert {await call.code() for call in lost} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        await member.leave()
+        assert isinstance(await watch.read(), pb.GroupView)
+        for call in (watch, onlooker, *flood):
+            call.cancel()
+
+
+async def test_a_watcher_does_not_keep_its_request() -> None:
+    """Unknown fields may be as large as a message, and streams last."""
+    request = pb.WatchRequest(brief=True)
+    held = sys.getrefcount(request)
+    service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
+    views = service.Watch(request, None)
+    await anext(views)
+    assert sys.getrefcount(request) == held
+    await views.aclose()
+
+
+@pytest.mark.parametrize("path", [FORWARD, TOPOLOGY])
+async def test_unfinished_messages_cost_little_and_shut_nobody_out(path: str) -> None:
+    """Sixty connections of one host, each with all of the largest message but its last byte."""
+    size = 2 * MIB
+    door = Door(None, limits=CallLimits.of(size, 1024))
+    async with served(door, size) as address, rpc.aio_channel(address) as channel:
+        before = resident()
+        with ThreadPoolExecutor(60) as threads:
+            loop = asyncio.get_running_loop()
+            attacks = [loop.run_in_executor(threads, _attack, address, path, size) for _ in range(60)]
+            callers = await asyncio.gather(*attacks)
+        assert len(door.reading) == door.reading.most_of_peer == 24
+        assert resident() - before < 64 * MIB
+        await leave(control_pb2_grpc.ControlPlaneStub(channel), "a")
+        late = expert_pb2_grpc.ExpertServiceStub(channel).Forward()
+        await late.write(expert_pb2.ForwardRequest(id=7))
+        assert (await late.read()).id == 7
+        late.cancel()
+        for caller in callers:
+            await asyncio.to_thread(caller.close)
+
+
+def _attack(address: str, path: str, size: int) -> Caller:
+    caller = Caller(address)
+    caller.call(1, path)
+    assert caller.send_part(1, size, size - 1, IDLE_S / 2) > MIB // 32
+    return caller
+
+
+async def test_a_request_that_never_comes_whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "REQUEST_S", 0.1)
+    door = Door(None)
+    async with served(door) as address:
+        caller = await asyncio.to_thread(Caller, address)
+        caller.call(1, TOPOLOGY)
+        await asyncio.to_thread(caller.send_part, 1, 100, 99, TIMEOUT_S)
+        assert await asyncio.to_thread(caller.wait_ended, 1, TIMEOUT_S)
+        await asyncio.to_thread(caller.close)
+        assert (len(door.calls), len(door.reading)) == (0, 0)
