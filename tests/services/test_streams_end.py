@@ -1,8 +1,14 @@
-"""How streams end when a worker goes: after the answers that are there, in order, whatever the client has read yet."""
+"""How streams end.
+
+When a worker goes: after the answers that are there, in order, whatever the client has read yet. When a client does not
+read: after a while, or when its bytes are needed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -13,23 +19,27 @@ from crossdock.common import rpc
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.worker import service as service_module
 from crossdock.worker.admission import Door
-from crossdock.worker.batcher import Budget
+from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
 from crossdock.worker.service import Backend, ExpertService
 from crossdock.worker.telemetry import Telemetry
-from crossdock.worker.work import Failure
+from crossdock.worker.work import Done, Failure, Work
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S
 
 GONE = rpc.Unavailable("this worker has left the group")
 
 
-def service_of(folder: Path, engine: Engine, telemetry: Telemetry) -> ExpertService:
+def service_of(
+    folder: Path, engine: Engine, telemetry: Telemetry, max_bytes_per_client: int = 1 << 20, **settings: float
+) -> ExpertService:
     write_model(folder)
     door = Door(Checkpoint.open(folder).spec, torch.float32)
-    backend = Backend(WorkerConfig(model=str(folder)), door, engine, telemetry, Budget(1 << 20, 1 << 20))
+    config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
+    backend = Backend(config, door, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
 
     async def drain() -> None:
         raise AssertionError("nobody asks for it")
@@ -68,3 +78,102 @@ async def test_a_stream_ends_after_its_answers_and_no_other_begins(tmp_path: Pat
         assert str(rpc.error_of(raised.value)) == str(GONE)
     await server.stop(0)
     telemetry.close()
+
+
+class Answering(Engine):
+    """Answers each request at once with its own rows."""
+
+    def submit(self, work: Work) -> None:
+        work.reply(Done(work.x, work.timing))
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[str, WorkerMetrics]]:
+    metrics = WorkerMetrics()
+    telemetry = Telemetry(metrics, (H * 4, H * 4))
+    service = service_of(folder, Answering(64, telemetry), telemetry, **settings)  # type: ignore[arg-type]
+    metrics.queued_bytes.set_function(lambda: service.queued_bytes)
+    server = await rpc.server(8 << 20, rpc.Health([]))
+    expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
+    address = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address, metrics
+    finally:
+        await server.stop(0)
+        telemetry.close()
+
+
+def value(metrics: WorkerMetrics, name: str) -> float:
+    return metrics.registry.get_sample_value(f"crossdock_{name}") or 0.0
+
+
+def tight(address: str) -> grpc.aio.Channel:
+    """A channel that takes 64 KiB of what nobody reads, however fast the line is."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", 8 << 20)]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+LARGE = 8192
+"""Tokens of a request whose answer does not fit any buffer on the way: H * 4 * LARGE is 2 MiB."""
+
+
+async def test_a_stream_whose_answers_are_not_read_is_given_up(tmp_path: Path) -> None:
+    """All but the answer that is being written is dropped; the stream ends when its client has taken that one."""
+    limits = {"request_timeout_s": 0.5, "max_bytes_per_client": 16 << 20}
+    async with served(tmp_path, **limits) as (address, metrics), tight(address) as channel:
+        stream = expert_pb2_grpc.ExpertServiceStub(channel).Forward(timeout=TIMEOUT_S)
+        for number in range(3):
+            await stream.write(Batch.random(LARGE).message(number))
+        await until(lambda: value(metrics, "queued_bytes") > 6 * LARGE * H * 4)
+        await until(lambda: value(metrics, "streams_dropped_total") == 1)
+        assert 0 < value(metrics, "queued_bytes") < 3 * LARGE * H * 4
+        assert (await stream.read()).HasField("y")
+        with pytest.raises(grpc.RpcError, match="expected a client that reads them"):
+            await stream.read()
+        assert await stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: value(metrics, "queued_bytes") == 0)
+
+
+async def test_unread_answers_of_many_streams_hold_no_more_than_a_client_may(tmp_path: Path) -> None:
+    limit = 4 << 20
+    async with served(tmp_path, max_bytes_per_client=limit) as (address, metrics), tight(address) as channel:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+        message = Batch.random(LARGE // 2).message(1)
+        unread = [stub.Forward(timeout=TIMEOUT_S) for _ in range(10)]
+        writing = [asyncio.create_task(stream.write(message)) for stream in unread for _ in range(3)]
+        await until(lambda: value(metrics, "queued_bytes") >= limit)
+        for _ in range(20):
+            assert value(metrics, "queued_bytes") <= 2 * limit
+            await asyncio.sleep(0.02)
+        for stream in unread:
+            stream.cancel()
+        await until(lambda: value(metrics, "queued_bytes") == 0)
+        await asyncio.gather(*writing, return_exceptions=True)
+        reading = stub.Forward(timeout=TIMEOUT_S)
+        await reading.write(message)
+        assert (await reading.read()).HasField("y")
+
+
+async def test_the_stream_that_reads_least_is_given_up_where_room_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_STALLED_S", 0.0)
+    async with served(tmp_path, max_bytes_per_client=5 << 20) as (address, metrics), tight(address) as channel:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+        unread, reading = stub.Forward(timeout=TIMEOUT_S), stub.Forward(timeout=TIMEOUT_S)
+        for number in range(2):  # one that is being written and one that waits; both count twice their rows
+            await unread.write(Batch.random(LARGE).message(number))
+        await until(lambda: value(metrics, "queued_bytes") > 8 << 20)
+        first = Batch.random(LARGE).message(1)
+        await reading.write(first)
+        assert (await reading.read()).error.code == rpc.code_number(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert value(metrics, "streams_dropped_total") == 1
+        await reading.write(first)
+        assert (await reading.read()).HasField("y")

@@ -1,4 +1,4 @@
-"""The queue of one rank: order, fairness, cutting, removal and bytes. Pure: time is a number that the test gives."""
+"""The queue of one rank: order, fairness, cutting and removal. Pure: time is a number that the test gives."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from collections import Counter
 
 import torch
 
-from crossdock.worker.batcher import Batcher, Budget, Head
+from crossdock.worker.batcher import Batcher, Head
 from crossdock.worker.work import Work
 
 
-def work(client: str, layer: int = 1, num_tokens: int = 1, arrived_ns: int = 0, deadline_ns: int = 1 << 60) -> Work:
+def work(
+    client: str,
+    layer: int = 1,
+    num_tokens: int = 1,
+    arrived_ns: int = 0,
+    deadline_ns: int = 1 << 60,
+    stream: str = "",
+) -> Work:
     return Work(
         client=client,
+        stream=stream,
         layer=layer,
         x=torch.empty(num_tokens, 0),
         topk_ids=torch.empty(num_tokens, 0, dtype=torch.int32),
@@ -153,24 +161,19 @@ def test_expired() -> None:
     assert batcher.expire(40) == []
 
 
-def test_budget_in_all() -> None:
-    budget = Budget(max_bytes_per_client=100, max_bytes=150)
-    assert budget.charge("a", 90)
-    assert not budget.charge("b", 61)
-    assert budget.num_bytes == 90
-    assert budget.charge("b", 60)
-    budget.release("a", 90)
-    assert budget.num_bytes == 60
-    assert budget.charge("c", 90)
+def test_more_streams_give_a_client_no_more_turns() -> None:
+    flood = [work("flood", stream=f"s{i}", arrived_ns=i) for i in range(60)]
+    batcher = filled(*flood, *[work("small", arrived_ns=100 + i) for i in range(3)])
+    assert [client for client, _, _ in cut(batcher, 1, 6, now_ns=200)] == ["flood", "small"] * 3
 
 
-def test_budget_per_client() -> None:
-    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
-    assert budget.has_room("a")
-    assert budget.charge("a", 300), "one request may be larger than the client's share, or it could never be served"
-    assert not budget.has_room("a")
-    assert budget.has_room("b")
-    budget.release("a", 200)
-    assert not budget.has_room("a")
-    budget.release("a", 100)
-    assert budget.has_room("a")
+def test_streams_of_one_client_take_turns() -> None:
+    flood = [work("host", stream="flood", num_tokens=8, arrived_ns=i) for i in range(50)]
+    batcher = filled(*flood, work("host", stream="small", arrived_ns=60, layer=2))
+    heads = []
+    for now_ns in (100, 110):
+        head = batcher.head(now_ns)
+        assert head is not None
+        heads.append(head.layer)
+        cut(batcher, head.layer, 8, now_ns)
+    assert heads == [1, 2]

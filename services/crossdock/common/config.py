@@ -164,16 +164,17 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     """Deadline of every wait for a peer inside a step."""
     request_timeout_s: Seconds = 60.0
     """Deadline of a request that brings none of its own."""
-    max_queued_bytes_per_client: Count = 64 << 20
-    """Past this, a client's stream is not read any further (it feels gRPC's flow control)."""
-    max_queued_bytes: Count = 512 << 20
-    """Past this, requests are refused with RESOURCE_EXHAUSTED."""
+    max_queued_bytes_per_client: Count = 16 << 20
+    """Bytes of requests and of answers not yet written, of one client (its certificate's names, or its host). Past this
+    its streams are read no further (they feel gRPC's flow control); past twice this its requests are refused."""
+    max_queued_bytes: Count = 256 << 20
+    """The same of all clients together. Past this, requests are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: Count = 64 << 20
     """Largest message taken from a client; larger ones end with RESOURCE_EXHAUSTED."""
     max_calls_per_s: Rate = 100.0
     """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     max_requests_per_s: Rate = 0.0
-    """Requests of one stream per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
+    """Requests of one client per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
     drain_timeout_s: Seconds = 30.0
     """Longest that SIGTERM waits for queued requests."""
     torch_threads: Count | None = None

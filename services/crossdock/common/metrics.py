@@ -156,7 +156,12 @@ class WorkerMetrics(GuardedMetrics):
             "expert_switch_seconds", "How long steps waited for a layer to change its experts", STEP_BUCKETS
         )
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
-        self.queued_bytes = self._gauge("queued_bytes", "bytes", "Bytes of the requests waiting for a step")
+        self.queued_bytes = self._gauge(
+            "queued_bytes", "bytes", "Bytes of requests and of answers that are not written yet"
+        )
+        self.streams_dropped_total = self._counter(
+            "streams_dropped_total", "streams", "Forward streams ended because their client did not read its answers"
+        )
 
     def _declare_membership(self) -> None:
         self.epoch = self._gauge("epoch", "1", "Membership counter of the group this worker is in")

@@ -5,7 +5,8 @@ of its oldest request), and everybody else's requests for that layer ride along,
 the step is full. A turn is used up only when a client's *oldest* request is served, so riding along costs no turn and a
 client with many layers in flight cannot starve its own oldest request. Requests longer than a step are cut.
 
-`Budget` bounds the bytes that wait: per client (the client's stream is read no further) and in all (refused).
+The streams of one client take turns among themselves in the same way: more streams give a client no more turns, and
+its own streams do not starve each other.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Head:
     num_tokens: int
 
 
-@dataclass(slots=True)
-class _Client:
-    """Queue of one client: requests by layer, oldest first. `turn_ns`: when its oldest request was last served."""
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Queue of one stream: requests by layer, oldest first. `turn_ns`: when its oldest request was last served."""
 
     works: dict[Work, None] = field(default_factory=dict)
     by_layer: dict[int, dict[Work, None]] = field(default_factory=dict)
@@ -47,12 +48,39 @@ class _Client:
     def waiting_since_ns(self) -> int:
         return max(self.turn_ns, self.oldest().arrived_ns)
 
+    def add(self, work: Work) -> None:
+        self.works[work] = None
+        self.by_layer.setdefault(work.layer, {})[work] = None
+
     def remove(self, work: Work) -> None:
         del self.works[work]
         same_layer = self.by_layer[work.layer]
         del same_layer[work]
         if not same_layer:
             del self.by_layer[work.layer]
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """Queues of one client's streams. `turn_ns`: when its oldest request was last served."""
+
+    queues: dict[Hashable, _Queue] = field(default_factory=dict)
+    turn_ns: int = 0
+
+    def longest(self) -> _Queue:
+        """The stream whose turn it is within this client."""
+        return min(self.queues.values(), key=_Queue.waiting_since_ns)
+
+    def longest_for(self, layer: int) -> _Queue | None:
+        """The same, of those with requests for a layer; None: there is none."""
+        queues = [queue for queue in self.queues.values() if layer in queue.by_layer]
+        return min(queues, key=_Queue.waiting_since_ns, default=None)
+
+    def waiting_since_ns(self) -> int:
+        return max(self.turn_ns, self.longest().waiting_since_ns())
+
+    def works(self) -> list[Work]:
+        return [work for queue in self.queues.values() for work in queue.works]
 
 
 class Batcher:
@@ -64,7 +92,7 @@ class Batcher:
         self._no_deadline_before_ns = _NEVER_NS
 
     def __len__(self) -> int:
-        return sum(len(client.works) for client in self._clients.values())
+        return sum(len(queue.works) for client in self._clients.values() for queue in client.queues.values())
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -73,23 +101,23 @@ class Batcher:
         """Queue a request of at least one token."""
         self._no_deadline_before_ns = min(self._no_deadline_before_ns, work.deadline_ns)
         client = self._clients.setdefault(work.client, _Client())
-        client.works[work] = None
-        client.by_layer.setdefault(work.layer, {})[work] = None
+        client.queues.setdefault(work.stream, _Queue()).add(work)
         self._tokens[work.layer] = self._tokens.get(work.layer, 0) + work.num_waiting
 
     def remove(self, work: Work) -> bool:
         """Take a request out (cancelled, expired). False if no tokens of it wait any more."""
         client = self._clients.get(work.client)
-        if client is None or work not in client.works:
+        queue = client.queues.get(work.stream) if client is not None else None
+        if queue is None or work not in queue.works:
             return False
-        self._forget(client, work)
+        self._forget(queue, work)
         return True
 
     def expire(self, now_ns: int) -> list[Work]:
         """Take out the requests that are past their deadline."""
         if now_ns < self._no_deadline_before_ns:
             return []
-        works = [work for client in self._clients.values() for work in client.works]
+        works = [work for client in self._clients.values() for work in client.works()]
         expired = [work for work in works if work.deadline_ns <= now_ns]
         for work in expired:
             self.remove(work)
@@ -100,7 +128,7 @@ class Batcher:
 
     def clear(self) -> list[Work]:
         """Take everything out, oldest first within a client."""
-        works = [work for client in self._clients.values() for work in client.works]
+        works = [work for client in self._clients.values() for work in client.works()]
         self._clients.clear()
         self._tokens.clear()
         return works
@@ -110,73 +138,49 @@ class Batcher:
         if not self._clients:
             return None
         client = min(self._clients.values(), key=_Client.waiting_since_ns)
-        layer = client.oldest().layer
+        layer = client.longest().oldest().layer
         return Head(layer, max(0, now_ns - client.waiting_since_ns()), self._tokens[layer])
 
     def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
         """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
-        clients = [client for client in self._clients.values() if layer in client.by_layer]
-        clients.sort(key=_Client.waiting_since_ns)
+        clients = sorted(self._clients.values(), key=_Client.waiting_since_ns)
         slices: list[Slice] = []
         room = max_tokens
         while clients and room > 0:
+            left = []
             for client in clients:
-                if room == 0:
-                    break
-                piece = self._cut(client, layer, room, now_ns)
-                room -= piece.num_tokens
-                slices.append(piece)
-            clients = [client for client in clients if layer in client.by_layer]
+                queue = client.longest_for(layer) if room > 0 else None
+                if queue is not None:
+                    piece = self._cut(client, queue, layer, room, now_ns)
+                    room -= piece.num_tokens
+                    slices.append(piece)
+                    left.append(client)
+            clients = left
         return slices
 
-    def _cut(self, client: _Client, layer: int, room: int, now_ns: int) -> Slice:
-        work = next(iter(client.by_layer[layer]))
-        if work is client.oldest():
-            client.turn_ns = now_ns
+    def _cut(self, client: _Client, queue: _Queue, layer: int, room: int, now_ns: int) -> Slice:
+        work = next(iter(queue.by_layer[layer]))
+        if work is queue.oldest():
+            if queue is client.longest():
+                client.turn_ns = now_ns
+            queue.turn_ns = now_ns
         piece = Slice(work, work.num_taken, work.num_taken + min(room, work.num_waiting))
         if piece.is_last:
-            self._forget(client, work)
+            self._forget(queue, work)
         else:
             self._tokens[layer] -= piece.num_tokens
         work.num_taken = piece.stop
         return piece
 
-    def _forget(self, client: _Client, work: Work) -> None:
+    def _forget(self, queue: _Queue, work: Work) -> None:
         left = self._tokens[work.layer] - work.num_waiting
         if left:
             self._tokens[work.layer] = left
         else:
             del self._tokens[work.layer]
-        client.remove(work)
-        if not client.works:
+        queue.remove(work)
+        client = self._clients[work.client]
+        if not queue.works:
+            del client.queues[work.stream]
+        if not client.queues:
             del self._clients[work.client]
-
-
-class Budget:
-    """Bytes of requests that are here and not yet answered, per client and in all."""
-
-    def __init__(self, max_bytes_per_client: int, max_bytes: int) -> None:
-        self._max_per_client, self._max = max_bytes_per_client, max_bytes
-        self._clients: dict[Hashable, int] = {}
-        self.num_bytes = 0
-
-    def charge(self, client: Hashable, num_bytes: int) -> bool:
-        """Take `num_bytes` in for `client`. False, and nothing is charged, if the total would pass its limit."""
-        if self.num_bytes + num_bytes > self._max:
-            return False
-        self.num_bytes += num_bytes
-        self._clients[client] = self._clients.get(client, 0) + num_bytes
-        return True
-
-    def release(self, client: Hashable, num_bytes: int) -> None:
-        """Give back what `charge` took."""
-        self.num_bytes -= num_bytes
-        left = self._clients[client] - num_bytes
-        if left:
-            self._clients[client] = left
-        else:
-            del self._clients[client]
-
-    def has_room(self, client: Hashable) -> bool:
-        """True while the client is below its limit: its stream may be read. One request may pass the limit."""
-        return self._clients.get(client, 0) < self._max_per_client

@@ -33,7 +33,7 @@ from crossdock.facts import host_facts
 from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.wire import NAMES
 from crossdock.worker.admission import Door
-from crossdock.worker.batcher import Budget
+from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
@@ -44,6 +44,7 @@ from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.status import Status
 from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.threads import give_memory_back
 from ep_kernels import EpError
 
 EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST, EXIT_UNFIT = 0, 2, 3, 4, 5
@@ -63,6 +64,7 @@ def run_worker(config: WorkerConfig) -> int:
     identity = Identity.from_env()
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
     torch.set_num_threads(config.torch_threads or 1)  # threads of threads.py take it from here
+    give_memory_back()
     try:
         security = security_of(config.security)
         model = Model(config, Checkpoint.open(config.model))

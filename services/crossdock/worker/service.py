@@ -3,10 +3,14 @@
 A bad request is answered in the stream (`Error` with a grpc status code) and the stream stays up; only bytes that are
 no message at all, or a message over the size limit, end it.
 
-A client is one stream. Its requests are read while it has less than `max_queued_bytes_per_client` here and reads its
-answers; then one more is read and kept in hand, and the client feels gRPC's flow control (cancel messages behind that
-one wait too, but deadlines and hanging up work at once). Past `max_queued_bytes` of all clients together, requests are
-refused with RESOURCE_EXHAUSTED.
+A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
+read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
+and the client feels gRPC's flow control (cancel messages behind that one wait too, but deadlines and hanging up work at
+once). Past twice that, or past `max_queued_bytes` of all clients, requests are refused with RESOURCE_EXHAUSTED.
+
+Bytes count until the answer was written, that is until flow control let all of it go. A stream whose client takes no
+answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request is
+refused for want of room, the stream that has waited longest to write is given up after `_STALLED_S`.
 """
 # ruff: noqa: N802  (the methods of a servicer are named in expert.proto)
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +27,11 @@ import grpc
 
 from crossdock import wire
 from crossdock.common import log, rpc
-from crossdock.common.access import Limiter
+from crossdock.common.access import CALLER, Limiter, host_of
 from crossdock.common.config import WorkerConfig
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import Door, Tokens
-from crossdock.worker.batcher import Budget
+from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
 from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Refused, Work
@@ -38,6 +42,8 @@ _log = log.get(__name__)
 
 _MAX_UNREAD = 1024
 """Answers that a client may leave unread before its stream is read no further; errors cost no bytes of the budget."""
+_STALLED_S = 1.0
+"""A stream that has waited so long to write an answer is given up where its bytes are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,14 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
         self._streams: set[_Stream] = set()
+        self._limiter = Limiter(backend.config.max_requests_per_s)
         self._none_left = asyncio.Event()
         self._ended: rpc.CallError | None = None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of requests, and of answers that are not written yet."""
+        return self._backend.budget.num_bytes
 
     async def end(self, error: rpc.CallError, timeout_s: float) -> None:
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
@@ -90,24 +102,29 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         await self._drain()
         return expert_pb2.DrainResponse()
 
-    async def Forward(
-        self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any
-    ) -> AsyncIterator[expert_pb2.ForwardResponse]:
-        """Many requests in flight, answered in any order."""
+    async def Forward(self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any) -> AsyncIterator[bytes]:
+        """Many requests in flight, answered in any order: ForwardResponse messages."""
         if self._ended is not None:
             raise self._ended
-        stream = _Stream(self._backend)
+        stream = _Stream(self._backend, _client_of(context), self._limiter, self._make_room)
         self._streams.add(stream)
-        reader = asyncio.create_task(stream.read(requests))
+        stream.reader = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.answers():
                 yield response
         finally:
-            reader.cancel()
+            stream.reader.cancel()
             stream.hang_up()
             self._streams.discard(stream)
             if self._ended is not None and not self._streams:
                 self._none_left.set()
+
+    def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
+        """Give up the stream that has waited longest to write, of the same client or of all."""
+        streams = [each for each in self._streams if each.client == refused.client or not of_client]
+        slowest = max(streams, key=_Stream.stalled_s, default=None)
+        if slowest is not None and slowest.stalled_s() > _STALLED_S:
+            slowest.give_up("its bytes are needed")
 
 
 @dataclass(slots=True)
@@ -131,15 +148,22 @@ class _Answer:
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, client: Hashable, limiter: Limiter, make_room: Callable[..., None]) -> None:
+        self._backend, self._limiter, self._make_room = backend, limiter, make_room
         self._loop = asyncio.get_running_loop()
+        self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
         self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
-        self._held_bytes = 0
         self._room = asyncio.Event()
-        self._read_all = False
-        self._limiter = Limiter(backend.config.max_requests_per_s)
+        self._share = backend.budget.open(client, self._room.set)
+        self._read_all = self._given_up = False
+        self._writing_since: float | None = None
+        self._writing_bytes = 0
+
+    @property
+    def client(self) -> Hashable:
+        """Whose stream it is."""
+        return self._share.client
 
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Take requests until the client has no more. Bytes that are no message end the stream."""
@@ -149,22 +173,59 @@ class _Stream:
                     self._room.clear()
                     await self._room.wait()
                 self._take(request)
+                del request  # the next one may be long in coming
         except Exception as error:
             _log.warning("stream ended: unreadable request", error=error)
             self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
         self._read_all = True
         self._events.put_nowait(None)
 
-    async def answers(self) -> AsyncIterator[expert_pb2.ForwardResponse]:
-        """Answers as they come, until the client has sent everything and has every answer."""
+    async def answers(self) -> AsyncIterator[bytes]:
+        """Answers as they come, until the client has sent everything and has every answer. The next one is asked for
+        when this one was written."""
         while not (self._read_all and not self._pending and self._events.empty()):
             event = await self._events.get()
             if isinstance(event, rpc.CallError):
                 raise event
             if event is not None:
-                yield _response(event)
-                self._release(event.num_bytes)
+                message, num_bytes = _response(event).SerializeToString(), event.num_bytes
+                del event  # one copy is enough while the client takes its time
+                with self._write_deadline(num_bytes):
+                    yield message
+                self._share.release(num_bytes)
                 self._room.set()
+
+    @contextlib.contextmanager
+    def _write_deadline(self, num_bytes: int) -> Iterator[None]:
+        """Around the writing of one answer."""
+        timeout_s = self._backend.config.request_timeout_s
+        self._writing_since, self._writing_bytes = self._loop.time(), num_bytes
+        timer = self._loop.call_later(timeout_s, self.give_up, f"an answer was not taken within {timeout_s:g} s")
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._writing_since, self._writing_bytes = None, 0
+
+    def stalled_s(self) -> float:
+        """For how long the answer that is being written has waited; 0 if there is none."""
+        return 0.0 if self._writing_since is None else self._loop.time() - self._writing_since
+
+    def give_up(self, why: str) -> None:
+        """Drop everything but the answer that is being written: grpc keeps that one until its client takes it or hangs
+        up, so it stays in the account; then the stream ends. Idempotent."""
+        if self._given_up:
+            return
+        self._given_up, self._writing_since = True, None
+        self._backend.telemetry.dropped_stream()
+        _log.debug("stream given up: its answers are not read", client=self.client, why=why)
+        if self.reader is not None:
+            self.reader.cancel()
+        self._withdraw_all("the client does not read its answers")
+        while not self._events.empty():
+            self._events.get_nowait()
+        self._events.put_nowait(rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}"))
+        self._share.release(self._share.num_bytes - self._writing_bytes)
 
     def end(self, error: rpc.CallError) -> None:
         """Raise `error` out of `answers`, after what is there to be told."""
@@ -172,20 +233,23 @@ class _Stream:
 
     def hang_up(self) -> None:
         """The stream is over: nobody waits for its requests any more."""
+        self._withdraw_all("the client hung up")
+        self._share.close()
+
+    def _withdraw_all(self, why: str) -> None:
         pending, self._pending = self._pending, {}
         for each in pending.values():
             each.timer.cancel()
-            self._backend.engine.withdraw(each.work, Failure(grpc.StatusCode.CANCELLED, "the client hung up"))
+            self._backend.engine.withdraw(each.work, Failure(grpc.StatusCode.CANCELLED, why))
             self._backend.telemetry.answered(grpc.StatusCode.CANCELLED, 0, 0.0)
-        self._release(self._held_bytes)
 
     def _take(self, request: expert_pb2.ForwardRequest) -> None:
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
         try:
-            if not self._limiter.allow(self):
-                limit = f"requests: expected at most {self._limiter.rate:g} a second on one stream, got more"
+            if not self._limiter.allow(self.client):
+                limit = f"requests: expected at most {self._limiter.rate:g} a second of one client, got more"
                 raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
@@ -200,7 +264,8 @@ class _Stream:
         timeout_s = request.timeout_ms * 1e-3 or backend.config.request_timeout_s
         now_ns = time.monotonic_ns()
         work = Work(
-            client=self,
+            client=self.client,
+            stream=self,
             layer=request.layer,
             x=tokens.x,
             topk_ids=tokens.topk_ids,
@@ -209,20 +274,20 @@ class _Stream:
             arrived_ns=now_ns,
             reply=lambda answer: self._reply(request_id, answer),
         )
-        if not backend.budget.charge(self, tokens.num_bytes):
-            limit, size = backend.config.max_queued_bytes, backend.budget.num_bytes + tokens.num_bytes
-            message = f"queue: expected at most {limit} bytes waiting here, this request would make it {size}"
-            raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        try:
+            self._share.charge(tokens.num_bytes)
+        except BudgetExceeded as error:
+            self._make_room(self, of_client=error.of_client)
+            raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
         self._pending[request_id] = _Pending(work, tokens.num_bytes, timer)
-        self._held_bytes += tokens.num_bytes
         try:
             backend.engine.submit(work)
         except Refused:
             del self._pending[request_id]
             timer.cancel()
-            self._release(tokens.num_bytes)
+            self._share.release(tokens.num_bytes)
             raise
 
     def _withdraw(self, request_id: int, failure: Failure) -> None:
@@ -244,14 +309,8 @@ class _Stream:
         self._backend.telemetry.answered(code, pending.work.num_tokens, seconds)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
-    def _release(self, num_bytes: int) -> None:
-        if num_bytes:
-            self._held_bytes -= num_bytes
-            self._backend.budget.release(self, num_bytes)
-            self._room.set()
-
     def _has_room(self) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._backend.budget.has_room(self)
+        return self._events.qsize() < _MAX_UNREAD and self._share.has_room()
 
 
 def _response(event: _Answer) -> expert_pb2.ForwardResponse:
@@ -276,3 +335,9 @@ def _response(event: _Answer) -> expert_pb2.ForwardResponse:
 
 def _refused(code: grpc.StatusCode, message: str) -> Refused:
     return Refused(Failure(code, message))
+
+
+def _client_of(context: Any) -> Hashable:
+    """The names of the caller's certificate, or else its host."""
+    caller = CALLER.get(None)
+    return (caller.names or caller.host) if caller is not None else host_of(context)

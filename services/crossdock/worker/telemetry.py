@@ -120,6 +120,10 @@ class Telemetry:
             self._metrics.request_seconds.observe(seconds)
         self._metrics.requests_total.labels(code.name).inc()
 
+    def dropped_stream(self) -> None:
+        """Count a stream that was ended because its client does not read (service)."""
+        self._metrics.streams_dropped_total.inc()
+
     def stats(self, num_queued: int) -> control_pb2.WorkerStats:
         """What the next heartbeat says; rates are since the heartbeat before."""
         now_s, (then_s, then_tokens) = time.monotonic(), self._rate

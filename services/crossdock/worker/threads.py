@@ -2,12 +2,15 @@
 
 `torch.set_num_threads` reaches MKL and OpenMP of the calling thread only: elsewhere the first product starts a team of
 as many threads as the host has processors, which spin between products. So each thread sets it for itself.
+
+Here too: what the C library does with memory that threads have freed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,6 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 256 << 10
 
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
@@ -51,3 +57,12 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def give_memory_back() -> None:
+    """Let the C library return large buffers (messages, rows) to the system as soon as they are freed. By itself glibc
+    raises its threshold to 32 MiB as such buffers are freed, and keeps gigabytes after a burst."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE_BYTES)

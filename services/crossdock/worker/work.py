@@ -64,7 +64,7 @@ class Work:
     """One request on its way through the engine. Only the batcher and the engine change it, under the engine's lock.
 
     Attributes:
-        client: who asked; requests of one client are served in order within a layer, clients take turns.
+        client: who asked; clients take turns.
         layer: MoE layer number.
         x: [T, H] in the served dtype.
         topk_ids: int32 [T, K], -1 = no expert.
@@ -74,6 +74,7 @@ class Work:
         reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps; None until the first one ended.
+        stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
     """
 
@@ -85,6 +86,7 @@ class Work:
     deadline_ns: int
     arrived_ns: int
     reply: Callable[[Done | Failure], None]
+    stream: Hashable = None
     num_taken: int = 0
     y: torch.Tensor | None = None
     timing: Timing = field(default_factory=Timing)

@@ -1,0 +1,112 @@
+"""Bytes of requests and answers that are here, per client and in all. Pure: no clock, no lock, no socket.
+
+All streams of a client share one account. Bytes count from a request's admission until its answer was written. Below
+`max_bytes_per_client` its streams are read; past that, a stream that has nothing here may still bring one request, so
+that no stream of a client waits for another one; past twice that, requests are refused. What is left of `max_bytes`
+stays for other clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+
+class BudgetExceeded(Exception):
+    """A request does not fit.
+
+    Attributes:
+        max_bytes: the limit that it would pass.
+        of_client: whether that is the limit of its client; False: of all clients.
+    """
+
+    def __init__(self, max_bytes: int, num_bytes: int, *, of_client: bool) -> None:
+        whose = "of one client " if of_client else ""
+        super().__init__(
+            f"queue: expected at most {max_bytes} bytes {whose}waiting here, this request would make it {num_bytes}"
+        )
+        self.max_bytes, self.of_client = max_bytes, of_client
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """One client: bytes of all its streams."""
+
+    client: Hashable
+    shares: list[Share] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class Budget:
+    """The accounts of all clients.
+
+    Args:
+        max_bytes_per_client: see the module's head.
+        max_bytes: of all clients together.
+
+    Attributes:
+        num_bytes: held now.
+    """
+
+    def __init__(self, max_bytes_per_client: int, max_bytes: int) -> None:
+        self.max_bytes_per_client, self.max_bytes = max_bytes_per_client, max_bytes
+        self._accounts: dict[Hashable, _Account] = {}
+        self.num_bytes = 0
+
+    def open(self, client: Hashable, on_room: Callable[[], None]) -> Share:
+        """The share of a new stream of `client`; close it. `on_room` is called when there may be room again."""
+        account = self._accounts.setdefault(client, _Account(client))
+        share = Share(self, account, on_room)
+        account.shares.append(share)
+        return share
+
+    def forget(self, client: Hashable) -> None:
+        """A client without streams has no account."""
+        self._accounts.pop(client, None)
+
+
+class Share:
+    """What one stream holds of its client's account. Made by `Budget.open`."""
+
+    def __init__(self, budget: Budget, account: _Account, on_room: Callable[[], None]) -> None:
+        self._budget, self._account, self._on_room = budget, account, on_room
+        self.num_bytes = 0
+
+    @property
+    def client(self) -> Hashable:
+        """Whose it is."""
+        return self._account.client
+
+    def has_room(self) -> bool:
+        """Whether the stream may bring another request."""
+        return self.num_bytes == 0 or self._account.num_bytes < self._budget.max_bytes_per_client
+
+    def charge(self, num_bytes: int) -> None:
+        """Take `num_bytes` in. Raises BudgetExceeded, and nothing is charged."""
+        budget, held = self._budget, self._account.num_bytes
+        if budget.num_bytes + num_bytes > budget.max_bytes:
+            raise BudgetExceeded(budget.max_bytes, budget.num_bytes + num_bytes, of_client=False)
+        if held and held + num_bytes > 2 * budget.max_bytes_per_client:  # a request alone may be larger
+            raise BudgetExceeded(2 * budget.max_bytes_per_client, held + num_bytes, of_client=True)
+        self._add(num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what `charge` took."""
+        if num_bytes:
+            self._add(-num_bytes)
+            for share in self._account.shares:
+                share._on_room()
+
+    def close(self) -> None:
+        """Give back everything; the stream is over. Idempotent."""
+        if self not in self._account.shares:
+            return
+        self.release(self.num_bytes)
+        self._account.shares.remove(self)
+        if not self._account.shares:
+            self._budget.forget(self.client)
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._account.num_bytes += num_bytes
+        self._budget.num_bytes += num_bytes

@@ -1,0 +1,80 @@
+"""Bytes that wait at a worker: per client, over all its streams, and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+
+from crossdock.worker.budget import Budget, BudgetExceeded, Share
+
+
+def share_of(budget: Budget, client: Hashable) -> Share:
+    return budget.open(client, lambda: None)
+
+
+def test_in_all() -> None:
+    budget = Budget(max_bytes_per_client=100, max_bytes=150)
+    a, b = share_of(budget, "a"), share_of(budget, "b")
+    a.charge(90)
+    with pytest.raises(
+        BudgetExceeded, match="at most 150 bytes waiting here, this request would make it 151"
+    ) as raised:
+        b.charge(61)
+    assert not raised.value.of_client
+    assert budget.num_bytes == 90
+    b.charge(60)
+    a.release(90)
+    assert budget.num_bytes == 60
+    b.close()
+    b.close()
+    assert budget.num_bytes == 0
+
+
+def test_one_request_may_be_larger_than_its_client_may_hold() -> None:
+    share = share_of(Budget(max_bytes_per_client=100, max_bytes=1000), "a")
+    assert share.has_room()
+    share.charge(300)
+    assert not share.has_room()
+    share.release(300)
+    assert share.has_room()
+
+
+def test_the_streams_of_a_client_share_its_account_and_leave_the_rest_to_others() -> None:
+    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
+    streams = [share_of(budget, "a") for _ in range(50)]
+    refused = 0
+    for share in streams:
+        for _ in range(10):
+            if share.has_room():
+                try:
+                    share.charge(30)
+                except BudgetExceeded as error:
+                    refused += error.of_client
+                    break
+    assert refused
+    assert budget.num_bytes <= 200, "twice the limit of one client, however many streams it has"
+    other = share_of(budget, "b")
+    assert other.has_room()
+    other.charge(30)
+
+
+def test_a_stream_that_has_nothing_here_may_bring_one_request() -> None:
+    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
+    first, second = share_of(budget, "a"), share_of(budget, "a")
+    first.charge(100)
+    assert not first.has_room()
+    assert second.has_room()
+    second.charge(10)
+    assert not second.has_room()
+
+
+def test_streams_hear_of_room() -> None:
+    budget, heard = Budget(max_bytes_per_client=100, max_bytes=1000), []
+    first = budget.open("a", lambda: heard.append("first"))
+    budget.open("a", lambda: heard.append("second"))
+    budget.open("b", lambda: heard.append("other"))
+    first.charge(10)
+    assert heard == []
+    first.close()
+    assert heard == ["first", "second"]
