@@ -176,7 +176,7 @@ class SimWorker:
     async def _join(self, epoch: int) -> None:
         await self.link.publish(epoch, self.rank, os.urandom(REGION_BYTES))
         if await self.link.table(epoch) is not None:
-            await self.link.ready(epoch)
+            await self.link.ready(epoch, self.link.view.placement)
             view = await self.link.wait(lambda v: v.epoch > epoch or v.state == pb.SERVING)
             if view.epoch == epoch:
                 self.link.serving(epoch)

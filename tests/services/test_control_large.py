@@ -130,7 +130,7 @@ async def test_a_workers_link_keeps_the_table_when_later_views_have_none(control
             for worker in workers:
                 await worker.publish(await newest_view(control.stub))
             assert await link.table(view.epoch) == [workers[0].region, workers[1].region, b"mine"]
-            await link.ready(view.epoch)
+            await link.ready(view.epoch, view.placement)
             for worker in workers:
                 await worker.get_ready()
             serving = await link.wait(lambda view: view.state == pb.SERVING)

@@ -6,7 +6,7 @@ run `python -m tests.unit.group_script FILE...` to fill the output in, or to rew
     > group world=4 lease=3 form=600 recover=5 [elastic=1]     a fresh control plane at time 0
     > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [prior=EPOCH:RANK[:idle]]
     > region UID epoch= [bytes=]                   PublishRegion
-    > ready UID epoch=
+    > ready UID epoch= [placement=]
     > beat UID epoch= [silent=1,2] [fault=a_word] [loaded=1]
     > leave UID [reason=a_word]
     > wait SECONDS [UID...]                        ticks, eight per lease; the named workers keep beating
@@ -120,7 +120,8 @@ class Replay:
         return self._take(PublishRegion(words[0], self._incarnation(words[0], named), int(named["epoch"]), region))
 
     def _do_ready(self, words: list[str], named: dict[str, str]) -> list[str]:
-        return self._take(Ready(words[0], self._incarnation(words[0], named), int(named["epoch"])))
+        placement = int(named["placement"]) if "placement" in named else None
+        return self._take(Ready(words[0], self._incarnation(words[0], named), int(named["epoch"]), placement))
 
     def _do_beat(self, words: list[str], named: dict[str, str]) -> list[str]:
         silent = tuple(int(rank) for rank in named.get("silent", "").split(",") if rank)

@@ -190,6 +190,17 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
         experts.stage(checkpoint, 0, (1, 2, 3))
 
 
+def test_a_report_names_a_placement_that_is_not_taken_up_yet() -> None:
+    """Else a new control plane that hears the report gives the same number to other tables."""
+    rank = Holdings(FIRST, E, 0, None)
+    rank.aim(SECOND)
+    report = rank.report()
+    assert (report.version, report.switched, report.to_switch) == (2, 0, 1)
+    assert [tuple(layer.experts) for layer in report.layers] == [(0, 1, 2), (0, 1, 2)]
+    rank.word()
+    assert (rank.report().version, rank.report().to_switch) == (2, 2)
+
+
 def test_placements_that_do_not_fit_are_refused() -> None:
     def parse(num_slots: int, *rows: list[int]) -> Placement:
         message = pb.PlacementResponse(version=4, num_slots=num_slots)

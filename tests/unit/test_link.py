@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -74,3 +75,27 @@ async def test_a_view_of_a_lower_term_is_not_taken(link: Link) -> None:
         await link._show(late)
     assert link.view.epoch == 3
     assert ("crossdock-term", "9") in link._metadata()
+
+
+async def test_an_answer_of_a_control_plane_that_is_gone_is_dropped(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor may use the same version for other tables."""
+    asked, answers = asyncio.Event(), [asyncio.get_running_loop().create_future() for _ in range(2)]
+    calls = iter(answers)
+
+    async def call(method: str, *args: object, **more: object) -> pb.PlacementResponse:
+        assert method == "Placement"
+        asked.set()
+        answer: pb.PlacementResponse = await next(calls)
+        return answer
+
+    monkeypatch.setattr(link, "_call", call)
+    stream = asyncio.create_task(link._follow())
+    placement = asyncio.create_task(link.placement(1))
+    await asked.wait()
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    answers[0].set_result(pb.PlacementResponse(version=6, num_slots=1))
+    answers[1].set_result(pb.PlacementResponse(version=6, num_slots=2))
+    assert (await placement).num_slots == 2

@@ -9,6 +9,9 @@ or the way takes too long, the goal becomes what was reached. When an epoch ends
 was reached, too: each rank loads the difference between what it holds and what it is told, so that a report that comes
 too late costs time, never a wrong answer.
 
+The placement at which an epoch begins is frozen by `form` (`begun`): until the epoch serves, every rank must fetch the
+same one. Only an epoch that serves gets another goal.
+
 All of this is soft: after a restart the reports tell what is where. Until all of them agree `version` is 0.
 """
 
@@ -51,6 +54,14 @@ class Report:
         return self.switched == self.to_switch and not self.error
 
 
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One version of the tables, by layer."""
+
+    version: int
+    tables: tuple[Table, ...]
+
+
 @dataclass(slots=True)
 class _Way:
     """A move that is under way."""
@@ -78,7 +89,8 @@ class Curator:
 
     Attributes:
         kind: of the model that the group serves; None before the first worker.
-        version: of the placement in force or aimed at; 0 = not known.
+        version: of the placement in force or aimed at; 0 = not known. A number is used once, whatever the model.
+        begun: the placement at which all ranks begin the epoch that `form` was called for last.
         last_change: what came of the last move, in words.
     """
 
@@ -86,7 +98,9 @@ class Curator:
     world_size: int
     kind: Kind | None = None
     version: int = 0
+    begun: Goal | None = None
     last_change: str = ""
+    _highest: int = 0
     _tables: tuple[Table, ...] = ()
     _domains: tuple[int, ...] = ()
     _way: _Way | None = None
@@ -109,7 +123,7 @@ class Curator:
     def welcome(self, kind: Kind) -> None:
         """A worker has registered: another model than before voids everything."""
         if kind != self.kind:
-            self.kind, self.version, self._tables, self._way = kind, 0, (), None
+            self.kind, self.version, self._tables, self._way, self.begun = kind, 0, (), None, None
             self._loads = [[0.0] * kind.num_experts for _ in kind.layers]
             self._reports.clear()
 
@@ -125,12 +139,13 @@ class Curator:
         if len(domains) == self.world_size or not self._domains:
             self._domains = _numbered(domains)
         reached = self._reached()
-        known = max([self.version, *(report.version for report in self._reports.values())])
+        known = max([self._highest, *(report.version for report in self._reports.values())])
         shape = self.shape
         if not reached or any(_slots(table) != shape.num_slots for table in reached):
             reached = (first_table(shape, self.config.min_copies),) * len(self.kind.layers)
         if reached != self._tables or self._way is not None or not self.version:
-            self.version, self._tables = known + 1, reached
+            self._aim(known + 1, reached)
+        self.begun = Goal(self.version, self._tables)
         if self._way is not None:
             self.last_change = "turned back: the epoch ended on the way"
         self._way = None
@@ -229,8 +244,8 @@ class Curator:
         """Aim at a plan. False if it is of a former placement, or moves nothing."""
         if plan.base != self.version or self.is_moving or not plan.moves:
             return False
-        self.version += 1
-        self._way, self._tables = _Way(self._tables, now), plan.after
+        self._way = _Way(self._tables, now)
+        self._aim(self._highest + 1, plan.after)
         self.last_change = (
             f"moving {plan.moves} copies: imbalance {plan.imbalance:.3f}, then {plan.imbalance_after:.3f}"
         )
@@ -267,7 +282,8 @@ class Curator:
             self._way = None
             return None
         reached = self._reached()
-        self.version, self._way, self._tables = self.version + 1, _Way(reached, now, retreat=True), reached
+        self._way = _Way(reached, now, retreat=True)
+        self._aim(self._highest + 1, reached)
         self.last_change = f"turned back: {why}"
         return Outcome("turned back", self.last_change)
 
@@ -304,7 +320,10 @@ class Curator:
                 check(table, Shape(self.kind.num_experts, _slots(table), self._domains))
         except ValueError:
             return
-        self.version, self._tables = told[0].version, tables
+        self._aim(told[0].version, tables)
+
+    def _aim(self, version: int, tables: tuple[Table, ...]) -> None:
+        self.version, self._tables, self._highest = version, tables, max(version, self._highest)
 
     def _weigh(self, now: float) -> None:
         """What is counted now weighs more than what was counted before; by `_weight`, which grows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.curator import Curator, Kind, Outcome, Report
+from crossdock.control import views
+from crossdock.control.curator import Curator, Goal, Kind, Outcome, Report
 from crossdock.control.placement import Table, imbalance
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.records import Group, Phase
@@ -30,6 +32,8 @@ log = logs.get(__name__)
 class _Made:
     """A plan and what it was made from."""
 
+    epoch: int
+    kind: Kind
     snapshot: Snapshot
     plan: Plan
     at: float
@@ -43,6 +47,7 @@ class Experts:
         world_size: R.
         metrics: where to count.
         clock: monotonic seconds.
+        group: the state as it is now. Plans are made in a thread, so it is looked at again after each of them.
         announce: called when members must hear of another placement.
     """
 
@@ -52,11 +57,13 @@ class Experts:
         world_size: int,
         metrics: ControlMetrics,
         clock: Callable[[], float],
+        group: Callable[[], Group],
         announce: Callable[[], None],
     ) -> None:
         self._curator = Curator(config, world_size)
-        self._metrics, self._clock, self._announce = metrics, clock, announce
+        self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
         self._made: _Made | None = None
+        self._stopped = False
         self._planning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
 
@@ -104,7 +111,9 @@ class Experts:
         current = group.phase is Phase.SERVING and request.epoch == group.epoch
         if member is None or not request.HasField("experts") or not current or self._curator.kind is None:
             return None
-        message = request.experts
+        message, most = request.experts, views.greatest(self.version or None, time.time())
+        if message.version > most:
+            raise rpc.InvalidArgument(f"experts.version: expected <= {most}, got {message.version}")
         error = "".join(char if char.isprintable() else " " for char in message.error[:MAX_ERROR_CHARS])
         held = tuple(tuple(layer.experts) for layer in message.layers)
         rows = tuple(tuple(layer.rows) for layer in message.layers)
@@ -115,8 +124,11 @@ class Experts:
             raise rpc.InvalidArgument(str(wrong)) from None
         return member.rank, report
 
-    def hear(self, rank: int, report: Report) -> None:
-        """Take a checked report."""
+    def hear(self, epoch: int, rank: int, report: Report) -> None:
+        """Take a checked report about `epoch`, unless the heartbeat that brought it has ended that epoch."""
+        group = self._group()
+        if group.phase is not Phase.SERVING or group.epoch != epoch:
+            return
         before = self.version
         self._tell(self._curator.hear(rank, report, self._clock()), before)
 
@@ -128,39 +140,60 @@ class Experts:
             self._looking = asyncio.get_running_loop().create_task(self._look())
 
     def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
-        """The tables of an epoch. Raises FailedPrecondition."""
-        tables = self._curator.tables
-        if group.phase not in {Phase.EXCHANGING, Phase.SERVING} or request.epoch != group.epoch or not tables:
+        """The tables of an epoch: those at which it begins until it serves, then the newest. Raises
+        FailedPrecondition."""
+        curator = self._curator
+        goal = {
+            Phase.EXCHANGING: curator.begun,
+            Phase.SERVING: Goal(curator.version, curator.tables) if curator.version else None,
+        }.get(group.phase)
+        if request.epoch != group.epoch or goal is None:
             raise rpc.FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
-        response = pb.PlacementResponse(version=self.version, num_slots=len(_row(tables[0])))
-        for table in tables:
+        response = pb.PlacementResponse(version=goal.version, num_slots=len(_row(goal.tables[0])))
+        for table in goal.tables:
             response.layers.add(experts=_row(table))
         return response
 
-    async def rebalance(self, group: Group) -> pb.RebalanceResponse:
+    def stop(self) -> None:
+        """Nothing is started after this."""
+        self._stopped = True
+        if self._looking is not None:
+            self._looking.cancel()
+
+    async def rebalance(self) -> pb.RebalanceResponse:
         """Start what a plan of now says. Raises FailedPrecondition."""
+        if why := self._obstacle(self._group().epoch):
+            raise rpc.FailedPrecondition(f"rebalance: {why}")
+        made = await self._plan()
+        if why := self._obstacle(made.epoch):
+            raise rpc.FailedPrecondition(f"rebalance: while the plan was made: {why}")
+        started = self._start(made)
+        return pb.RebalanceResponse(version=self.version, moves=made.plan.moves if started else 0)
+
+    def _obstacle(self, epoch: int) -> str:
+        """Why no experts of `epoch` can be moved now; "" = they can."""
+        group = self._group()
+        if self._stopped:
+            return "this control plane decides no more"
         if group.phase is not Phase.SERVING or group.active is not None or not self.version:
             missing = " without some ranks" if group.active is not None else ""
-            raise rpc.FailedPrecondition(
-                f"rebalance: expected a whole group that serves, got {group.phase.value}{missing}"
-            )
-        if self._curator.is_moving:
-            raise rpc.FailedPrecondition("rebalance: experts are moving already")
-        plan = (await self._plan()).plan
-        started = self._start(plan)
-        return pb.RebalanceResponse(version=self.version, moves=plan.moves if started else 0)
+            return f"expected a whole group that serves, got {group.phase.value}{missing}"
+        if group.epoch != epoch:
+            return f"expected epoch {epoch}, got {group.epoch}"
+        return "experts are moving already" if self._curator.is_moving else ""
 
     async def experts(self) -> pb.ExpertsResponse:
         """Everything there is to show."""
-        curator, kind = self._curator, self._curator.kind
+        curator = self._curator
         response = pb.ExpertsResponse(
             version=self.version, world_size=curator.world_size, last_change=curator.last_change
         )
-        if kind is None or not self.version:
+        if curator.kind is None or not self.version:
             return response
         response.layers_switched, response.layers_moving = curator.moving
         made = await self._plan()
-        snapshot, plan = made.snapshot, made.plan
+        kind, snapshot, plan = made.kind, made.snapshot, made.plan
+        response.version = snapshot.version
         response.num_experts, response.num_slots = kind.num_experts, snapshot.shape.num_slots
         response.imbalance, response.imbalance_if_moved = plan.imbalance, plan.imbalance_after
         response.would_move = plan.moves
@@ -180,12 +213,13 @@ class Experts:
 
     async def _plan(self) -> _Made:
         async with self._planning:
-            now, made = self._clock(), self._made
-            if made is None or made.plan.base != self.version or now - made.at > PLAN_FRESH_S:
+            now, made, epoch, kind = self._clock(), self._made, self._group().epoch, self._curator.kind
+            of_now = made is not None and (made.epoch, made.plan.base) == (epoch, self.version)
+            if made is None or not of_now or now - made.at > PLAN_FRESH_S:
                 snapshot = self._curator.snapshot(now)
-                if snapshot is None:
+                if snapshot is None or kind is None:
                     raise rpc.Unavailable("experts: it is not known yet where they are")
-                made = _Made(snapshot, await asyncio.to_thread(snapshot.plan), now)
+                made = _Made(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
                 self._made = made
                 self._metrics.expert_imbalance.set(made.plan.imbalance)
             return made
@@ -193,14 +227,20 @@ class Experts:
     async def _look(self) -> None:
         """Move experts if that pays."""
         try:
-            plan = (await self._plan()).plan
+            made = await self._plan()
         except rpc.Unavailable:
             return
-        if self._curator.is_worth_it(plan):
-            self._start(plan)
+        except Exception:  # nobody awaits this task
+            log.exception("no plan of where experts should be")
+            return
+        if self._curator.is_worth_it(made.plan):
+            self._start(made)
 
-    def _start(self, plan: Plan) -> bool:
-        if not self._curator.start(plan, self._clock()):
+    def _start(self, made: _Made) -> bool:
+        """Start a plan, if the group still serves the epoch that it was made for: in any other one, ranks may be
+        fetching the placement just now."""
+        plan = made.plan
+        if self._obstacle(made.epoch) or not self._curator.start(plan, self._clock()):
             return False
         self._metrics.placement_version.set(self.version)
         figures = {"imbalance": round(plan.imbalance, 4), "then": round(plan.imbalance_after, 4)}

@@ -140,7 +140,9 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
     if group.active is not None and member.rank not in group.active:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not among those that go on in epoch {group.epoch}")
-    return _update(group, replace(member, ready=True, lease_until=now + group.settings.lease_s)), ()
+    _check_same_placement(group, member, event.placement)
+    lease_until = now + group.settings.lease_s
+    return _update(group, replace(member, ready=True, placement=event.placement, lease_until=lease_until)), ()
 
 
 def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
@@ -357,6 +359,16 @@ def _check_same_kind(worker: Worker, member: Member | None) -> None:
         if here != there:
             message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
             raise _Refused(Refusal.MIXED_GROUP, message)
+
+
+def _check_same_placement(group: Group, member: Member, placement: int | None) -> None:
+    """Ranks with different tables send tokens to slots that hold other experts, and no rank notices."""
+    for other in group.members:
+        if other.ready and other is not member and None not in (placement, other.placement):
+            if other.placement != placement:
+                message = f"ready: placement: expected {other.placement} as {other} has in epoch {group.epoch}"
+                raise _Refused(Refusal.MIXED_PLACEMENT, f"{message}, got {placement} from {member}")
+            return
 
 
 def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:

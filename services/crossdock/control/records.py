@@ -25,6 +25,7 @@ class Refusal(enum.Enum):
     REPLACED = "replaced"
     WRONG_EPOCH = "wrong epoch"
     WRONG_PHASE = "wrong phase"
+    MIXED_PLACEMENT = "mixed placement"
     MIXED_GROUP = "mixed group"
     GROUP_FULL = "group full"
     BAD_VALUE = "bad value"
@@ -84,6 +85,8 @@ class Member:
     region: bytes = b""
     """Published in this epoch; empty before."""
     ready: bool = False
+    placement: int | None = None
+    """With `ready`: version of the placement that it holds; None: a worker of an older version does not tell."""
     loaded: bool = False
     """Outside of a group that goes on without it, and it holds its experts: it can be taken in at once."""
     num_blamed: int = 0
@@ -217,6 +220,8 @@ class Ready:
     uid: str
     incarnation: int
     epoch: int
+    placement: int | None = None
+    """Version of the placement whose experts the sender holds; None: it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ REFUSALS: dict[Refusal, type[rpc.CallError]] = {
     Refusal.REPLACED: rpc.AlreadyExists,
     Refusal.WRONG_EPOCH: rpc.FailedPrecondition,
     Refusal.WRONG_PHASE: rpc.FailedPrecondition,
+    Refusal.MIXED_PLACEMENT: rpc.FailedPrecondition,
     Refusal.MIXED_GROUP: rpc.FailedPrecondition,
     Refusal.GROUP_FULL: rpc.ResourceExhausted,
     Refusal.BAD_VALUE: rpc.InvalidArgument,
@@ -95,7 +96,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._told_at = 0.0
         self._telling: asyncio.TimerHandle | None = None
         self._stopping = False
-        self._experts = Experts(config.placement, config.world_size, metrics, clock, self._announce)
+        self._experts = Experts(
+            config.placement, config.world_size, metrics, clock, lambda: self._group, self._announce
+        )
         metrics.world_size.set(config.world_size)
         self._measure()
 
@@ -108,7 +111,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Enter the group, or enter it again."""
         host = request.host
         self._keys.check(request.worker, context)
-        event = views.register_event(request, self._limits, self._labels().get(host.hostname))
+        event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
         kind = self._experts.kind_of(request)
         self._take(event, lambda: self._experts.welcome(kind))
         self._keys.bind(request.worker, context)
@@ -132,10 +135,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Renew a lease; take reports about silent ranks."""
         self._keys.check(request.worker, context)
         told = self._experts.check(self._group, request)
-        self._take(views.heartbeat_event(request, self._limits))
+        self._take(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
         if told is not None:
-            self._experts.hear(*told)
+            self._experts.hear(request.epoch, *told)
         if request.HasField("stats"):
             request.stats.DiscardUnknownFields()  # whatever else was sent would be in every view
             self._stats[request.worker.uid] = request.stats
@@ -161,7 +164,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
         """Move experts now."""
-        return await self._experts.rebalance(self._group)
+        return await self._experts.rebalance()
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
@@ -198,7 +201,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def stop(self) -> None:
         """End every Watch stream with UNAVAILABLE, so that watchers look for a successor."""
         self._stopping = True
+        self._experts.stop()
         self._wake_watchers()
+
+    def _max_epoch(self) -> int:
+        return views.greatest_epoch(self._group, time.time())
 
     def _admit_member(self) -> None:
         """A member's stream keeps its place, whoever else calls. Raises ResourceExhausted."""

@@ -21,7 +21,8 @@ from crossdock.v1 import topology_pb2
 MAX_NAME_CHARS = MAX_UID_CHARS
 MAX_TEXT_CHARS = 1000
 MAX_REGION_BYTES = 64 << 10
-MAX_EPOCH = 1 << 62
+MAX_LEAD = 1 << 20
+CLOCK_FLOOR = 1 << 40
 MAX_LOCAL_RANK = 1 << 16
 MAX_HOST_BYTES = 64 << 10
 MAX_LOST_NAMED = 128
@@ -43,8 +44,33 @@ class Limits:
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
-def register_event(request: pb.RegisterRequest, limits: Limits, labels: discovery.Labels | None = None) -> Register:
-    """Check a RegisterRequest; `labels`: what the platform says of its host. Raises InvalidArgument."""
+def greatest(known: int | None, unix_s: float) -> int:
+    """The greatest epoch, or version of a placement, that is believed when a worker names it.
+
+    A control plane that knows the number of its group is at most a little behind its workers: MAX_LEAD is far more than
+    a former one can have counted unseen. One that was just started knows none and learns it from workers, whatever
+    it is. But no group counts as fast as the clock's milliseconds, so none has come beyond those since 1970, and a
+    number that was believed once stays behind them: the next control plane believes it, too. Without this limit one
+    wrong number would bring the group to the end of the range, where every right number is refused.
+
+    Args:
+        known: the group's own number; None: not known yet.
+        unix_s: seconds since 1970. A clock that was never set does no harm: see CLOCK_FLOOR, of the year 2004.
+    """
+    clock = max(CLOCK_FLOOR, int(unix_s * 1e3))
+    return clock if known is None else max(known, min(known + MAX_LEAD, clock))
+
+
+def greatest_epoch(group: Group, unix_s: float) -> int:
+    """`greatest`, of epochs."""
+    return greatest(group.epoch if group.placed and not group.recovering else None, unix_s)
+
+
+def register_event(
+    request: pb.RegisterRequest, limits: Limits, max_epoch: int, labels: discovery.Labels | None = None
+) -> Register:
+    """Check a RegisterRequest; `max_epoch`: see `greatest_epoch`; `labels`: what the platform says of its host. Raises
+    InvalidArgument."""
     uid, incarnation = _worker_id(request.worker)
     if request.local_rank > MAX_LOCAL_RANK:
         raise InvalidArgument(f"local_rank: expected <= {MAX_LOCAL_RANK}, got {request.local_rank}")
@@ -61,7 +87,7 @@ def register_event(request: pb.RegisterRequest, limits: Limits, labels: discover
         model=_name("model", request.model),
         https=request.https,
     )
-    return Register(worker, _prior(request.prior, limits) if request.HasField("prior") else None)
+    return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
 
 
 def publish_event(request: pb.PublishRegionRequest, limits: Limits) -> PublishRegion:
@@ -71,16 +97,16 @@ def publish_event(request: pb.PublishRegionRequest, limits: Limits) -> PublishRe
 
 def ready_event(request: pb.ReadyRequest) -> Ready:
     """Check a ReadyRequest. Raises InvalidArgument."""
-    return Ready(*_worker_id(request.worker), request.epoch)
+    placement = request.placement if request.HasField("placement") else None
+    return Ready(*_worker_id(request.worker), request.epoch, placement)
 
 
-def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits) -> Heartbeat:
-    """Check a HeartbeatRequest. Raises InvalidArgument."""
+def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int) -> Heartbeat:
+    """Check a HeartbeatRequest; `max_epoch`: see `greatest_epoch`. Raises InvalidArgument."""
     if len(request.silent_ranks) > limits.world_size:
         got = len(request.silent_ranks)
         raise InvalidArgument(f"silent_ranks: expected at most {limits.world_size} of them, got {got}")
-    if request.epoch > MAX_EPOCH:
-        raise InvalidArgument(f"epoch: expected <= {MAX_EPOCH}, got {request.epoch}")
+    _check_epoch("epoch", request.epoch, max_epoch)
     silent = tuple(sorted(set(request.silent_ranks)))
     return Heartbeat(*_worker_id(request.worker), request.epoch, silent, _text(request.fault), request.loaded)
 
@@ -237,9 +263,13 @@ def _worker_id(worker: pb.WorkerId) -> tuple[str, int]:
     return worker.uid, worker.incarnation
 
 
-def _prior(prior: pb.PriorMembership, limits: Limits) -> Prior:
-    if not 0 < prior.epoch <= MAX_EPOCH:
-        raise InvalidArgument(f"prior.epoch: expected 1..{MAX_EPOCH}, got {prior.epoch}")
+def _check_epoch(field: str, epoch: int, max_epoch: int, least: int = 0) -> None:
+    if not least <= epoch <= max_epoch:
+        raise InvalidArgument(f"{field}: expected {least}..{max_epoch}, got {epoch}")
+
+
+def _prior(prior: pb.PriorMembership, limits: Limits, max_epoch: int) -> Prior:
+    _check_epoch("prior.epoch", prior.epoch, max_epoch, least=1)
     return Prior(prior.epoch, prior.rank, _region("prior.region", prior.region, limits), prior.ready)
 
 

@@ -158,12 +158,14 @@ class PublishRegionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadyRequest(_message.Message):
-    __slots__ = ("worker", "epoch")
+    __slots__ = ("worker", "epoch", "placement")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    placement: int
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., placement: _Optional[int] = ...) -> None: ...
 
 class ReadyResponse(_message.Message):
     __slots__ = ()

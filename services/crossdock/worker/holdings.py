@@ -105,6 +105,8 @@ class Holdings:
             report = control_pb2.ExpertReport(
                 version=self._target.version, switched=self._switched, to_switch=len(self._way), error=self._error
             )
+            if self._next is not self._target:  # not taken up yet, and no successor of who told it may use its number
+                report = control_pb2.ExpertReport(version=self._next.version, to_switch=1)
             for layer in self._rows:
                 report.layers.add(experts=self._held(layer))
             return report

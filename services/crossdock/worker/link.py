@@ -84,6 +84,7 @@ class Link:
         self._stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
         self._key = secrets.token_hex(16)
         self._term = 0
+        self._num_streams = 0
         self._answered_at = time.monotonic()
         self._hung = False
         self._registration, self._stats, self._experts = registration, stats, experts
@@ -150,18 +151,25 @@ class Link:
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
         await self._call("PublishRegion", request, self._patient_s, retry_s=self._patient_s)
 
-    async def ready(self, epoch: int) -> None:
-        """Everything is in place for `epoch`. Raises rpc.CallError."""
-        request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch)
+    async def ready(self, epoch: int, placement: int) -> None:
+        """Everything is in place for `epoch`, with the experts of that version of the placement. Raises rpc.CallError
+        (FailedPrecondition: the epoch is over, or other ranks hold another version)."""
+        request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch, placement=placement)
         await self._call("Ready", request, self._patient_s, retry_s=self._patient_s)
 
     async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
-        """Where the experts lie. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
+        """Where the experts lie. Raises rpc.CallError (FailedPrecondition: the epoch is over).
+
+        An answer that was under way when the Watch stream ended may be one of a control plane that is gone: its
+        successor may use that version for other tables. So it is dropped, and asked for again."""
         request = control_pb2.PlacementRequest(epoch=epoch)
-        answer: control_pb2.PlacementResponse = await self._call(
-            "Placement", request, self._patient_s, retry_s=self._patient_s
-        )
-        return answer
+        while True:
+            asked = self._num_streams
+            answer: control_pb2.PlacementResponse = await self._call(
+                "Placement", request, self._patient_s, retry_s=self._patient_s
+            )
+            if asked == self._num_streams:
+                return answer
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves: a control plane that forgot it will be told so."""
@@ -268,6 +276,7 @@ class Link:
             if self._hung:
                 raise rpc.Unavailable(f"no heartbeat was answered for {self._lease_s:g} s")
         finally:
+            self._num_streams += 1
             for task in (reader, again):
                 task.cancel()
 

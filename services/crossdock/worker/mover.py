@@ -33,6 +33,7 @@ class Mover:
     def __init__(self, link: Link, model: Model, engine: Engine, telemetry: Telemetry) -> None:
         self._link, self._model, self._engine, self._telemetry = link, model, engine, telemetry
         self._holdings: Holdings | None = None
+        self._loader: asyncio.Future[None] | None = None
 
     async def fetch(self, seat: Seat) -> Placement:
         """The newest placement of an epoch. Raises rpc.CallError (FailedPrecondition: the epoch is over), or
@@ -44,17 +45,21 @@ class Mover:
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
 
     async def run(self, seat: Seat, holdings: Holdings) -> None:
-        """Follow newer placements until cancelled; returns with nothing being loaded any more."""
+        """Follow newer placements until cancelled. It ends at once: a file system that hangs in the middle of a move
+        must not keep the group from forming anew. What is still being read then is dropped, and the moves of a later
+        epoch begin when it has ended, so there is one loader at most."""
         self._holdings = holdings
-        loading = in_thread("mover", self._load, holdings)
         try:
+            if self._loader is not None and not self._loader.done():
+                _log.warning("experts of a former epoch are still being read; no move begins before that ends")
+                await asyncio.wait([self._loader])
+            self._loader = in_thread("mover", self._load, holdings)
             while True:
                 await self._link.wait(lambda view: view.epoch == seat.epoch and view.placement > holdings.version)
                 await self._aim(seat, holdings)
         finally:
             self._holdings = None
             holdings.close()
-            await loading
 
     def report(self) -> control_pb2.ExpertReport | None:
         """What the next heartbeat says of the experts; None while this rank serves none."""
@@ -71,7 +76,8 @@ class Mover:
     async def _aim(self, seat: Seat, holdings: Holdings) -> None:
         try:
             placement = await self.fetch(seat)
-            holdings.aim(placement)
+            if placement.version > holdings.version:
+                holdings.aim(placement)
         except (rpc.CallError, PlacementError) as error:
             _log.warning("no newer placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)

@@ -110,7 +110,7 @@ class Session:
             if comm is None:
                 continue
             self._engine.open()  # before Ready: a client may hear of SERVING sooner than this rank does
-            if await self._say_ready(seat) and await self._is_serving(seat):
+            if await self._say_ready(seat, placement) and await self._is_serving(seat):
                 self._link.serving(seat.epoch)
                 num_experts, switched = self._model.spec.num_experts, self._telemetry.switched
                 holdings = Holdings(placement, num_experts, seat.rank, experts, switched, seat.mask)
@@ -145,6 +145,7 @@ class Session:
         """A group goes on without this worker: load the experts of its rank, and say that it can be taken in."""
         me = self._link.me(view)
         assert me is not None
+        self._link.loaded(False)
         self._close_comm()
         self._status.joining("loading beside a group that serves")
         try:
@@ -155,6 +156,9 @@ class Session:
             return
         experts = await in_thread("load", self._model.load, placement, me.rank, self._loading)
         self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
+        now = self._link.me(self._link.view)
+        if now is None or now.rank != me.rank or not is_outside(self._link.view, self._link):
+            return  # while it loaded it was taken in, or lost its rank
         self._status.joining("waiting to be taken in by a group that serves")
         self._outside = me.rank
         self._link.loaded(True)
@@ -210,9 +214,9 @@ class Session:
             newer.cancel()
             del agreeing, either  # an exception of theirs holds this frame, and so the communicator
 
-    async def _say_ready(self, seat: Seat) -> bool:
+    async def _say_ready(self, seat: Seat, placement: Placement) -> bool:
         try:
-            await self._link.ready(seat.epoch)
+            await self._link.ready(seat.epoch, placement.version)
         except rpc.CallError as error:
             self._report(seat.epoch, Fault(f"ready: {error}"))
             return False

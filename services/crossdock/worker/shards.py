@@ -80,7 +80,8 @@ class Shards:
                 raise CheckpointError(f"{path}: missing shard, named by {INDEX}") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt shard: {error}") from error
-            self._open[file], self._keys[file] = handle, frozenset(handle.keys())  # type: ignore[no-untyped-call]
+            self._keys[file] = frozenset(handle.keys())  # type: ignore[no-untyped-call]
+            self._open[file] = handle  # last: a reader in another thread needs both
         return self._open[file]
 
     def __contains__(self, name: str) -> bool:
