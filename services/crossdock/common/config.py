@@ -90,7 +90,18 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
     """Longest that workers may take to load their new experts before the move is turned back."""
 
 
-class ControlConfig(_Config, frozen=True, kw_only=True):
+class _ServerConfig(_Config, frozen=True, kw_only=True):
+    """Base of the configs of servers: `security` guards them, or is not set at all."""
+
+    security: SecurityConfig = SecurityConfig()
+    """TLS, tokens, and who may do what. The default is plain text; anything else needs `cert_file`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.security.check_server()
+
+
+class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
@@ -110,8 +121,6 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """Largest message taken from a worker; a region ticket is at most 64 KiB."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
-    security: SecurityConfig = SecurityConfig()
-    """TLS, tokens, and who may do what. The default is plain text."""
     advertise: str = ""
     """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
     election: ElectionConfig | None = None
@@ -126,7 +135,7 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     log: LogConfig = LogConfig()
 
 
-class WorkerConfig(_Config, frozen=True, kw_only=True):
+class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """One expert worker: one process, one device, one rank."""
 
     model: str
@@ -178,8 +187,6 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     """Longest that SIGTERM waits for queued requests."""
     torch_threads: Count = 1
     """Threads of the expert GEMMs. One per rank: the ranks of a host already use its cores."""
-    security: SecurityConfig = SecurityConfig()
-    """TLS, tokens, and who may do what. The default is plain text."""
     log: LogConfig = LogConfig()
 
 
