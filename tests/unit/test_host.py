@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from crossdock.common.announce import Addresses
+from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import HostMetrics
-from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
 from crossdock.common.settings import SecurityConfig
 from crossdock.host import exposed, readiness
 
