@@ -21,7 +21,7 @@ import docker
 from docker.errors import DockerException, NotFound
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from crossdock.child import EXITS_FOR_GOOD
+from crossdock.child import EXITS_FOR_GOOD, bound_log
 from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
@@ -64,6 +64,7 @@ class Containers(Watched):
         self._parts = parts_of(config)
         super().__init__(control_address(config), security_of(config.worker.security))
         self._log_dir, self._log_to_stderr = log_dir, config.log_to_stderr
+        self._log_max_bytes = config.log_max_bytes
         self._owner = Owner.this_process()
         self._client = _connect(self._docker)
         with _told("images"):
@@ -97,6 +98,8 @@ class Containers(Watched):
 
     def check(self) -> None:
         """See `Watched`. Starts a container again that has ended."""
+        for part in self._parts:
+            bound_log(self._log_dir / f"{part.name}.log", self._log_max_bytes)
         for kept in self._kept:
             kept.check()
 

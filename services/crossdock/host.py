@@ -80,7 +80,8 @@ def exposed(config: HostConfig) -> list[str]:
 
 
 def _processes(config: HostConfig, log_dir: Path) -> Watched:
-    return Supervisor(config.control_config(), config.worker_configs(), log_dir, log_to_stderr=config.log_to_stderr)
+    logs = {"log_to_stderr": config.log_to_stderr, "log_max_bytes": config.log_max_bytes}
+    return Supervisor(config.control_config(), config.worker_configs(), log_dir, **logs)
 
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:

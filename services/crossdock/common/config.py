@@ -46,6 +46,11 @@ class LogConfig(_Config, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     file: str = ""
     """Also write here; a full disk is reported once and never stops the service. Empty: stderr only."""
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    """At this size `file` is renamed to `file`.1, .1 to .2, and so on. 0: never; another program rotates it, like
+    logrotate, and a file that was renamed or removed is opened anew."""
+    old_files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
+    """Renamed files that are kept."""
 
 
 class KubernetesConfig(_Config, frozen=True, kw_only=True):
@@ -203,6 +208,8 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     """host:port of the host's own /metrics, /livez, /readyz (ready = every worker here is). Empty: none."""
     log_dir: str = ""
     """Directory of one log file per process. Empty: a new temporary one, named at start."""
+    log_max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    """A log file in `log_dir` of this size is copied to <name>.log.1 and emptied. 0: never."""
     log_to_stderr: bool = False
     """The processes log to this process's stderr (what a container's log is) instead of to files."""
     stop_timeout_s: Seconds = 40.0
