@@ -6,8 +6,10 @@ SIGTERM when its supervisor dies, so nothing outlives a `kill -9` of the supervi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -33,6 +35,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _HEALTHY_S = 5.0
 _EARLY_DEATHS = 5
 """A process that ends so often without ever having listened is given up."""
+_READ_S = 1.0
 _TAIL_BYTES, _TAIL_LINES = 4096, 8
 
 
@@ -49,6 +52,35 @@ def last_words(tail: str) -> str:
     lines = tail.splitlines()
     errors = [line for line in lines if line.split(maxsplit=2)[1:2] == ["error"]]
     return (errors or lines or [""])[-1]
+
+
+def bound_log(path: Path, max_bytes: int) -> None:
+    """Copy a log file of `max_bytes` or more to PATH.1 and empty it; 0: never. Whoever writes it must append, and keeps
+    its file; a line that is written between copy and emptying is lost."""
+    try:
+        if not max_bytes or path.stat().st_size < max_bytes:
+            return
+    except OSError:  # not there yet, or gone
+        return
+    copy = path.with_name(f"{path.name}.1")
+    try:
+        shutil.copyfile(path, copy)
+    except OSError as error:
+        log.warning("log file emptied without a copy", file=path, error=error.strerror)
+        with contextlib.suppress(OSError):
+            copy.unlink()
+    with contextlib.suppress(OSError):
+        os.truncate(path, 0)
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, in words: "exit status 2", "signal SIGBUS"."""
+    if code is None or code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time one
+        return f"signal {-code}"
 
 
 class Child:
@@ -129,6 +161,16 @@ class Child:
                 self._process.send_signal(number)
 
     def _keep(self) -> None:
+        """The thread of this child. The kernel ends the process with it, so an error here is an end for good."""
+        try:
+            self._keep_running()
+        except Exception as error:
+            log.exception("process no longer supervised", process=self.name)
+            self.hopeless = f"{self.name} is no longer supervised: {type(error).__name__}: {error}"
+            self._signal(signal.SIGKILL)
+            self.addresses = None
+
+    def _keep_running(self) -> None:
         delay_s = _FIRST_DELAY_S
         while not self._stopping.is_set():
             begun = time.monotonic()
@@ -137,13 +179,16 @@ class Child:
                 return
             never = not self._has_listened
             if code == EXIT_UNFIT or (never and (code == EXIT_HOPELESS or self.restarts + 1 >= _EARLY_DEATHS)):
-                self.hopeless = f"{self.name} gave up with exit status {code}"
+                self.hopeless = f"{self.name} gave up with {ending(code)}"
                 self._on_change(self)
                 return
             if time.monotonic() - begun > _HEALTHY_S:
                 delay_s = _FIRST_DELAY_S
             said = last_words(self.tail())
-            log.warning("process ended", process=self.name, exit_status=code, restart_in_s=delay_s, last_words=said)
+            if code is not None and code < 0 and said.split(maxsplit=2)[1:2] in (["info"], ["warning"], ["debug"]):
+                said = ""  # who is killed by a signal says nothing: that line is about something else
+            words = {"exit_status": code, "ended_by": ending(code), "restart_in_s": delay_s, "last_words": said}
+            log.warning("process ended", process=self.name, **words)
             self._stopping.wait(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
             self.restarts += 1
@@ -157,10 +202,12 @@ class Child:
         if process is None or process.stdout is None:
             return None
         self._on_change(self)
-        with process.stdout:
-            for line in process.stdout:
-                self._read(line)
+        reader = threading.Thread(
+            target=self._read, args=(process, process.stdout), name=f"read-{self.name}", daemon=True
+        )
+        reader.start()
         code = process.wait()
+        reader.join(_READ_S)  # a process that this one started may hold its stdout open for ever
         self.addresses = None
         self._on_change(self)
         return code
@@ -178,6 +225,7 @@ class Child:
                         stdout=subprocess.PIPE,
                         stderr=stderr,
                         text=True,
+                        errors="replace",
                         start_new_session=True,
                     )
             except OSError as error:
@@ -194,8 +242,13 @@ class Child:
             log.warning("log file left out", process=self.name, file=self.log_path, error=error.strerror)
             return open(os.devnull, "ab")
 
-    def _read(self, line: str) -> None:
-        addresses = parse(line)
-        if addresses is not None:
-            self.addresses, self._has_listened = addresses, True
-            self._on_change(self)
+    def _read(self, process: subprocess.Popen[str], stdout: IO[str]) -> None:
+        with stdout:
+            for line in stdout:
+                addresses = parse(line)
+                if addresses is None or process is not self._process:
+                    continue
+                self._has_listened = True
+                if process.returncode is None:
+                    self.addresses = addresses
+                    self._on_change(self)

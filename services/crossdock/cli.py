@@ -135,15 +135,17 @@ def status(
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
     from crossdock.common.line import ask
-    from crossdock.status import as_dict, as_table
+    from crossdock.status import as_dict, as_table, plain_text
     from crossdock.supervisor import current_view
     from crossdock.v1.control_pb2 import SERVING
 
-    view = ask(target, _security(security), lambda channel: current_view(channel, timeout_s))
+    guards = _security(security)
+    view = ask(target, guards, lambda channel: current_view(channel, timeout_s))
+    exposed = plain_text(view, target) if guards is None else []
     if as_json:
-        print(json.dumps(as_dict(view), indent=2))
+        print(json.dumps(as_dict(view, exposed), indent=2))
     else:
-        _console().print(as_table(view, target))
+        _console().print(as_table(view, target, exposed))
     raise typer.Exit(0 if view.state == SERVING else EXIT_FAILED)
 
 

@@ -1,9 +1,9 @@
 """`crossdock up --runtime docker`: the group of one host in containers of our images instead of processes.
 
 A network, a container of the control plane, and one of all ranks, which share memory and so must share its namespaces.
-A config means the same as for processes: each `listen` is where this host listens, and is published there; the folders
-that it names are mounted read-only under their own paths. What is made carries labels, by which it is found and removed
-again, after a run that was killed too.
+A config means the same as for processes: each `listen` is where this host listens, and is published there; the model's
+folder and each file that `security` names are mounted read-only under their own paths. What is made carries labels, by
+which it is found and removed again, after a run that was killed too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import docker
 from docker.errors import DockerException, NotFound
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from crossdock.child import EXITS_FOR_GOOD
+from crossdock.child import EXITS_FOR_GOOD, bound_log
 from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
@@ -64,6 +64,7 @@ class Containers(Watched):
         self._parts = parts_of(config)
         super().__init__(control_address(config), security_of(config.worker.security))
         self._log_dir, self._log_to_stderr = log_dir, config.log_to_stderr
+        self._log_max_bytes = config.log_max_bytes
         self._owner = Owner.this_process()
         self._client = _connect(self._docker)
         with _told("images"):
@@ -97,6 +98,8 @@ class Containers(Watched):
 
     def check(self) -> None:
         """See `Watched`. Starts a container again that has ended."""
+        for part in self._parts:
+            bound_log(self._log_dir / f"{part.name}.log", self._log_max_bytes)
         for kept in self._kept:
             kept.check()
 
@@ -158,7 +161,7 @@ class Containers(Watched):
         path.write_text(dump(changed(part.config)), encoding="utf-8")
         path.chmod(0o644)  # the user in the container is another one; secrets are never in a config
         inside = f"/config/{part.name}.yaml"
-        mounts = {inside: str(path), **{folder: folder for folder in part.folders}}
+        mounts = {inside: str(path), **{path: path for path in part.mounts}}
         mounts |= {there: here for here, there in chosen.mounts.items()}
         alias = self._client.api.create_endpoint_config(aliases=[part.name])
         return self._client.containers.create(

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from crossdock.common import log
+from crossdock.common.addresses import is_loopback
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
 from crossdock.common.http import ask_http, serve_http
 from crossdock.common.security import Security
 from crossdock.common.settings import DockerConfig
-from crossdock.status import as_address_table, format_bytes
+from crossdock.status import as_address_table, format_bytes, plain_text_warning
 from crossdock.supervisor import CONTROL, Supervisor, Watched, describe
 from crossdock.v1.control_pb2 import SERVING, GroupView
 
@@ -60,6 +61,8 @@ def run_host(config: HostConfig, console: Console) -> int:
             supervisor.start()
             view = _wait(supervisor, timeout_s, console)
             _show(supervisor, view, "stderr" if config.log_to_stderr else str(log_dir), console)
+            for line in plain_text_warning(exposed(config)):
+                console.print(line, soft_wrap=True)
             _follow(supervisor, view, console)
     except KeyboardInterrupt:
         console.print("draining; Ctrl-C again kills")
@@ -69,8 +72,16 @@ def run_host(config: HostConfig, console: Console) -> int:
     return 0
 
 
+def exposed(config: HostConfig) -> list[str]:
+    """Addresses at which the processes of this host listen without TLS and other hosts may reach them."""
+    servers = [server for server in (config.control, config.worker) if server is not None]
+    plain = [server.listen for server in servers if not server.security.is_on]
+    return [listen for listen in plain if not is_loopback(listen)]
+
+
 def _processes(config: HostConfig, log_dir: Path) -> Watched:
-    return Supervisor(config.control_config(), config.worker_configs(), log_dir, log_to_stderr=config.log_to_stderr)
+    logs = {"log_to_stderr": config.log_to_stderr, "log_max_bytes": config.log_max_bytes}
+    return Supervisor(config.control_config(), config.worker_configs(), log_dir, **logs)
 
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:

@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,7 +41,7 @@ class Part:
         verb: the command of `crossdock` that runs in it.
         config: of that command.
         ports: published: port, inside and outside alike -> address of this host.
-        folders: of this host, mounted read-only under the same path.
+        mounts: files and folders of this host, mounted read-only under the same path.
         gpus: how many it needs.
     """
 
@@ -49,7 +50,7 @@ class Part:
     verb: str
     config: ControlConfig | HostConfig
     ports: dict[int, str]
-    folders: tuple[str, ...]
+    mounts: tuple[str, ...]
     gpus: int = 0
 
 
@@ -60,9 +61,10 @@ def parts_of(config: HostConfig) -> list[Part]:
         config: without a port 0 (see `with_ports`), and its model a directory.
 
     Raises:
-        ConfigFileError: an address that cannot be published, or a folder that cannot be mounted.
+        ConfigFileError: an address that cannot be published, or a file or folder that is not to be mounted.
     """
     chosen, control = config.docker or DockerConfig(), config.control_config()
+    _refuse_keys(chosen.mounts)
     parts, target = [], config.worker.control
     if control is not None:
         ports = _published([control.listen, control.http_listen])
@@ -72,8 +74,8 @@ def parts_of(config: HostConfig) -> list[Part]:
             http_listen=_everywhere(control.http_listen),
             security=_absolute(control.security),
         )
-        folders = _folders(_files(inside.security))
-        parts.append(Part(CONTROL, chosen.control_image, "control", inside, ports, folders))
+        mounts = _mounts(_files(inside.security))
+        parts.append(Part(CONTROL, chosen.control_image, "control", inside, ports, mounts))
         target = format_address(CONTROL, split_address(control.listen)[1])
     elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
         raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
@@ -116,9 +118,10 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
     )
     each = [address for one in config.worker_configs() for address in (one.listen, one.http_listen)]
     gpus = (config.num_workers if worker.transport == "nvlink" else 0) if chosen.gpus is None else chosen.gpus
-    shards = [os.path.realpath(path) for path in Path(model).iterdir()]  # links, in a cache of models
-    folders = _folders([os.path.join(model, "config.json"), *shards, *_files(inside.worker.security)])
-    return Part(WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), folders, gpus)
+    folders = [model, *_link_targets(Path(model), chosen.mounts)]
+    _refuse_keys(folders)
+    mounts = _mounts(_files(inside.worker.security), folders)
+    return Part(WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus)
 
 
 def with_ports(config: HostConfig) -> HostConfig:
@@ -242,10 +245,39 @@ def _files(security: SecurityConfig) -> list[str]:
     return [path for path in named if path]
 
 
-def _folders(files: list[str]) -> tuple[str, ...]:
-    """The folders of absolute files. Whole ones: certificates are replaced by new files, which a mount of one file
-    would not show."""
-    found = sorted({os.path.dirname(path) for path in files})
-    if wrong := _IMAGES_OWN.intersection(found):
+def _mounts(files: list[str], folders: list[str] | None = None) -> tuple[str, ...]:
+    """What is mounted: single files, because keys of others may lie beside a certificate, and whole folders."""
+    found = [*files, *(folders or [])]
+    places = {*map(os.path.dirname, files), *(folders or [])}
+    if wrong := _IMAGES_OWN.intersection(places):
         raise ConfigFileError(f"mounts: expected files in a folder that the image does not have, got {sorted(wrong)}")
-    return tuple(found)
+    return tuple(sorted(set(found)))
+
+
+def _link_targets(model: Path, allowed: Iterable[str]) -> list[str]:
+    """The folder `blobs` of a model cache, if the links of a checkpoint lead there (from `snapshots/REVISION`).
+
+    Raises:
+        ConfigFileError: a link leads anywhere else but into the checkpoint itself, or into one of `allowed`.
+    """
+    blobs = model.parent.parent / "blobs" if model.parent.name == "snapshots" else model
+    used = False
+    for path in model.iterdir():
+        target = Path(os.path.realpath(path))
+        if target.is_relative_to(model) or any(target.is_relative_to(os.path.realpath(one)) for one in allowed):
+            continue
+        if not target.is_relative_to(blobs):
+            raise ConfigFileError(
+                f"worker.model: expected links into {blobs}, got {path} -> {target} "
+                "(docker.mounts allows another folder)"
+            )
+        used = True
+    return [str(blobs)] if used else []
+
+
+def _refuse_keys(folders: Iterable[str]) -> None:
+    """Raises ConfigFileError where a folder that would be mounted whole holds a private key."""
+    for folder in folders:
+        keys = sorted(str(path) for path in Path(folder).glob("*.key"))
+        if keys:
+            raise ConfigFileError(f"mounts: expected a folder without private keys, got {', '.join(keys)}")

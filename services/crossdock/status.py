@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.addresses import is_loopback, split_targets
 from crossdock.common.announce import metrics_url
 from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member, WorkerStats
 
 _STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _KIBI = 1024
+_NAMED = 2
 
 
-def as_dict(view: GroupView) -> dict[str, object]:
-    """The view with plain JSON types; names as in the proto, the region tickets left out."""
+def plain_text(view: GroupView, target: str) -> list[str]:
+    """Addresses of a group without TLS that other hosts may reach: of control planes, then of workers."""
+    addresses = [*split_targets(target), *(member.address for member in view.members)]
+    return [address for address in addresses if address and not is_loopback(address)]
+
+
+def as_dict(view: GroupView, exposed: Sequence[str] = ()) -> dict[str, object]:
+    """The view with plain JSON types; names as in the proto, the region tickets left out. `exposed`: see
+    `plain_text`."""
     return {
         "state": GroupState.Name(view.state),
         "epoch": view.epoch,
@@ -23,15 +34,26 @@ def as_dict(view: GroupView) -> dict[str, object]:
         "lost_ranks": list(view.lost_ranks),
         "reason": view.reason,
         "model": view.model,
+        "plain_text": list(exposed),
         "members": [_member(member) for member in view.members],
     }
 
 
-def as_table(view: GroupView, target: str) -> Group:
-    """One headline, one row per rank (lost ones too), and why the last change happened."""
+def plain_text_warning(exposed: Sequence[str]) -> list[Text]:
+    """One line, or none where no address is exposed."""
+    if not exposed:
+        return []
+    more = f" and {len(exposed) - _NAMED} more" if len(exposed) > _NAMED else ""
+    words = f"plain text without authentication at {', '.join(exposed[:_NAMED])}{more}: every host that reaches it"
+    return [Text(f"WARNING: {words} can use and change the group (docs/security.md)", style="bold yellow")]
+
+
+def as_table(view: GroupView, target: str, exposed: Sequence[str] = ()) -> Group:
+    """One headline, one row per rank (lost ones too), why the last change happened, and which addresses are exposed
+    (see `plain_text`)."""
     rows = {member.rank: _row(member) for member in view.members}
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
-    return Group(_headline(view, target), Text(), _table(view, _COLUMNS, rows), *reason)
+    return Group(_headline(view, target), Text(), _table(view, _COLUMNS, rows), *reason, *plain_text_warning(exposed))
 
 
 def as_address_table(view: GroupView, target: str) -> Group:

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.child import EXITS_FOR_GOOD, Child
+from crossdock.child import EXITS_FOR_GOOD, Child, bound_log
 from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
@@ -122,6 +122,7 @@ class Supervisor(Watched):
         workers: one config per worker; their `control` is set to the control plane that runs here.
         log_dir: gets `<name>.log` and `<name>.yaml` of each process; made if missing.
         log_to_stderr: the processes log to this process's stderr instead of to files.
+        log_max_bytes: size at which a log file is copied to `<name>.log.1` and emptied; 0: never.
 
     Raises:
         SecurityError: the workers' certificates cannot be used; the group is watched with them too.
@@ -134,12 +135,13 @@ class Supervisor(Watched):
         log_dir: Path,
         *,
         log_to_stderr: bool = False,
+        log_max_bytes: int = 0,
     ) -> None:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
         workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
-        self._log_dir, self._log_to_stderr = log_dir, log_to_stderr
+        self._log_dir, self._log_to_stderr, self._log_max_bytes = log_dir, log_to_stderr, log_max_bytes
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
         self._ports: list[socket.socket] = []
@@ -193,6 +195,8 @@ class Supervisor(Watched):
     def check(self) -> None:
         """See `Watched`."""
         for child in self.children:
+            if child.log_path is not None:
+                bound_log(child.log_path, self._log_max_bytes)
             if child.hopeless:
                 kind = HopelessError if child.exit_status in EXITS_FOR_GOOD else SupervisorError
                 raise kind(f"{child.hopeless}:\n{child.tail()}")

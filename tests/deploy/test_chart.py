@@ -67,6 +67,12 @@ def test_wrong_values_are_refused(part: str, wrong: dict[str, Any]) -> None:
     assert len(faults_of(given)) == 1
 
 
+def test_a_network_policy_is_on_by_default_and_no_example_turns_it_off() -> None:
+    for given in (values(), *(yaml.safe_load(path.read_text()) for path in (CHART / "examples").glob("*.yaml"))):
+        assert given["networkPolicy"].get("enabled", True)
+    assert values()["networkPolicy"] == {"enabled": True, "clients": [], "scrapers": []}
+
+
 def test_the_chart_carries_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == crossdock.__version__
@@ -164,6 +170,21 @@ def test_gpus_are_asked_for_and_choose_the_transport() -> None:
     assert container["resources"]["limits"]["a.b/gpu"] == 8
     host = yaml.safe_load(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
     assert (host["num_workers"], host["worker"]["transport"]) == (8, "nvlink")
+
+
+@needs_helm
+def test_only_this_release_and_who_is_named_reaches_the_ports() -> None:
+    client, scraper = {"podSelector": {"matchLabels": {"app": "c"}}}, {"namespaceSelector": {}}
+    named = ("--set-json", f"networkPolicy.clients={json.dumps([client])}")
+    named += ("--set-json", f"networkPolicy.scrapers={json.dumps([scraper])}")
+    (alone,) = render()["NetworkPolicy/moe"]["spec"]["ingress"]
+    ask, scrape = render(*named)["NetworkPolicy/moe"]["spec"]["ingress"]
+    assert ask["from"] == [*alone["from"], client]
+    assert alone["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "moe"
+    assert [port["port"] for port in alone["ports"]] == [port["port"] for port in ask["ports"]] == [7400, 7500]
+    assert scrape["from"] == [scraper]
+    assert [port["port"] for port in scrape["ports"]] == [7401, 7402, 7600]
+    assert "NetworkPolicy/moe" not in render("--set", "networkPolicy.enabled=false")
 
 
 @needs_helm

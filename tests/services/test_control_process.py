@@ -58,6 +58,15 @@ async def test_it_serves_without_torch_and_stops_on_sigterm(process: ControlProc
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(("listen", "lines"), [("0.0.0.0:0", 1), ("127.0.0.1:0", 0)])
+def test_plain_text_for_other_hosts_is_said_once(listen: str, lines: int) -> None:
+    with ControlProcess(f"listen={listen}") as process:
+        code, errors = process.terminate()
+    warned = [line for line in errors.splitlines() if "plain text without authentication" in line]
+    assert (code, len(warned)) == (0, lines)
+    assert all(" warning " in line for line in warned)
+
+
 async def test_kill_and_restart_while_serving_disturbs_nobody(process: ControlProcess) -> None:
     async with rpc.aio_channel(process.addresses.address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.child import Child, last_words
+from crossdock.child import Child, bound_log, last_words
 from crossdock.common.announce import Addresses, parse
 
 LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2', https=False)\n"
@@ -94,6 +94,71 @@ def test_the_last_words_of_a_dead_child_are_told(
     told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
     assert told[0]["exit_status"] == 3
     assert told[0]["last_words"] == "the disk is full"
+
+
+INFO = "2026-01-01T00:00:00.000Z info    crossdock.worker rank assigned"
+
+
+@pytest.mark.parametrize(("line", "said"), [(INFO, ""), ("terminate called after X", "terminate called after X")])
+def test_a_child_killed_by_a_signal_is_told_with_its_name_and_without_unrelated_words(
+    line: str,
+    said: str,
+    run: Callable[[str], Watched],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    code = f"import os; print({line!r}, file=sys.stderr, flush=True); os.kill(os.getpid(), 7)"
+    run(LISTEN + code).wait(lambda child: child.restarts >= 1)
+    told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
+    assert (told[0]["ended_by"], told[0]["exit_status"]) == ("signal SIGBUS", -signal.SIGBUS)
+    assert told[0]["last_words"] == said
+
+
+def test_bytes_that_are_no_text_do_not_end_the_supervision(run: Callable[[str], Watched]) -> None:
+    noise = "import sys; sys.stdout.buffer.write(bytes([255, 10])); sys.stdout.flush()\n"
+    watched = run(noise + SLEEP)
+    watched.wait(listening)
+
+
+def test_a_dead_child_whose_own_child_holds_its_stdout_is_started_again(
+    run: Callable[[str], Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("crossdock.child._READ_S", 0.01)
+    holder = "import subprocess; p = subprocess.Popen(['sleep', '20']); print(p.pid, file=sys.stderr); sys.exit(1)"
+    watched = run(LISTEN + holder)
+    watched.wait(lambda child: child.restarts >= 1)
+    for pid in filter(str.isdigit, watched.child.tail().split()):
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_an_error_of_the_supervision_itself_is_told_and_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child("c", [sys.executable, "-c", LISTEN + "sys.exit(1)"], tmp_path / "c.log")
+    monkeypatch.setattr(child, "tail", lambda: 1 / 0)
+    child.start()
+    assert child.join(30)
+    assert child.hopeless.startswith("c is no longer supervised: ZeroDivisionError")
+
+
+def test_a_log_that_grew_is_copied_and_emptied_while_it_is_written(tmp_path: Path) -> None:
+    path, copy = tmp_path / "c.log", tmp_path / "c.log.1"
+    bound_log(path, 10)
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"first line")
+        bound_log(path, 0)
+        bound_log(path, 11)
+        assert not copy.exists()
+        bound_log(path, 10)
+        assert (path.read_bytes(), copy.read_bytes()) == (b"", b"first line")
+        writer.write(b"second line")
+        assert path.read_bytes() == b"second line"
+        copy.unlink()
+        copy.mkdir()  # cannot be written: the log is bounded all the same
+        bound_log(path, 10)
+        assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -202,7 +267,18 @@ def _ended(pidfd: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "hello", "crossdock-ready", "crossdock-ready {}", "crossdock-ready [1]", "x crossdock-ready {}"]
+    "line",
+    [
+        'crossdock-ready {"address": 1, "http_address": "a:1"}',
+        'crossdock-ready {"address": "a", "http_address": "a:1"}',
+        'crossdock-ready {"address": "a:1", "http_address": "a:1", "https": 1}',
+        "",
+        "hello",
+        "crossdock-ready",
+        "crossdock-ready {}",
+        "crossdock-ready [1]",
+        "x crossdock-ready {}",
+    ],
 )
 def test_other_lines_announce_nothing(line: str) -> None:
     assert parse(line) is None

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from crossdock.common.announce import Addresses
+from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import HostMetrics
-from crossdock.host import readiness
+from crossdock.common.settings import SecurityConfig
+from crossdock.host import exposed, readiness
 
+GUARDED = SecurityConfig(cert_file="a", key_file="b", ca_file="c")
 NAMES = ["control", "worker-0"]
 
 
@@ -32,6 +35,16 @@ def processes() -> Iterator[tuple[Answers, Answers]]:
     yield made
     for one in made:
         one.http.close()
+
+
+def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
+    here, there = "127.0.0.1:7400", "0.0.0.0:7500"
+    worker = WorkerConfig(model="/m", listen=there)
+    assert exposed(HostConfig(worker=WorkerConfig(model="/m"))) == []
+    assert exposed(HostConfig(worker=worker, control=ControlConfig(listen=here))) == [there]
+    assert exposed(HostConfig(worker=worker, control=ControlConfig(listen="[::]:7400"))) == ["[::]:7400", there]
+    guarded = WorkerConfig(model="/m", listen=there, security=GUARDED)
+    assert exposed(HostConfig(worker=guarded, control=None)) == []
 
 
 def test_a_host_is_ready_when_every_process_is(processes: tuple[Answers, Answers]) -> None:

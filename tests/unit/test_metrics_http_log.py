@@ -183,6 +183,41 @@ def test_one_event_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quiet_after")
+@pytest.mark.parametrize("bad", ["\x1b[2J", "\x9b31m", "\x7f", "\u2028", "\u202e", "\x0b", "\x00", "\ud800"])
+def test_no_control_of_a_terminal_comes_through(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    logs.setup(LogConfig(file=str(path)))
+    logs.get("crossdock.test").info(f"a{bad}b", field=f"c{bad}d é")
+    logging.getLogger("grpc").warning("peer said %s", bad)
+    text = path.read_bytes().decode()
+    assert text.count("\n") == 2
+    assert text.replace("\n", "").isprintable()
+    assert "é" in text
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_a_log_file_is_renamed_at_its_size_and_so_many_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    logs.setup(LogConfig(file=str(path), max_file_bytes=500, old_files=2))
+    for number in range(40):
+        logs.get("crossdock.test").info("event", number=number)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["x.log", "x.log.1", "x.log.2"]
+    assert all(one.stat().st_size <= 500 for one in tmp_path.iterdir())
+    assert "number=39" in path.read_text()
+
+
+@pytest.mark.usefixtures("quiet_after")
+def test_a_log_file_that_another_program_renamed_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    logs.setup(LogConfig(file=str(path), max_file_bytes=0))
+    logs.get("crossdock.test").info("first")
+    path.rename(tmp_path / "x.log.old")
+    logs.get("crossdock.test").info("second")
+    assert "first" in (tmp_path / "x.log.old").read_text()
+    assert "second" in path.read_text()
+
+
+@pytest.mark.usefixtures("quiet_after")
 def test_a_full_disk_is_said_once_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogConfig(file="/dev/full"))
     log = logs.get("crossdock.test")

@@ -13,7 +13,7 @@ import pytest
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
-from crossdock.common.settings import DockerConfig, SecurityConfig
+from crossdock.common.settings import AccessConfig, DockerConfig, SecurityConfig
 from crossdock.parts import Owner, Part, changed, control_address, parts_of, with_ports
 
 
@@ -80,25 +80,62 @@ def test_a_joined_control_plane_gets_no_container_and_must_be_reachable_from_one
             parts_of(host(model, {"control": here}, control=None))
 
 
-def test_links_of_a_model_cache_are_mounted_where_they_lead(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "b1").write_text("")
-    (model / "model.safetensors").symlink_to("../blobs/b1")
+def test_links_of_a_model_cache_are_mounted_where_they_lead(tmp_path: Path) -> None:
+    blobs, revision = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    revision.mkdir(parents=True)
+    (blobs / "b1").write_text("")
+    (revision / "model.safetensors").symlink_to("../../blobs/b1")
     link = tmp_path / "by-another-name"
-    link.symlink_to(model)
+    link.symlink_to(revision)
     _, worker = both(host(link))
     assert isinstance(worker.config, HostConfig)
-    assert worker.folders == (str(tmp_path / "blobs"), str(model))
-    assert worker.config.worker.model == str(model)
+    assert worker.mounts == (str(blobs), str(revision))
+    assert worker.config.worker.model == str(revision)
 
 
-def test_certificates_are_mounted_by_their_folder_and_named_absolutely(
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_link_out_of_the_checkpoint_is_not_followed(cached: bool, tmp_path: Path) -> None:
+    model, outside = tmp_path / ("snapshots" if cached else "models") / "abc", tmp_path / "elsewhere"
+    model.mkdir(parents=True)
+    outside.mkdir()
+    (outside / "shadow").write_text("")
+    (model / "inside").symlink_to("config.json")
+    assert both(host(model))[1].mounts == (str(model),)
+    if cached:  # nor by way of the cache's own folder
+        (tmp_path / "blobs").symlink_to(outside)
+    (model / "model.safetensors").symlink_to("../../blobs/shadow" if cached else "../../elsewhere/shadow")
+    with pytest.raises(ConfigFileError, match=rf"worker.model: expected links into .*, got .* -> {outside}/shadow"):
+        parts_of(host(model))
+    allowed = DockerConfig(mounts={str(outside): str(outside)})
+    assert both(host(model, docker=allowed))[1].mounts == (str(model),)
+
+
+@pytest.mark.parametrize("place", ["model", "more"])
+def test_a_folder_with_a_private_key_is_not_mounted(place: str, model: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    more.mkdir()
+    (tmp_path / place / "ca.key").write_text("")
+    with pytest.raises(ConfigFileError, match=f"expected a folder without private keys, got .*{place}/ca.key"):
+        parts_of(host(model, docker=DockerConfig(mounts={str(more): "/more"})))
+
+
+def test_of_certificates_only_the_files_of_the_config_are_mounted_and_named_absolutely(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    guards = SecurityConfig(cert_file="certs/host.pem", key_file="keys/host.key", ca_file="certs/ca.pem")
-    control, _ = both(host(model, control=ControlConfig(security=guards)))
-    assert control.folders == (str(tmp_path / "certs"), str(tmp_path / "keys"))
+    (tmp_path / "certs").mkdir()
+    (tmp_path / "certs" / "ca.key").write_text("")
+    guards = SecurityConfig(
+        cert_file="certs/host.pem",
+        key_file="keys/host.key",
+        ca_file="certs/ca.pem",
+        access=AccessConfig(client_tokens="tokens"),
+    )
+    control, worker = both(host(model, {"security": guards}, control=ControlConfig(security=guards)))
+    named = [str(tmp_path / name) for name in ("certs/ca.pem", "certs/host.pem", "keys/host.key", "tokens")]
+    assert control.mounts == tuple(named)
+    assert worker.mounts == tuple(sorted([*named, str(model)]))
     assert isinstance(control.config, ControlConfig)
     assert control.config.security.key_file == str(tmp_path / "keys" / "host.key")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
+from crossdock.common.addresses import family_of, format_address, is_loopback, reachable_from_here, split_address
 from crossdock.common.announce import seen_from_outside
 from crossdock.common.config import (
     ConfigFileError,
@@ -20,6 +20,53 @@ from crossdock.common.config import (
     dump,
     load,
 )
+from crossdock.common.settings import AccessConfig, SecurityConfig
+
+
+@pytest.mark.parametrize("kind", [ControlConfig, WorkerConfig, HostConfig])
+@pytest.mark.parametrize(
+    ("override", "given"),
+    [
+        ("security.access.operator_names=[alice]", "access"),
+        ("security.ca_file=ca.pem", "ca_file"),
+        ("security.require_client_cert=false", "require_client_cert"),
+        ("security.control_name=x", "control_name"),
+        ("security.worker_name=x", "worker_name"),
+    ],
+)
+def test_a_server_with_security_but_no_certificate_is_refused(
+    kind: type[ControlConfig] | type[WorkerConfig] | type[HostConfig], override: str, given: str
+) -> None:
+    model = {ControlConfig: [], WorkerConfig: ["model=/m"], HostConfig: ["worker.model=/m"]}[kind]
+    for part in ("worker.", "control.") if kind is HostConfig else ("",):
+        with pytest.raises(ConfigFileError, match=f"security: expected cert_file and key_file beside {given}") as said:
+            load(kind, None, [*model, f"{part}{override}"])
+        assert not part or f"$.{part[:-1]}" in str(said.value)
+
+
+def test_a_server_with_a_certificate_or_without_any_security_is_not() -> None:
+    pair = {"cert_file": "a", "key_file": "b", "ca_file": "c"}
+    assert ControlConfig(security=SecurityConfig(**pair, access=AccessConfig(operator_names=("alice",))))
+    assert WorkerConfig(model="/m", security=SecurityConfig())
+
+
+@pytest.mark.parametrize(
+    ("address", "only_here"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.8.8:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("gpu-1:1", False),
+        ("", False),
+        ("nonsense", False),
+    ],
+)
+def test_which_addresses_only_this_host_reaches(address: str, only_here: bool) -> None:
+    assert is_loopback(address) is only_here
 
 
 def test_defaults_are_a_whole_config() -> None:

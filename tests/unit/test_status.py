@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 
-from crossdock.status import as_dict, as_table, format_bytes
+from crossdock.status import as_dict, as_table, format_bytes, plain_text
 from crossdock.supervisor import describe
 from crossdock.v1.control_pb2 import FORMING, SERVING, GroupView, Member, WorkerId, WorkerStats
 
@@ -21,10 +22,10 @@ def view() -> GroupView:
     )
 
 
-def rendered(what: GroupView) -> str:
-    console = Console(width=160, color_system=None)
+def rendered(what: GroupView, exposed: Sequence[str] = (), width: int = 160) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(as_table(what, "a:7400"))
+        console.print(as_table(what, "a:7400", exposed))
     return capture.get()
 
 
@@ -39,6 +40,21 @@ def test_the_table_has_a_row_per_rank_in_order_and_says_why() -> None:
     assert "1,234,567" in lines[3]
     assert "0.5 s" in lines[5]
     assert "rank 1 lost" in lines[-1]
+
+
+def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
+    what = view()
+    assert sorted(plain_text(what, "127.0.0.1:7400")) == ["a:1", "a:3"]
+    for member in what.members:
+        member.address = "127.0.0.1:1"
+    assert plain_text(what, "127.0.0.1:7400") == []
+    exposed = plain_text(what, "127.0.0.1:7400,10.0.0.7:7400")
+    assert exposed == ["10.0.0.7:7400"]
+    assert json.loads(json.dumps(as_dict(what, exposed)))["plain_text"] == exposed
+    said = rendered(what, exposed)
+    assert "WARNING: plain text without authentication at 10.0.0.7:7400: every host" in said
+    assert "10.0.0.1:1, 10.0.0.2:1 and 3 more" in rendered(what, [f"10.0.0.{i}:1" for i in range(1, 6)])
+    assert "plain text" not in rendered(what)
 
 
 def test_a_hostile_uid_is_shown_as_it_is() -> None:

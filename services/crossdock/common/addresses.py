@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 MAX_PORT = 65535
@@ -47,6 +48,15 @@ def reachable_from_here(address: str) -> str:
     """The address under which this host reaches a server that listens on `address`, which may be every interface."""
     host, port = split_address(address)
     return format_address(EVERY_INTERFACE.get(host, host), port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches a server at `address`. Other names than localhost, and text that is no address,
+    count as reachable from elsewhere."""
+    try:
+        return ipaddress.ip_address(split_address(address)[0]).is_loopback
+    except ValueError:
+        return address.rpartition(":")[0] == "localhost"
 
 
 def count_up(address: str, steps: int) -> str:

@@ -52,6 +52,9 @@ def parse(line: str) -> Addresses | None:
     if word != READY_WORD:
         return None
     try:
-        return Addresses(**json.loads(text))
-    except (ValueError, TypeError):
+        found = Addresses(**json.loads(text))
+        split_address(found.address)
+        split_address(found.http_address)
+    except (ValueError, TypeError, AttributeError):
         return None
+    return found if isinstance(found.https, bool) else None

@@ -46,6 +46,11 @@ class LogConfig(_Config, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     file: str = ""
     """Also write here; a full disk is reported once and never stops the service. Empty: stderr only."""
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    """At this size `file` is renamed to `file`.1, .1 to .2, and so on. 0: never; another program rotates it, like
+    logrotate, and a file that was renamed or removed is opened anew."""
+    old_files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
+    """Renamed files that are kept."""
 
 
 class KubernetesConfig(_Config, frozen=True, kw_only=True):
@@ -90,7 +95,18 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
     """Longest that workers may take to load their new experts before the move is turned back."""
 
 
-class ControlConfig(_Config, frozen=True, kw_only=True):
+class _ServerConfig(_Config, frozen=True, kw_only=True):
+    """Base of the configs of servers: `security` guards them, or is not set at all."""
+
+    security: SecurityConfig = SecurityConfig()
+    """TLS, tokens, and who may do what. The default is plain text; anything else needs `cert_file`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.security.check_server()
+
+
+class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
@@ -110,8 +126,6 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     """Largest message taken from a worker; a region ticket is at most 64 KiB."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
-    security: SecurityConfig = SecurityConfig()
-    """TLS, tokens, and who may do what. The default is plain text."""
     advertise: str = ""
     """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
     election: ElectionConfig | None = None
@@ -126,7 +140,7 @@ class ControlConfig(_Config, frozen=True, kw_only=True):
     log: LogConfig = LogConfig()
 
 
-class WorkerConfig(_Config, frozen=True, kw_only=True):
+class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """One expert worker: one process, one device, one rank."""
 
     model: str
@@ -180,8 +194,6 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     torch_threads: Count | None = None
     """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` with transport cpu, the host's processors per
     worker less one, at least 1. More threads than processors on a host cost most of its throughput."""
-    security: SecurityConfig = SecurityConfig()
-    """TLS, tokens, and who may do what. The default is plain text."""
     log: LogConfig = LogConfig()
 
 
@@ -198,6 +210,8 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     """host:port of the host's own /metrics, /livez, /readyz (ready = every worker here is). Empty: none."""
     log_dir: str = ""
     """Directory of one log file per process. Empty: a new temporary one, named at start."""
+    log_max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    """A log file in `log_dir` of this size is copied to <name>.log.1 and emptied. 0: never."""
     log_to_stderr: bool = False
     """The processes log to this process's stderr (what a container's log is) instead of to files."""
     stop_timeout_s: Seconds = 40.0

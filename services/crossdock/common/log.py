@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
 import time
 import traceback
+from logging.handlers import RotatingFileHandler, WatchedFileHandler
+from typing import TextIO
 
 from crossdock.common.config import LogConfig
 
@@ -78,52 +79,73 @@ def setup(config: LogConfig, **bound: object) -> None:
     bind(**bound)
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if isinstance(handler, _Guarded):
+        if isinstance(handler, _SaysOnce):
             root.removeHandler(handler)
             handler.close()
     root.setLevel(max(logging.INFO, _level(config)))
     for name in ("crossdock", "ep_kernels"):
         logging.getLogger(name).setLevel(_level(config))
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of every request, several a second
-    root.addHandler(_Guarded(sys.stderr, "stderr"))
+    to_stderr = _ToStderr(sys.stderr)
+    to_stderr.setFormatter(_Formatter())
+    root.addHandler(to_stderr)
     if config.file:
         try:
-            file = open(config.file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            root.addHandler(_file_handler(config))
         except OSError as error:
             get(__name__).warning("log file left out", file=config.file, error=error.strerror)
-        else:
-            root.addHandler(_Guarded(file, config.file))
 
 
 def _level(config: LogConfig) -> int:
     return {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}.get(config.level, logging.ERROR)
 
 
-class _Guarded(logging.StreamHandler[io.TextIOBase]):
+class _SaysOnce(logging.Handler):
     """A handler that reports its first failure (full disk, closed pipe) to the other stream and then keeps quiet."""
 
-    def __init__(self, stream: object, name: str) -> None:
-        super().__init__(stream)  # type: ignore[arg-type]
-        self._name_of_sink, self._failed = name, False
-        self.setFormatter(_Formatter())
+    sink = ""
+    """File that it writes to; "" for stderr."""
+    _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Never raise; say once what happened, where that is still possible."""
         if self._failed:
             return
         self._failed = True
-        error = sys.exc_info()[1]
-        if self.stream is not sys.stderr:
-            get(__name__).warning("log lines are being lost", file=self._name_of_sink, error=str(error))
+        if self.sink:
+            get(__name__).warning("log lines are being lost", file=self.sink, error=str(sys.exc_info()[1]))
 
     def close(self) -> None:
-        """Close a file of ours; leave stderr open."""
-        super().close()
-        if self.stream is not sys.stderr:
-            try:
-                self.stream.close()
-            except OSError:
-                self._failed = True
+        """Never raise."""
+        try:
+            super().close()
+        except OSError:
+            self._failed = True
+
+
+class _ToStderr(_SaysOnce, logging.StreamHandler[TextIO]):
+    pass
+
+
+class _Rotated(_SaysOnce, RotatingFileHandler):
+    pass
+
+
+class _Watched(_SaysOnce, WatchedFileHandler):
+    pass
+
+
+def _file_handler(config: LogConfig) -> logging.Handler:
+    """Raises OSError where the file cannot be opened."""
+    how = {"encoding": "utf-8", "errors": "backslashreplace"}
+    made: _Rotated | _Watched
+    if config.max_file_bytes:
+        made = _Rotated(config.file, maxBytes=config.max_file_bytes, backupCount=config.old_files, **how)
+    else:
+        made = _Watched(config.file, **how)
+    made.sink = config.file
+    made.setFormatter(_Formatter())
+    return made
 
 
 class _Formatter(logging.Formatter):
@@ -138,11 +160,23 @@ class _Formatter(logging.Formatter):
 
 
 def _one_line(record: logging.LogRecord) -> str:
-    return record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
+    return _printable(record.getMessage())
+
+
+def _printable(text: str) -> str:
+    """The same with an escape in the place of each character that is none of print: controls (ESC, C1), line and
+    paragraph separators, directions, halves of pairs. Terminals act on these."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else _escaped(one) for one in text)
+
+
+def _escaped(one: str) -> str:
+    return "\\u007f" if one == "\x7f" else json.dumps(one)[1:-1]
 
 
 def _value(value: object) -> str:
     if isinstance(value, BaseException):
         value = f"{type(value).__name__}: {value}"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and _PLAIN.issuperset(text) else json.dumps(text, ensure_ascii=False)
+    return text if text and _PLAIN.issuperset(text) else _printable(json.dumps(text, ensure_ascii=False))

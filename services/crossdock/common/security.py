@@ -24,12 +24,14 @@ import grpc
 import msgspec
 
 from crossdock.common import log as logs
+from crossdock.common.addresses import is_loopback
 from crossdock.common.config import load
 from crossdock.common.settings import SecurityConfig
 
 log = logs.get(__name__)
 
 MIN_TOKEN_CHARS = 16
+PLAIN_TEXT = "plain text without authentication: every host that reaches this address can use and change the group"
 _LOOK_S = 0.5
 """Files of tokens are looked at so often at most; certificates at each handshake."""
 _TOKEN_HEADER = "authorization"
@@ -235,6 +237,12 @@ def load_security(path: str | Path | None) -> SecurityConfig:
 def security_of(config: SecurityConfig) -> Security | None:
     """None where the config guards nothing. Raises SecurityError."""
     return Security(config) if config.is_on else None
+
+
+def warn_of_plain_text(address: str, security: Security | None) -> None:
+    """One line in the log where a server can be reached from other hosts without TLS."""
+    if security is None and not is_loopback(address):
+        log.warning(PLAIN_TEXT, address=address, cure="security (docs/security.md)")
 
 
 def _signature(paths: Sequence[str]) -> tuple[object, ...]:

@@ -73,6 +73,15 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.http == "mtls" and not self.ca_file:
             raise ValueError("http: expected ca_file beside mtls (it checks who scrapes), got none")
 
+    def check_server(self) -> None:
+        """Raises ValueError where a server that is given this would listen in plain text although something is set."""
+        if self.cert_file:
+            return
+        fields = msgspec.structs.fields(self)
+        if given := [field.name for field in fields if getattr(self, field.name) != field.default]:
+            wanted = f"security: expected cert_file and key_file beside {', '.join(given)}"
+            raise ValueError(f"{wanted} (without a certificate a server listens in plain text), got none")
+
     @property
     def requires_certs(self) -> bool:
         """Whether a server asks callers for certificates."""

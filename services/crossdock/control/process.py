@@ -23,7 +23,7 @@ from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.places import CallLimits
-from crossdock.common.security import SecurityError, security_of
+from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
 from crossdock.control.server import ControlPlane
@@ -135,6 +135,7 @@ async def _serve(config: ControlConfig) -> int:
         await reign.ready()
         announce(address, http.address, https=http.https)
         log.info("listening", address=address, http=http.address, world_size=config.world_size)
+        warn_of_plain_text(address, security)
         await stop.wait()
         log.info("stopping")
     finally:

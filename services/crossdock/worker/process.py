@@ -28,7 +28,7 @@ from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.places import CallLimits
 from crossdock.common.rpc import ListenError
-from crossdock.common.security import Security, SecurityError, security_of
+from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
 from crossdock.facts import host_facts
 from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.wire import NAMES
@@ -127,6 +127,7 @@ class _Process:
         announce(address, http.address, https=http.https)
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
+        warn_of_plain_text(address, self._security)
         try:
             return await self._live()
         finally:

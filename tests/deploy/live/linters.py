@@ -26,7 +26,7 @@ ACCEPTED = {
     "container-resources": "a CPU limit holds up steps for which all ranks wait; memory depends on the model",
     "container-ephemeral-storage-request-and-limit": "root is read-only, logs go to stderr: nothing written grows",
     "container-image-pull-policy": "a tag is a version; who moves tags sets image.pullPolicy",
-    "pod-networkpolicy": "networkPolicy.enabled is the user's choice; egress would have to know the API server",
+    "pod-networkpolicy": "it wants a policy for egress too, which would have to know the API server",
     "deployment-replicas": "workers serve on without their one control plane; control.replicas for another",
     "deployment-strategy": "a control plane without election is replaced by Recreate: two would both decide",
     "deployment-has-host-podantiaffinity": "topologySpreadConstraints spread them; two may share an only node",
