@@ -84,7 +84,6 @@ def setup(config: LogConfig, **bound: object) -> None:
     root.setLevel(max(logging.INFO, _level(config)))
     for name in ("crossdock", "ep_kernels"):
         logging.getLogger(name).setLevel(_level(config))
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of every request, several a second
     root.addHandler(_Guarded(sys.stderr, "stderr"))
     if config.file:
         try:
