@@ -29,6 +29,9 @@ class LeaseApi(ThreadingHTTPServer):
         delay_s: before each answer.
         hangs_up: after each answer.
         token: the only one that is taken; "": any.
+        hold: requests wait for it; None: they do not.
+        held: set when one waits.
+        connections: taken so far.
         tokens: of the requests that counted, in order.
         writes: holders of the writes that counted, in order.
     """
@@ -42,6 +45,8 @@ class LeaseApi(ThreadingHTTPServer):
         self.lease: dict[str, Any] | None = None
         self.away, self.may_create, self.delay_s = False, True, 0.0
         self.hangs_up, self.token = False, ""
+        self.hold: threading.Event | None = None
+        self.held, self.connections = threading.Event(), 0
         self.tokens: list[str] = []
         self.writes: list[tuple[str, int]] = []
         self._lock, self._version = threading.Lock(), 100
@@ -124,6 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: LeaseApi
 
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections += 1
+
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
@@ -140,10 +149,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_down(self) -> bool:
         time.sleep(self.server.delay_s)
+        if self.server.hold is not None:
+            self.server.held.set()
+            self.server.hold.wait()
         if self.server.away or not self.path.startswith(_BASE):
-            self._answer(500, {"reason": "InternalError"})
+            self._answer(500, {"reason": "InternalError", "message": "etcd is\naway"})
             return True
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        token = (self.headers.get("Authorization") or "").partition(" ")[2]
         if self.server.token not in ("", token):
             self._answer(401, {"reason": "Unauthorized"})
             return True

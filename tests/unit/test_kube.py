@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-pytest.importorskip("lightkube", reason="the client comes with the extra [control]")
+pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
-from httpx2 import ConnectError
-from lightkube import AsyncClient, ConfigError, KubeConfig
-from lightkube.resources.coordination_v1 import Lease
+from kubernetes.client import ApiClient, CoordinationV1Api, V1Lease
+from kubernetes.config import incluster_config
 
 from crossdock import certs
 from crossdock.control import kube
-from crossdock.control.kube import ApiServer
+from crossdock.control.kube import ApiError, ApiServer, Timeouts
 from tests.services.lease_api import LeaseApi
 
 TIMEOUT_S = 60.0
 
 
-def get(api: AsyncClient) -> Awaitable[Lease]:
-    return api.get(Lease, "moe", namespace="default")
+def get(api: ApiClient, timeouts: Timeouts) -> V1Lease:
+    return CoordinationV1Api(api).read_namespaced_lease("moe", "default", _request_timeout=timeouts)
 
 
 @contextlib.contextmanager
@@ -74,11 +74,75 @@ def stubborn(words: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["silent", "never done"])
-def test_a_call_ends_at_its_deadline_whatever_the_server_sends(tmp_path: Path, words: bytes) -> None:
-    with stubborn(words) as url, asking(kubeconfig(tmp_path, url, {"token": "t"})) as server:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_call_ends_at_its_deadline_whatever_the_server_sends(tmp_path: Path, words: bytes, scheme: str) -> None:
+    """By TLS it ends within the handshake."""
+    with stubborn(words) as url, asking(kubeconfig(tmp_path, url.replace("http", scheme), {"token": "t"})) as server:
+        if scheme == "https" and words:
+            with pytest.raises(ApiError, match=r"SSL|ssl"):
+                server.ask(get, TIMEOUT_S)
+            return
         for _ in range(2):
-            with pytest.raises(TimeoutError, match=r"no answer of the API server within 0\.3 s"):
+            with pytest.raises(TimeoutError, match=r"no answer of the API server within 0\.3 s$"):
                 server.ask(get, 0.3)
+
+
+def test_a_call_that_was_given_up_sends_nothing_more(tmp_path: Path) -> None:
+    """Its thread is stuck before it has sent anything, as in a resolver: it ends without a connection; until
+    then other calls wait."""
+    stuck, outcome = threading.Event(), []
+
+    def late(api: ApiClient, timeouts: Timeouts) -> None:
+        assert stuck.wait(TIMEOUT_S)
+        try:
+            get(api, timeouts)
+        except Exception as error:
+            outcome.append(type(error))
+
+    with LeaseApi() as api, asking(api.kubeconfig(tmp_path)) as server:
+        api.offer(6)
+        with pytest.raises(TimeoutError):
+            server.ask(late, 0.05)
+        with pytest.raises(TimeoutError, match="an earlier call is stuck"):
+            server.ask(get, 0.05)
+        stuck.set()
+        server.ask(get, TIMEOUT_S)
+        assert len(outcome) == len(api.tokens) == 1, "the late one reached the server"
+
+
+def test_closing_ends_a_call_that_is_under_way(tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    def wait(server: ApiServer) -> None:
+        with contextlib.suppress(Exception):
+            server.ask(get, TIMEOUT_S)
+        failed.set()
+
+    with LeaseApi() as api, asking(api.kubeconfig(tmp_path)) as server:
+        api.offer(6)
+        api.hold = threading.Event()
+        thread = threading.Thread(target=wait, args=(server,), daemon=True)
+        thread.start()
+        assert api.held.wait(TIMEOUT_S)
+        server.close()
+        assert failed.wait(TIMEOUT_S / 2)
+        with pytest.raises(ConnectionAbortedError):
+            server.ask(get, TIMEOUT_S)
+        api.hold.set()
+
+
+def test_connections_are_kept_and_those_that_the_server_closes_leave_no_socket_open(tmp_path: Path) -> None:
+    with LeaseApi() as api, asking(api.kubeconfig(tmp_path)) as server:
+        api.offer(6)
+        for _ in range(3):
+            server.ask(get, TIMEOUT_S)
+        assert api.connections == 1
+        api.hangs_up = True
+        server.ask(get, TIMEOUT_S)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(8):
+            server.ask(get, TIMEOUT_S)
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 @contextlib.contextmanager
@@ -115,7 +179,7 @@ def test_a_token_is_read_anew_when_its_time_is_over(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-def test_an_authority_that_was_replaced_is_read_after_the_first_failure(
+def test_an_authority_that_was_replaced_is_read_for_the_next_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kube, "FRESH_S", 1e9)
@@ -137,25 +201,50 @@ def test_an_authority_that_was_replaced_is_read_after_the_first_failure(
         with asking(path) as server:
             server.ask(get, TIMEOUT_S)
             rotate("new")
-            with pytest.raises(ConnectError, match="certificate"):
+            server.ask(get, TIMEOUT_S)
+            shutil.copy(tmp_path / "old.pem", trusted)
+            with pytest.raises(ApiError, match="certificate"):
                 server.ask(get, TIMEOUT_S)
+            rotate("new")
             server.ask(get, TIMEOUT_S)
 
 
-def test_a_pod_asks_the_server_and_no_proxy_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with LeaseApi() as api, stubborn(b"") as proxy:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_pod_takes_up_the_token_and_the_authority_that_its_kubelet_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certs.make_authority(tmp_path, "ca")
+    certs.issue(tmp_path, certs.Part("server", (), serves=True), ["127.0.0.1"], authority="ca")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    token = tmp_path / "token"
+    token.write_text("first")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.pem"))
+    with LeaseApi(tls=tls) as api, stubborn(b"") as proxy, contextlib.closing(ApiServer("")) as server:
         api.offer(6)
-        path = kubeconfig(tmp_path, f"http://127.0.0.1:{api.server_port}", {"token": "t"})
-        monkeypatch.setenv("http_proxy", proxy)
-        monkeypatch.setattr(KubeConfig, "from_service_account", lambda: KubeConfig.from_file(path))
-        with contextlib.closing(ApiServer("")) as in_pod:
-            in_pod.ask(get, TIMEOUT_S)
-        with asking(path) as outside, pytest.raises(TimeoutError):
-            outside.ask(get, 0.3)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_port))
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+        server.ask(get, TIMEOUT_S)
+        token.write_text("second")
+        api.token = "second"
+        server.ask(get, TIMEOUT_S)
+        monkeypatch.setattr(kube, "FRESH_S", 0.0)
+        api.token = ""
+        token.write_text("third")
+        server.ask(get, TIMEOUT_S)
+        assert api.tokens == ["first", "second", "third"], "a proxy of the environment was asked, or an old token kept"
 
 
 def test_a_kubeconfig_that_is_missing_is_named(tmp_path: Path) -> None:
-    with asking(tmp_path / "nowhere") as server, pytest.raises(ConfigError, match="nowhere not found"):
+    with asking(tmp_path / "nowhere") as server, pytest.raises(ValueError, match=r"kubeconfig .*nowhere: "):
         server.ask(get, TIMEOUT_S)
+
+
+def test_an_answer_is_told_in_one_line_with_the_words_of_the_server(tmp_path: Path) -> None:
+    with LeaseApi() as api, asking(api.kubeconfig(tmp_path)) as server:
+        api.away = True
+        with pytest.raises(ApiError, match=r"^500 etcd is\saway$") as told:
+            server.ask(get, TIMEOUT_S)
+        assert told.value.status == 500

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lightkube", reason="the client comes with the extra [control]")
+pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
 from crossdock.common.config import ControlConfig, ElectionConfig
 from crossdock.control import process

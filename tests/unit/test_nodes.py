@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-pytest.importorskip("lightkube", reason="the client comes with the extra [control]")
-
-from lightkube.core.generic_client import ListAsyncIterable
-from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.core_v1 import Node
+pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
 from crossdock.common.config import KubernetesConfig
 from crossdock.control import nodes as nodes_module
@@ -38,6 +33,8 @@ class Api(ThreadingHTTPServer):
         gone: how a watch is answered whose place is forgotten: status of the answer, and of the event within it.
         broken: everything is answered 500.
         asked: what was asked for, list or watch, and from which version.
+        queries: of these requests.
+        told: the newest version that a watch was told.
         watching: how many watches `end_watches` would end.
     """
 
@@ -51,6 +48,8 @@ class Api(ThreadingHTTPServer):
         self.gone = 200
         self.broken = False
         self.asked: list[tuple[str, str]] = []
+        self.queries: list[dict[str, list[str]]] = []
+        self.told = 0
         self.happened: list[dict[str, Any]] = []
         self.ended = self.watching = 0
         self.news = threading.Condition()
@@ -73,6 +72,13 @@ class Api(ThreadingHTTPServer):
                 del self.nodes[name]
             self.news.notify_all()
 
+    def bookmark(self, version: int) -> None:
+        with self.news:
+            self.version = version
+            metadata = {"resourceVersion": str(version)}
+            self.happened.append({"type": "BOOKMARK", "object": {"kind": "Node", "metadata": metadata}})
+            self.news.notify_all()
+
     def end_watches(self) -> None:
         with self.news:
             self.ended += 1
@@ -90,6 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         query = parse_qs(url.query)
+        self.server.queries.append(query)
         watching = "watch" in query
         self.server.asked.append(("watch" if watching else "list", query.get("resourceVersion", [""])[0]))
         if self.server.broken or not url.path.endswith("v1/nodes"):
@@ -132,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
                     version = int(event["object"]["metadata"]["resourceVersion"])
                     if version > since:
                         self._tell(event)
-                        since = version
+                        self.server.told = since = version
                 self.server.news.wait(WAIT_S)
 
     def _tell(self, change: dict[str, Any]) -> None:
@@ -230,44 +237,42 @@ def test_without_an_answer_the_last_labels_stay(api: Api, config: KubernetesConf
         nodes.close()
 
 
-class Quiet:
-    """A client of a server that has one node and tells of one more; after that its watches are silent."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    async def __aenter__(self) -> Quiet:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing to hang up."""
-
-    def list(self, _: type[Node]) -> ListAsyncIterable[Node]:
-        async def pages() -> AsyncIterator[tuple[str, list[Node]]]:
-            self.asked.append("list")
-            yield "10", [Node(metadata=ObjectMeta(name="a", resourceVersion="7"))]
-
-        return ListAsyncIterable(pages())
-
-    async def watch(self, _: type[Node], *, resource_version: str, **_more: object) -> AsyncIterator[tuple[str, Node]]:
-        self.asked.append(resource_version)
-        if resource_version == "10":
-            yield "ADDED", Node(metadata=ObjectMeta(name="b", labels={CLIQUE: "u.2"}, resourceVersion="11"))
-        await asyncio.Event().wait()
-
-
-def test_a_watch_is_left_after_a_while_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent one is followed by a list, which tells whether the line is dead."""
-    client = Quiet()
-    monkeypatch.setattr(nodes_module, "_WATCH_S", 0.05)
-    monkeypatch.setattr(nodes_module, "connect", lambda kubeconfig: client)
-    nodes = Nodes(KubernetesConfig())
+def test_a_silent_watch_is_left_after_a_while_and_a_list_tells_whether_the_line_is_dead(
+    api: Api, config: KubernetesConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "_SPARE_S", 0.2 - nodes_module._WATCH_S)
+    nodes = Nodes(config)
     assert nodes.start(WAIT_S)
     try:
-        until(lambda: len(client.asked) >= 4)
+        until(lambda: len(api.asked) >= 4)
     finally:
         nodes.close()
-    assert client.asked[:4] == ["list", "10", "11", "list"]
+    assert api.asked[:4] == [("list", ""), ("watch", "10")] * 2
+    assert nodes.trouble == ""
+
+
+def test_a_watch_goes_on_from_a_bookmark_and_its_end_is_left_to_the_server(api: Api, config: KubernetesConfig) -> None:
+    nodes = Nodes(config)
+    assert nodes.start(WAIT_S)
+    try:
+        until(lambda: api.watching)
+        api.bookmark(25)
+        until(lambda: api.told == 25)
+        api.end_watches()
+        until(lambda: api.asks("watch") >= 2)
+    finally:
+        nodes.close()
+    assert api.asked[:3] == [("list", ""), ("watch", "10"), ("watch", "25")]
+    assert api.queries[1]["timeoutSeconds"] == [str(nodes_module._WATCH_S)]
+    assert nodes.labels == {}, "a bookmark is no node"
+
+
+def test_closing_ends_a_watch_at_once(api: Api, config: KubernetesConfig) -> None:
+    nodes = Nodes(config)
+    assert nodes.start(WAIT_S)
+    until(lambda: api.watching)
+    nodes.close()
+    assert not nodes._thread.is_alive()
     assert nodes.trouble == ""
 
 

@@ -85,7 +85,6 @@ def setup(config: LogConfig, **bound: object) -> None:
     root.setLevel(max(logging.INFO, _level(config)))
     for name in ("crossdock", "ep_kernels"):
         logging.getLogger(name).setLevel(_level(config))
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of every request, several a second
     to_stderr = _ToStderr(sys.stderr)
     to_stderr.setFormatter(_Formatter())
     root.addHandler(to_stderr)

@@ -11,18 +11,16 @@ import contextlib
 import datetime
 from pathlib import Path
 
-from lightkube.models.coordination_v1 import LeaseSpec
-from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.coordination_v1 import Lease as Object
+from kubernetes.client import CoordinationV1Api, V1Lease, V1LeaseSpec, V1ObjectMeta
 
 from crossdock.common.settings import ElectionConfig
 from crossdock.control.election import Lease
-from crossdock.control.kube import ApiServer, status_of
+from crossdock.control.kube import ApiError, ApiServer
 
 ADDRESS = "crossdock-leader-address"
 """Annotation: host:port of the holder."""
 
-_KEPT = ("labels", "annotations", "ownerReferences", "finalizers")
+_KEPT = ("labels", "annotations", "owner_references", "finalizers")
 _FORBIDDEN, _NOT_FOUND, _CONFLICT = 403, 404, 409
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -37,62 +35,81 @@ class KubernetesLeases:
     def __init__(self, config: ElectionConfig) -> None:
         self._config, self._server = config, ApiServer(config.kubeconfig)
         self._namespace = config.namespace or _own_namespace()
-        self._metadata = ObjectMeta()
+        self._metadata = V1ObjectMeta()
 
     def read(self, timeout_s: float) -> Lease | None:
         """See `Leases`."""
         name, namespace = self._config.lease_name, self._namespace
         with _status(_NOT_FOUND) as missing:
-            return self._taken_in(self._server.ask(lambda api: api.get(Object, name, namespace=namespace), timeout_s))
+            answer = self._server.ask(
+                lambda api, timeouts: CoordinationV1Api(api).read_namespaced_lease(
+                    name, namespace, _request_timeout=timeouts
+                ),
+                timeout_s,
+            )
+            return self._taken_in(answer)
         return missing
 
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
         """See `Leases`. Raises PermissionError where there is none and this account may not make it."""
-        body = self._body(lease, seen)
+        body, name, namespace = self._body(lease, seen), self._config.lease_name, self._namespace
         with _status(_CONFLICT, _NOT_FOUND) as faster:
             if seen is None:
                 return self._create(body, timeout_s)
-            return self._taken_in(self._server.ask(lambda api: api.replace(body), timeout_s))
+            answer = self._server.ask(
+                lambda api, timeouts: CoordinationV1Api(api).replace_namespaced_lease(
+                    name, namespace, body, _request_timeout=timeouts
+                ),
+                timeout_s,
+            )
+            return self._taken_in(answer)
         return faster
 
     def close(self) -> None:
         """See `Leases`."""
         self._server.close()
 
-    def _create(self, body: Object, timeout_s: float) -> Lease:
+    def _create(self, body: V1Lease, timeout_s: float) -> Lease:
+        namespace = self._namespace
         with _status(_FORBIDDEN):
-            return self._taken_in(self._server.ask(lambda api: api.create(body), timeout_s))
+            answer = self._server.ask(
+                lambda api, timeouts: CoordinationV1Api(api).create_namespaced_lease(
+                    namespace, body, _request_timeout=timeouts
+                ),
+                timeout_s,
+            )
+            return self._taken_in(answer)
         raise PermissionError(
-            f"there is no Lease {self._config.lease_name} in the namespace {self._namespace}, and this account may not "
+            f"there is no Lease {self._config.lease_name} in the namespace {namespace}, and this account may not "
             "create it: whoever installed it must (`helm upgrade` does)"
         )
 
-    def _taken_in(self, answer: Object) -> Lease:
-        self._metadata = answer.metadata or ObjectMeta()
-        spec = answer.spec or LeaseSpec()
+    def _taken_in(self, answer: V1Lease) -> Lease:
+        self._metadata = answer.metadata or V1ObjectMeta()
+        spec = answer.spec or V1LeaseSpec()
         return Lease(
-            holder=spec.holderIdentity or "",
+            holder=spec.holder_identity or "",
             address=(self._metadata.annotations or {}).get(ADDRESS, ""),
-            term=spec.leaseTransitions or 0,
-            lease_s=float(spec.leaseDurationSeconds or 0),
-            version=self._metadata.resourceVersion or "",
+            term=spec.lease_transitions or 0,
+            lease_s=float(spec.lease_duration_seconds or 0),
+            version=self._metadata.resource_version or "",
         )
 
-    def _body(self, lease: Lease, seen: Lease | None) -> Object:
-        metadata = ObjectMeta(name=self._config.lease_name, namespace=self._namespace)
+    def _body(self, lease: Lease, seen: Lease | None) -> V1Lease:
+        metadata = V1ObjectMeta(name=self._config.lease_name, namespace=self._namespace)
         if seen is not None:  # of another version the server takes nothing, so what is kept is what is there
             for key in _KEPT:
                 setattr(metadata, key, getattr(self._metadata, key))
-            metadata.resourceVersion = seen.version
+            metadata.resource_version = seen.version
         metadata.annotations = {**(metadata.annotations or {}), ADDRESS: lease.address}
         now = datetime.datetime.now(datetime.UTC)
-        spec = LeaseSpec(
-            holderIdentity=lease.holder,
-            leaseDurationSeconds=max(1, round(lease.lease_s)),
-            leaseTransitions=lease.term,
-            renewTime=now.replace(microsecond=max(1, now.microsecond)),  # the API takes no time without a fraction
+        spec = V1LeaseSpec(
+            holder_identity=lease.holder,
+            lease_duration_seconds=max(1, round(lease.lease_s)),
+            lease_transitions=lease.term,
+            renew_time=now.replace(microsecond=max(1, now.microsecond)),  # the API takes no time without a fraction
         )
-        return Object(metadata=metadata, spec=spec)
+        return V1Lease(api_version="coordination.k8s.io/v1", kind="Lease", metadata=metadata, spec=spec)
 
 
 class _status:  # noqa: N801  (used as a function)
@@ -105,7 +122,7 @@ class _status:  # noqa: N801  (used as a function)
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
-        return error is not None and status_of(error) in self._expected
+        return isinstance(error, ApiError) and error.status in self._expected
 
 
 def _own_namespace() -> str:

@@ -11,19 +11,18 @@ again; the control plane never waits for it after the start. A node's name must 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
-from lightkube import AsyncClient
-from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.core_v1 import Node
+from kubernetes.client import ApiClient, CoreV1Api
+from kubernetes.watch import Watch
 
 from crossdock.common import log as logs
 from crossdock.common.config import KubernetesConfig
 from crossdock.control.discovery import Labels
-from crossdock.control.kube import connect, status_of
+from crossdock.control.kube import ApiError, ApiServer, Timeouts
 
 log = logs.get(__name__)
 
@@ -31,9 +30,10 @@ FIRST_LIST_S = 10.0
 """Longest that `start` waits for the first list."""
 _LIST_S = 30.0
 _WATCH_S = 300
-"""After this a watch is left and begun again where it was, by a new client: token and certificates are read anew."""
+"""After this the server ends a watch. It is begun again where it was, by a new client: token and certificates are read
+anew."""
 _SPARE_S = 10
-"""So much later the server ends a watch whose reader is gone."""
+"""So much later a watch is left that the server has not ended: the line is dead."""
 _PAUSES_S = (0.2, 30.0)
 _GONE = 410
 
@@ -68,40 +68,38 @@ class Nodes:
         self._config = config
         self.labels: Mapping[str, Labels] = {}
         self.trouble = "not started"
-        self._listed = threading.Event()
-        self._ending: Callable[[], object] = lambda: None
-        self._thread: threading.Thread | None = None
+        self._server = ApiServer(config.kubeconfig)
+        self._listed, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="crossdock-nodes", daemon=True)
 
     def start(self, wait_s: float = FIRST_LIST_S) -> bool:
         """Begin; whether the first list came within `wait_s`."""
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(self._run())
-        self._ending = lambda: loop.call_soon_threadsafe(task.cancel)
-        self._thread = threading.Thread(target=_until_cancelled, args=(loop, task), name="crossdock-nodes", daemon=True)
         self._thread.start()
         return self._listed.wait(wait_s)
 
     def close(self) -> None:
         """Stop watching. The thread is a daemon: one that is stuck in the network is not waited for."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._ending()
-        if self._thread is not None:
+        self._stop.set()
+        self._server.close()
+        if self._thread.is_alive():
             self._thread.join(1.0)
 
-    async def _run(self) -> None:
+    def _run(self) -> None:
         pause_s, version = _PAUSES_S[0], ""
-        while True:
+        while not self._stop.is_set():
             try:
-                async with connect(self._config.kubeconfig) as api:
-                    version = version or await self._list(api)
-                    pause_s = _PAUSES_S[0]
-                    version = await self._follow(api, version)
-            except Exception as error:  # lightkube raises its own errors, httpx2's and the socket's
+                version = version or self._server.ask(self._list, _LIST_S)
+                pause_s = _PAUSES_S[0]
+                version = self._watch(version)
+                self._stop.wait(_PAUSES_S[0])
+            except Exception as error:  # of the server, of urllib3 and of the credentials
                 version = ""
-                if status_of(error) == _GONE:  # this place of the history is forgotten: list anew
+                if isinstance(error, ApiError) and error.status == _GONE:  # this place of the history is forgotten
+                    self._stop.wait(_PAUSES_S[0])
                     continue
-                self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                await asyncio.sleep(pause_s)
+                if not self._stop.is_set():
+                    self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                self._stop.wait(pause_s)
                 pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     def _complain(self, trouble: str) -> None:
@@ -109,31 +107,41 @@ class Nodes:
             log.warning("no node labels", why=trouble, kept=len(self.labels))
         self.trouble = trouble
 
-    async def _list(self, api: AsyncClient) -> str:
+    def _list(self, api: ApiClient, timeouts: Timeouts) -> str:
         """Take all of them; the place in the history where that was."""
-        nodes = api.list(Node)
-        try:
-            async with asyncio.timeout(_LIST_S):
-                self.labels = dict([self._node(node) async for node in nodes])
-        except TimeoutError:
-            raise TimeoutError(f"no list of nodes within {_LIST_S:.0f} s") from None
+        answer: Any = CoreV1Api(api).list_node(_preload_content=False, _request_timeout=timeouts)
+        nodes = json.loads(answer.data)
+        self.labels = dict(self._node(node) for node in nodes["items"])
         self.trouble = ""
         self._listed.set()
         log.info("node labels", nodes=len(self.labels))
-        return nodes.resourceVersion
+        return str(nodes["metadata"]["resourceVersion"])
 
-    async def _follow(self, api: AsyncClient, version: str) -> str:
-        """Take changes for a while; where to go on, "" = nothing was heard: a list tells whether the line is dead."""
-        heard = ""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_WATCH_S):
-                changes = api.watch(Node, resource_version=version, server_timeout=_WATCH_S + _SPARE_S)
-                async for kind, node in changes:
-                    self._change(kind, node)
-                    heard = str(node.metadata.resourceVersion) if node.metadata else ""
-        return heard
+    def _watch(self, version: str) -> str:
+        """Take changes until the server ends the watch; where to go on, "" = it did not: a list tells whether the line
+        is dead."""
 
-    def _change(self, kind: str, node: Node) -> None:
+        def follow(api: ApiClient, timeouts: Timeouts) -> str:
+            place = version
+            changes = Watch("object").stream(  # plain JSON: whole nodes are large, and their labels are all we need
+                CoreV1Api(api).list_node,
+                resource_version=version,
+                timeout_seconds=_WATCH_S,
+                allow_watch_bookmarks=True,
+                _request_timeout=timeouts,
+            )
+            for event in changes:
+                place = str(event["object"]["metadata"]["resourceVersion"])
+                if event["type"] != "BOOKMARK":
+                    self._change(event["type"], event["object"])
+            return place
+
+        try:
+            return self._server.ask(follow, _WATCH_S + _SPARE_S)
+        except TimeoutError:
+            return ""
+
+    def _change(self, kind: str, node: Mapping[str, Any]) -> None:
         name, labels = self._node(node)
         if kind == "DELETED":
             self.labels = {other: known for other, known in self.labels.items() if other != name}
@@ -141,11 +149,6 @@ class Nodes:
             self.labels = {**self.labels, name: labels}
             log.info("node labels changed", node=name)
 
-    def _node(self, node: Node) -> tuple[str, Labels]:
-        metadata = node.metadata or ObjectMeta()
-        return str(metadata.name), labels_of(metadata.labels or {}, self._config)
-
-
-def _until_cancelled(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
-    with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(task)
+    def _node(self, node: Mapping[str, Any]) -> tuple[str, Labels]:
+        metadata = node["metadata"]
+        return str(metadata["name"]), labels_of(metadata.get("labels") or {}, self._config)

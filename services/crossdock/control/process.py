@@ -47,8 +47,8 @@ def run_control(config: ControlConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address, or a certificate or
     token, cannot be used, or the extra `control` is asked for and not installed."""
     logs.setup(config.log, role="control")
-    if (config.election or config.kubernetes) and find_spec("lightkube") is None:
-        log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="lightkube")
+    if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
+        log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
     try:
         return asyncio.run(_serve(config))
