@@ -31,7 +31,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -99,6 +99,12 @@ bench-resume: $(DEV) ## How long clients wait when a worker is killed and when e
 
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
+
+attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compares every answer (5 minutes; ARGS="--short")
+	$(PY) -m tests.attack $(ARGS)
+
+soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
+	$(PY) -m tests.soak $(ARGS)
 
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'

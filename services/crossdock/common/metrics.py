@@ -6,6 +6,7 @@ Each process owns one of these objects and so one registry; nothing is registere
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,11 @@ class GuardedMetrics(_Metrics):
         self.certificate_reloads_total = self._counter(
             "certificate_reloads_total", "readings", "Certificates read again after a change: ok or failed", "result"
         )
+        self.event_loop_tasks = self._gauge("event_loop_tasks", "tasks", "Tasks of this process's event loop")
+
+    def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count this loop's tasks at each scrape."""
+        self.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
 class WorkerMetrics(GuardedMetrics):

@@ -117,6 +117,7 @@ async def _serve(config: ControlConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = ControlMetrics()
+    metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
     nodes = await _nodes(config.kubernetes) if config.kubernetes else None
     health = rpc.Health([SERVICE_NAME])

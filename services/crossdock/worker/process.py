@@ -110,6 +110,7 @@ class _Process:
 
     async def run(self) -> int:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
+        self._metrics.count_tasks(asyncio.get_running_loop())
         server, address = await self._listen()
         try:
             http = serve_http(self._config.http_listen, self._metrics.registry, self._ready, self._security)

@@ -1,0 +1,161 @@
+"""A rogue member: it takes a worker's seat with a newer incarnation, as any caller of a group in plain text may, and
+publishes false region tickets. The peers must refuse them and live on.
+
+    python -m tests.attack.rogue CONTROL KIND SECONDS        prints JSON: epochs it published in, calls refused
+
+Kinds: `garbage` (random bytes), `copy` (a peer's own ticket), `pid1` (a descriptor of process 1), `negative` (pid and
+fd below 0), `unsealed` (its own memfd with a right header and no seals, truncated once peers may have mapped it),
+`epoch` (a heartbeat of epoch 2^62).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from crossdock.v1 import control_pb2 as pb
+from crossdock.v1 import control_pb2_grpc
+from tests.attack.attacks import abi_of, registration
+from tests.attack.scene import Scene
+
+VICTIM, NOBODY, _FAR = "w0", 65534, 2**62
+KINDS = ("garbage", "copy", "pid1", "negative", "unsealed", "epoch")
+_SECONDS, _CALL_S, _BEAT_S = 5.0, 3.0, 0.25
+_METADATA = (("crossdock-lease-key", "k" * 32),)
+_HEADER_AT, _MAGIC = 4096, 0x4B434F4453534F52
+
+
+class Rogue:
+    """One member that is none.
+
+    Args:
+        control: address of the control plane.
+        kind: of its tickets.
+    """
+
+    def __init__(self, control: str, kind: str) -> None:
+        self._stub = control_pb2_grpc.ControlPlaneStub(grpc.insecure_channel(control))
+        self._kind = kind
+        self._id = pb.WorkerId(uid=VICTIM, incarnation=time.time_ns())
+        self._view = next(self._stub.Watch(pb.WatchRequest(), timeout=_CALL_S))
+        self._hello: dict[str, Any] | None = None
+        self._held: list[int] = []
+        self.published: list[int] = []
+        self.refused = 0
+
+    def run(self, seconds: float) -> None:
+        """Take the seat, beat, publish in each epoch."""
+        self._stub.Register(self._registration(), timeout=_CALL_S, metadata=_METADATA)
+        threading.Thread(target=self._watch, daemon=True).start()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                epoch = _FAR if self._kind == "epoch" else self._view.epoch
+                beat = pb.HeartbeatRequest(worker=self._id, epoch=epoch)
+                self._stub.Heartbeat(beat, timeout=_CALL_S, metadata=_METADATA)
+                self._publish()
+            except grpc.RpcError:
+                self.refused += 1
+            time.sleep(_BEAT_S)
+
+    def _registration(self) -> pb.RegisterRequest:
+        request = registration(self._view, VICTIM, self._id.incarnation)
+        with contextlib.suppress(OSError):
+            request.host.boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        try:
+            self._stub.Register(request, timeout=_CALL_S, metadata=_METADATA)
+        except grpc.RpcError as error:
+            request.abi = abi_of(error)
+        return request
+
+    def _watch(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for view in self._stub.Watch(pb.WatchRequest(worker=self._id), metadata=_METADATA):
+                self._view = view
+                for member in view.members:
+                    if member.region and member.worker.uid != VICTIM:
+                        with contextlib.suppress(msgspec.DecodeError):
+                            self._hello = msgspec.msgpack.decode(member.region)
+
+    def _publish(self) -> None:
+        epoch = self._view.epoch
+        if self._view.state != pb.EXCHANGING or epoch in self.published:
+            return
+        region = self._region(epoch)
+        request = pb.PublishRegionRequest(worker=self._id, epoch=epoch, region=region)
+        self._stub.PublishRegion(request, timeout=_CALL_S, metadata=_METADATA)
+        self.published.append(epoch)
+        if self._held and self._hello is not None:
+            time.sleep(1.0)
+            os.ftruncate(self._held[-1], 0)
+
+    def _region(self, epoch: int) -> bytes:
+        if self._hello is None:  # the first table shows a peer's hello; until then anything will do
+            return os.urandom(64)
+        ticket = self._hello["ticket"]
+        if self._kind != "copy":
+            ticket = self._ticket(json.loads(ticket))
+        return msgspec.msgpack.encode({**self._hello, "epoch": epoch, "ticket": ticket})
+
+    def _ticket(self, peers: dict[str, Any]) -> bytes:
+        if self._kind == "garbage":
+            return os.urandom(200)
+        if self._kind == "negative":
+            return json.dumps(peers | {"pid": -1, "fd": -7}).encode()
+        if self._kind == "pid1":
+            return json.dumps(peers | {"pid": 1, "fd": 1, "start_ticks": _start_ticks(1)}).encode()
+        size = int(peers["num_bytes"])
+        fd = os.memfd_create("evil")
+        os.ftruncate(fd, size)
+        rank = next(member.rank for member in self._view.members if member.worker.uid == VICTIM)
+        with mmap.mmap(fd, _HEADER_AT + mmap.PAGESIZE) as memory:
+            memory[_HEADER_AT : _HEADER_AT + 32] = struct.pack("<QQQq", _MAGIC, 1, size, rank)
+        self._held.append(fd)
+        mine = {"pid": os.getpid(), "fd": fd, "start_ticks": _start_ticks(os.getpid()), "nonce": 1}
+        return json.dumps(peers | mine).encode()
+
+
+def _start_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def tickets(scene: Scene, kind: str) -> str:
+    """Let a rogue of that kind do its worst; no other worker may die of it."""
+    others = {name: pid for name, pid in scene.pids().items() if name != "worker-0"}
+    command = [sys.executable, "-m", "tests.attack.rogue", scene.control, kind, str(_SECONDS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-300:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    died = [name for name, pid in others.items() if scene.pids()[name] != pid]
+    assert not died, f"{', '.join(died)} died"
+    assert said["published"] or said["refused"], "the rogue got no seat"
+    epoch = scene.view().epoch
+    assert epoch < _FAR, f"the group is at epoch {epoch}"
+    return f"{len(said['published'])} tickets, {said['refused']} calls refused; nobody died"
+
+
+def main() -> None:
+    """One rogue, as another user where that is allowed."""
+    control, kind, seconds = sys.argv[1:]
+    rogue = Rogue(control, kind)
+    if os.geteuid() == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    rogue.run(float(seconds))
+    print(json.dumps({"published": rogue.published, "refused": rogue.refused}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The well-behaved client, in a process of its own: it asks without a pause and compares every answer.
+
+    python -m tests.attack.witness TARGET MODEL_FOLDER SECURITY_FILE|-
+
+Writes one line per event to stdout: the monotonic time at its end, a kind, its duration in seconds, words.
+Kinds: `right`, `failed` and `wrong` are requests of a client that stays connected; `new` and `shut` are requests of a
+client that has just connected, answered rightly or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from crossdock.client import Client
+from crossdock.common.security import load_security
+from crossdock.common.settings import SecurityConfig
+from tests.services.cluster import Batch
+
+REQUEST_S = 30.0
+NEW_EVERY_S = 0.5
+_STARTS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line.
+
+    Attributes:
+        at: monotonic seconds, when it ended.
+        kind: see above.
+        took_s: since it began.
+        words: of an error.
+    """
+
+    at: float
+    kind: str
+    took_s: float
+    words: str
+
+
+@dataclass
+class Witness:
+    """The process, and what it has written. Use in `with`.
+
+    Args:
+        target: the control plane.
+        model: folder of the checkpoint.
+        security: file of the client's certificates; None: plain text.
+    """
+
+    target: str
+    model: Path
+    security: Path | None
+    events: list[Event] = field(default_factory=list)
+
+    def __enter__(self) -> Witness:
+        guard = str(self.security) if self.security is not None else "-"
+        command = [sys.executable, "-m", "tests.attack.witness", self.target, str(self.model), guard]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait_for("right", 0.0, _STARTS_S)
+        self.wait_for("new", 0.0, _STARTS_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait_for(self, kind: str, since: float, timeout_s: float) -> bool:
+        """Wait for an event of that kind which began after `since`; False: there was none in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._seen(kind, since), timeout_s)
+
+    def between(self, begin: float, end: float, *kinds: str) -> list[Event]:
+        """Events that ended between two moments."""
+        return [event for event in list(self.events) if begin <= event.at <= end and event.kind in kinds]
+
+    def longest_gap_s(self, begin: float, end: float) -> float:
+        """The longest time without a right answer between two moments."""
+        moments = [begin, *(event.at for event in self.between(begin, end, "right")), end]
+        return max(after - before for before, after in itertools.pairwise(moments))
+
+    def _seen(self, kind: str, since: float) -> bool:
+        return any(event.kind == kind and event.at - event.took_s >= since for event in self.events[-200:])
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            at, kind, took, words = [*line.rstrip("\n").split(" ", 3), ""][:4]
+            with self._changed:
+                self.events.append(Event(float(at), kind, float(took), words))
+                self._changed.notify_all()
+
+
+class _Asker:
+    """Requests with fresh random tokens, and what each should give."""
+
+    def __init__(self, target: str, model: Path, security: SecurityConfig | None) -> None:
+        self._target, self._security = target, security
+        tensors = load_file(model / "model.safetensors")
+        self._batches = [Batch.random(1 + 9 * number, 1 + number % 2) for number in range(8)]
+        self._expected = [batch.expected(tensors) for batch in self._batches]
+        self._lock = threading.Lock()
+
+    def client(self) -> Client:
+        """A new one."""
+        return Client(self._target, min_tokens_per_worker=16, security=self._security)
+
+    def ask(self, client: Client, number: int) -> bool:
+        """Whether the answer is right."""
+        index = number % len(self._batches)
+        batch = self._batches[index]
+        y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=REQUEST_S)
+        return torch.allclose(y.double(), self._expected[index], rtol=1e-4, atol=1e-5)
+
+    def tell(self, right: str, failed: str, attempt: Callable[[], bool]) -> None:
+        """Make an attempt, and write its line."""
+        began, words = time.monotonic(), ""
+        try:
+            kind = right if attempt() else "wrong"
+        except Exception as error:
+            kind, words = failed, f"{type(error).__name__} {error}".replace("\n", " ")
+        now = time.monotonic()
+        with self._lock:
+            print(f"{now:.4f} {kind} {now - began:.4f} {words}", flush=True)
+
+    def stay(self) -> None:
+        """Ask without a pause, as one client."""
+        with self.client() as client:
+            for number in range(1 << 62):
+                self.tell("right", "failed", lambda turn=number: self.ask(client, turn))  # type: ignore[misc]
+
+    def come_anew(self) -> None:
+        """Connect, ask once, hang up, again and again."""
+
+        def attempt(number: int) -> bool:
+            with self.client() as client:
+                return self.ask(client, number)
+
+        for number in range(1 << 62):
+            self.tell("new", "shut", lambda turn=number: attempt(turn))  # type: ignore[misc]
+            time.sleep(NEW_EVERY_S)
+
+
+def main() -> None:
+    """Ask until killed."""
+    torch.set_num_threads(1)
+    target, model, guard = sys.argv[1:]
+    asker = _Asker(target, Path(model), None if guard == "-" else load_security(guard))
+    threading.Thread(target=asker.come_anew, daemon=True).start()
+    asker.stay()
+
+
+if __name__ == "__main__":
+    main()
