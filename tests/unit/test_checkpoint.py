@@ -180,9 +180,14 @@ def test_fingerprint_tells_quantisations_apart(layout: str, tmp_path: Path) -> N
 
 
 def test_the_fingerprint_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
+    sizes: list[int] = []
     plain = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, length, at: sizes.append(length) or plain(fd, length, at))
+
+    def noted_pread(fd: int, length: int, at: int) -> bytes:
+        sizes.append(length)
+        return plain(fd, length, at)
+
+    monkeypatch.setattr(os, "pread", noted_pread)
     Checkpoint.open(write_files(tmp_path / "m", "qwen3_moe", SIZES, draw_weights(SIZES), fp8=True))
     header = sizes[:2]
     assert header[0] == 8

@@ -61,7 +61,13 @@ def test_what_nvml_does_not_know_is_allowed_with_a_warning(
 def test_only_configurations_that_may_run_ll_are_refused(
     fields: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"num_experts": 4, "hidden_size": 256, "topk": 2, "max_tokens_per_rank": 16, "transport": "nvlink"}
+    shape: dict[str, Any] = {
+        "num_experts": 4,
+        "hidden_size": 256,
+        "topk": 2,
+        "max_tokens_per_rank": 16,
+        "transport": "nvlink",
+    }
     made = NvlinkTransport(MoEConfig(group=LoopGroup(0, 2), **shape, **fields))
     tickets = [transport._TICKET.pack(b"abi", b"vmm", 1, place, 0) for place in PLACES[:2]]
     monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))

@@ -106,7 +106,7 @@ class NvlinkTransport:
 
     def _ticket(self, kind: bytes) -> bytes:
         address = self._desk.address
-        gpu = torch.cuda.get_device_properties(self._device)
+        gpu: Any = torch.cuda.get_device_properties(self._device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
         head = _TICKET.pack(self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, place, len(address))
         return head + address + self._region.token
