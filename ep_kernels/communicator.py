@@ -119,8 +119,9 @@ class MoECommunicator(Member):
         if torch.compiler.is_compiling():
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
+        pending = self._run(self._transport.dispatch, args)
         number = self._count("dispatch")
-        out, handle = self._run(self._run(self._transport.dispatch, args).wait)
+        out, handle = self._run(pending.wait)
         return self._delivered(number, out, handle, args)
 
     def dispatch_async(
@@ -137,8 +138,8 @@ class MoECommunicator(Member):
             done = ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
             return DispatchRequest(lambda: done, lambda: (done[0].tokens, done[0].scales, done[0].counts))
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=False)
-        number = self._count("dispatch")
         pending = self._run(self._transport.dispatch, args)
+        number = self._count("dispatch")
         finish = self._finisher("dispatch", number, pending.wait)
         return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
@@ -194,8 +195,9 @@ class MoECommunicator(Member):
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
         args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
+        pending = self._run(self._transport.combine, args)
         self._count("combine")
-        return self._run(self._run(self._transport.combine, args).wait, out)[0]
+        return self._run(pending.wait, out)[0]
 
     def combine_async(
         self,
@@ -219,8 +221,8 @@ class MoECommunicator(Member):
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, home))
         args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
-        number = self._count("combine")
         pending = self._run(self._transport.combine, args)
+        number = self._count("combine")
         return CombineRequest(self._finisher("combine", number, lambda: pending.wait(out)))
 
     def combine_now(
@@ -228,8 +230,9 @@ class MoECommunicator(Member):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine_async` and both its results, as one operation."""
         args = self._combine_args(y, handle, None, row_weights, apply_weights, None, at_once=True)
+        pending = self._run(self._transport.combine, args)
         self._count("combine")
-        return self._run(self._run(self._transport.combine, args).wait)
+        return self._run(pending.wait)
 
     def _combine_args(
         self,
@@ -341,7 +344,7 @@ class MoECommunicator(Member):
             )
 
     def _count(self, kind: str) -> int:
-        """An operation begins; its number among those of its kind."""
+        """An operation has begun, and did not fail for want of memory; its number among those of its kind."""
         number = self._num_begun[kind]
         self._num_begun[kind] = number + 1
         return number

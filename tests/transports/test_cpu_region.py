@@ -400,9 +400,14 @@ def test_a_ticket_for_a_file_that_can_be_truncated_is_refused(
 ) -> None:
     region, ticket = own_ticket()
     fd = make_file(tmp_path)
-    modes = []
+    modes: list[int] = []
     plain_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *args: modes.append(flags) or plain_open(path, flags, *args))
+
+    def noted_open(path: str | Path, flags: int) -> int:
+        modes.append(flags)
+        return plain_open(path, flags)
+
+    monkeypatch.setattr(os, "open", noted_open)
     before = len(os.listdir("/proc/self/fd"))
     try:
         with pytest.raises(TransportError, match=says):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,51 @@ def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     prints = {Checkpoint.open(path).spec.fingerprint for path in others}
     assert len(prints) == len(others)
     assert first not in prints
+
+
+@pytest.mark.parametrize("layout", ["named", "fused"])
+def test_fingerprint_tells_quantisations_apart(layout: str, tmp_path: Path) -> None:
+    """One that differs in the scales alone, or in the weights of a single expert, whichever that is."""
+    tensors = quantise(tensors_of("qwen3_moe", SIZES, draw_weights(SIZES), layout))
+    (config := tmp_path / "config.json").write_text(json.dumps(config_of("qwen3_moe", SIZES)))
+
+    def fingerprint(changed: dict[str, torch.Tensor]) -> str:
+        write_tensors(tmp_path, tensors | changed)
+        return Checkpoint.open(config.parent).spec.fingerprint
+
+    def of_expert(expert: int, scales: bool) -> dict[str, torch.Tensor]:
+        """The tensors of one expert in one layer, with other weights or other scales."""
+        layer = f"layers.{SIZES.first}.mlp.experts."
+        here = layer if layout == "fused" else f"{layer}{expert}."
+        changed = {
+            name: each.clone() for name, each in tensors.items() if here in name and ("_scale" in name) == scales
+        }
+        for each in changed.values():
+            part = each[expert] if layout == "fused" else each
+            part.copy_((part.float() * 2 + 1).to(part.dtype))
+        assert changed
+        return changed
+
+    first = fingerprint({})
+    others = [fingerprint(of_expert(expert, scales)) for expert in range(SIZES.num_experts) for scales in (False, True)]
+    assert fingerprint({}) == first
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_the_fingerprint_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain = os.pread
+
+    def noted_pread(fd: int, length: int, at: int) -> bytes:
+        sizes.append(length)
+        return plain(fd, length, at)
+
+    monkeypatch.setattr(os, "pread", noted_pread)
+    Checkpoint.open(write_files(tmp_path / "m", "qwen3_moe", SIZES, draw_weights(SIZES), fp8=True))
+    header = sizes[:2]
+    assert header[0] == 8
+    assert len(sizes[2:]) == 2 * SIZES.num_experts * SIZES.layers
+    assert max(sizes[2:]) <= 256
 
 
 def test_missing_directory_and_files(tmp_path: Path) -> None:

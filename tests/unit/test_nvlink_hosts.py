@@ -192,6 +192,7 @@ def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
     transport._region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     transport._engine = SimpleNamespace(attach=lambda mapping, addresses: None)
     transport._watch = lambda pids: None
+    transport._check_links = lambda tickets: None
 
     def bring(rank: int, ticket: bytes) -> tuple[int, Any, int]:
         if rank == missing:

@@ -136,3 +136,32 @@ def test_fp8_travels_with_its_scales_in_one_row() -> None:
     for combine_dtype, row_bytes in ((torch.float8_e4m3fn, 7168 + 7168 // 128 * 4), (torch.bfloat16, 14336)):
         c = config(4, combine_dtype=combine_dtype)
         assert plan.sizes_of(c).shape.home_row_bytes == row_bytes
+
+
+@pytest.mark.parametrize(
+    ("named", "value", "says", "row"),
+    [
+        ("MOST_SENT", 6, "stages of rows: expected at least 7, got 6", (7168, 2, 1, False, True)),
+        ("MOST_SENT", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, True, True)),
+        ("MOST_SUMMED", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, False, False)),
+        ("MOST_MADE", 3, "stages of partials: expected at least 4", (2048, 2, 2, False, False)),
+        ("LONG_MADE", 1, "stages of partials: expected at least 2", (7168, 2, 2, False, False)),
+    ],
+)
+def test_a_plan_with_fewer_stages_than_the_kernel_counts_on_is_refused(
+    named: str, value: int, says: str, row: tuple[int, int, int, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings.rings_of(*row, CONTROL, MOST)
+    monkeypatch.setattr(rings, named, value)
+    with pytest.raises(AssertionError, match=says):
+        rings.rings_of(*row, CONTROL, MOST)
+
+
+def test_the_kernel_counts_on_as_many_stages_as_the_plan_has() -> None:
+    converting = re.search(r"kMakers = kCopies \? 0 : kConverts \? (\d+) : (\d+)", text_of("combine"))
+    reading = constant("owner", "kReadingRows")
+    assert converting is not None
+    makers, summing = map(int, converting.groups())
+    assert (reading + makers, reading + 1) == (rings.LEAST_CONVERTED, rings.LEAST_ROWS)
+    assert (summing, constant("makers", "kMostOfTeam")) == (rings.MAKERS, rings.MOST_OF_TEAM)
+    assert f"kFewOfTeam = {rings.FEW_OF_TEAM};" in text_of("makers")

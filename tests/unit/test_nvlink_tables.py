@@ -15,6 +15,7 @@ def host() -> HostPage:
     made = HostPage.__new__(HostPage)  # without the pinned memory
     made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
     made._gone = torch.zeros(4, dtype=torch.int64)
+    made._fence = lambda: None
     return made
 
 
@@ -52,6 +53,22 @@ def test_who_is_given_up_is_not_called_dead_before_it_is(host: HostPage) -> None
         assert (found.gone, found.given_up, host.is_gone(3)) == (gone, not gone, gone)
         host.mark_gone(3)
         host.give_up(3)
+
+
+def test_a_post_mortem_is_read_behind_a_fence(host: HostPage) -> None:
+    """The status is written last; a processor that reorders loads finds a fence between it and the rest."""
+    host._fence = lambda: stop(host, "TIMED_OUT", "combine", seen=4)  # what was written before the status is seen now
+    host._page.postmortem.status = abi.STOPS.index("TIMED_OUT")
+    found = host.fault()
+    assert isinstance(found, PeerTimeout)
+    assert (found.op, found.peer, found.seen) == ("combine", 3, 4)
+
+    def differ() -> None:
+        host._page.difference.peer = 2
+
+    host._fence = differ
+    host._page.difference.status = 1
+    assert "rank 2 that of" in str(host.finding())
 
 
 def test_other_ends(host: HostPage) -> None:

@@ -184,8 +184,7 @@ class Engine:
         """Everything but the launch."""
         shape = self.sizes.shape
         assert args.mode is Mode.HT or args.x.shape[0] <= shape.ll_tokens, "lines have no room for it"
-        slot = self._num_dispatches % shape.dispatch_slots
-        self._num_dispatches += 1
+        slot, seq = self._num_dispatches % shape.dispatch_slots, self._num_dispatches + 1
         x, num_tokens = _aligned(args.x), args.x.shape[0]
         state = self._state(args)
         outputs, addresses = self._outputs.numbers(num_tokens)
@@ -200,7 +199,8 @@ class Engine:
         )  # fmt: skip
         variant, launch = self._dispatch[args.mode]
         call = Call(variant, launch, record, [x, args, scales, state, outputs])
-        return Dispatch(call, outputs, scales, state, slot, self._num_dispatches, num_tokens, args.mode)
+        self._num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
+        return Dispatch(call, outputs, scales, state, slot, seq, num_tokens, args.mode)
 
     def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
         """Output and handle; `num_rows` trims compact layouts, None leaves worst-case shapes."""
@@ -264,8 +264,7 @@ class Engine:
         state: DispatchState = handle.state
         if args.topk_weights is not None:
             state = replace(state, topk_weights=args.topk_weights if args.at_once else args.topk_weights.clone())
-        slot = self._num_combines % self.sizes.shape.combine_slots
-        self._num_combines += 1
+        slot, seq = self._num_combines % self.sizes.shape.combine_slots, self._num_combines + 1
         y = _aligned(args.y)
         op = self._empty((abi.OP_WORDS,), torch.int64)
         record = abi.CombineArgs(
@@ -287,8 +286,11 @@ class Engine:
                 weights = self._empty((handle.num_tokens, c.topk), torch.float32)
             record.z, record.z_weights = z.data_ptr(), _pointer(weights)
             call.keep += [z, weights]
+            self._num_combines = seq if args.at_once else self._num_combines
             return z, weights
 
+        if not args.at_once:
+            self._num_combines = seq  # its send half follows; otherwise both halves, when `receive` has its memory
         return call, receive
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:

@@ -17,6 +17,11 @@ ASKED_BYTES = 32 * 16
 """What one warp at home asks another to load: for each lane (device/home.cuh)."""
 LONG_MADE, SHORT_BYTES = 3, 8192
 """So many stages for partials that are made, where they are longer than so many bytes: each is one less for rows."""
+LEAST_CONVERTED, LEAST_ROWS = 7, 4
+"""Stages for rows that the kernel counts on, where they become fp8 in their stages and where not: those that a store
+reads (3, device/owner.cuh), and those that end the ring: 4 for the warps that take turns, else 1."""
+MAKERS, MOST_OF_TEAM, FEW_OF_TEAM = 8, 4, 2
+"""Warps that make partials, and of a team of them (device/combine.cuh, device/makers.cuh)."""
 MOST_BYTES = 16384
 """Of a stage."""
 MOST_FP8_BYTES = 14336
@@ -89,7 +94,20 @@ def rings_of(
     left = most_bytes - offset - num_made * made
     num_home = min(MOST_HOME, int(left * (COPIED_HOME_SHARE if copies else HOME_SHARE)) // made)
     num_rows = min(MOST_SENT if in_place else MOST_SUMMED, (left - num_home * made) // row)
+    least = LEAST_ROWS if copies or not in_place else LEAST_CONVERTED
+    assert num_rows >= least, f"stages of rows: expected at least {least}, got {num_rows}"
+    if not in_place:
+        teams = num_teams(columns, y_bytes, moved_bytes)
+        assert num_made >= teams, f"stages of partials: expected at least {teams}, one for each team, got {num_made}"
     return Rings(num_pieces, columns, row, home_bytes, made, num_rows, num_made, num_home, offset)
+
+
+def num_teams(columns: int, y_bytes: int, moved_bytes: int) -> int:
+    """Teams that make partials, each of which takes every `num_teams`-th stage (device/makers.cuh)."""
+    most_columns = (MOST_FP8_BYTES if moved_bytes == 1 else MOST_BYTES) // max(y_bytes, moved_bytes)
+    group = 32 * (4 if moved_bytes == 1 else 16 // y_bytes)
+    most_groups = -(-most_columns // (MOST_OF_TEAM * group))
+    return MAKERS // (FEW_OF_TEAM if columns <= FEW_OF_TEAM * most_groups * group else MOST_OF_TEAM)
 
 
 def _padded(num: int, unit: int) -> int:

@@ -15,7 +15,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
 from ep_kernels.routing import may_overflow
-from ep_kernels.transports.nvlink import plan, samples
+from ep_kernels.transports.nvlink import launch, plan, samples
 from ep_kernels.types import LatencySample, Overflow
 
 _GONE_RANK = -2
@@ -34,6 +34,7 @@ class HostPage:
         self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True)
         self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True)
         self._page = abi.HostPage.from_address(self._words.data_ptr())
+        self._fence = launch.fence()
         self.clock_offset_ns = 0
         self._num_dropped = 0
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
@@ -71,6 +72,7 @@ class HostPage:
         """The first wait that failed, as an error."""
         record = self._page.postmortem
         stop = abi.STOPS[record.status]
+        self._fence()  # kernels write the status last
         if self._page.abort or stop == "ABORTED":
             return AbortedError(self.reason)
         if stop == "RUNNING":
@@ -88,6 +90,7 @@ class HostPage:
         """What an operation found that breaks nothing, as an error; each is told once."""
         found = self._page.difference
         if found.status:
+            self._fence()
             op, mine, theirs = abi.OPS[found.op], f"dispatch {found.mine}", f"dispatch {found.theirs}"
             text = f"{op}: this rank brought the routing of {mine}, rank {found.peer} that of {theirs}"
             found.status = 0

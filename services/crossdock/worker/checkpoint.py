@@ -37,7 +37,8 @@ _PER_EXPERT = (
 )
 _FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _SAMPLE_BYTES = 256
-"""Bytes of one weight per MoE layer that go into the fingerprint: two fine-tunes of one model differ."""
+"""Bytes of one matrix of each expert that go into the fingerprint, and of its scales: two fine-tunes, or quantisations,
+of one model differ. DeepSeek-V3 has 58 layers of 256 experts: 30,000 reads of a page, 120 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class ModelSpec:
         topk: K, experts per token.
         hidden_act: activation between the two matrix products.
         dtype: what the model computes in (fp8 weights: the dtype they are dequantised to).
-        fingerprint: hash of all of the above, the expert tensors' names, types and shapes, and a sample of their bytes.
+        fingerprint: hash of all of the above, the expert tensors' names, types and shapes, and a sample of every
+            expert's bytes and scales.
     """
 
     family: str
@@ -233,12 +235,19 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps({key: str(value) for key, value in sorted(fields.items())}).encode())
         for tensor in tensors:
             digest.update(repr(tensor).encode())
-        for layer in fields["moe_layers"]:
-            expert = layer % fields["num_experts"]
-            name = self._layout.names(layer, expert)[-1]
-            row = self._shards.first_row(name, expert if self._layout.fused else None)
-            digest.update(row.contiguous().view(torch.uint8)[:_SAMPLE_BYTES].numpy().tobytes())
+        for sample in self._shards.samples(self._sampled(fields["moe_layers"]), _SAMPLE_BYTES):
+            digest.update(sample)
         return digest.hexdigest()[:32]
+
+    def _sampled(self, layers: tuple[int, ...]) -> Iterator[tuple[str, int | None]]:
+        """Of each expert one matrix, another one in the next layer and expert, and its scales."""
+        for layer in layers:
+            for expert in range(self._shape[0]):
+                names = self._layout.names(layer, expert)
+                name, index = names[(layer + expert) % len(names)], expert if self._layout.fused else None
+                yield name, index
+                if self._shards.describe(name)[0] is torch.float8_e4m3fn:
+                    yield _scale_name(name), index
 
 
 def _config_fields(config: _Config) -> dict[str, Any]:

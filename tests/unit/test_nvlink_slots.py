@@ -1,0 +1,87 @@
+"""Slots of operations that fail for want of memory: the next one takes the slot that peers expect."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.nvlink.engine import Dispatch, Engine
+from ep_kernels.types import Layout, Mode
+from tests.cases import RoutingCase
+from tests.emulator.machine import without_driver
+from tests.gpu.loopback import Loopback
+
+
+class Nowhere:
+    """A machine that runs nothing."""
+
+    device, num_sms = torch.device("cpu"), 2
+
+
+CASE = RoutingCase(4, 2, 256, (3,), "uniform", 1, max_tokens=4)
+
+
+class OnceOutOfMemory:
+    """torch.empty, whose call number `failing` raises; others do not."""
+
+    def __init__(self, failing: int) -> None:
+        self.left, self.plain = failing, torch.empty
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.plain(*args, **kwargs)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    without_driver(monkeypatch)
+    fields: dict[str, Any] = {"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False}
+    return Loopback(lambda group: CASE.config(group, **fields), 1, 2, Nowhere()).engines[0]  # type: ignore[arg-type]
+
+
+def dispatch(engine: Engine) -> Dispatch:
+    x, ids, weights = CASE.x(0, torch.bfloat16), CASE.topk_ids(0), CASE.topk_weights(0)
+    return engine.dispatch(DispatchArgs(x, None, ids, weights, Mode.HT, None))
+
+
+def combine(engine: Engine, step: Dispatch, at_once: bool) -> int:
+    """The slot that it takes."""
+    out, handle = engine.finish(step, None, 0)
+    handle = replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))
+    call, receive = engine.combine(CombineArgs(torch.zeros_like(out.tokens), handle, None, True, at_once, None))
+    receive(None)
+    return int(call.args.slot)
+
+
+def test_a_dispatch_without_memory_takes_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (dispatch(engine).slot, dispatch(engine).slot) == (0, 1)
+    engine.restart_slots()
+    failed = 0
+    while True:
+        with monkeypatch.context() as patched, contextlib.suppress(torch.OutOfMemoryError):
+            patched.setattr(torch, "empty", OnceOutOfMemory(failed))
+            step = dispatch(engine)
+            break
+        failed += 1
+    assert (failed > 3, step.slot, step.seq) == (True, 0, 1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_combine_without_memory_takes_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """With halves apart, what `wait` allocates comes when the rows are sent: the operation has begun."""
+    step = dispatch(engine)
+    assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)
+    engine.restart_slots()
+    for failing in range(2 if at_once else 1):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", OnceOutOfMemory(failing))
+            with pytest.raises(torch.OutOfMemoryError):
+                combine(engine, step, at_once)
+    assert combine(engine, step, at_once) == 0
