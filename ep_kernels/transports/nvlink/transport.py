@@ -25,7 +25,7 @@ from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.routing import may_overflow
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import plan, sharing
+from ep_kernels.transports.nvlink import left_out, plan, sharing
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
 from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
@@ -154,6 +154,7 @@ class NvlinkTransport:
         for rank, pid in pids.items():
             with contextlib.suppress(OSError):  # 0, another PID namespace: only the deadline tells
                 watched[os.pidfd_open(pid)] = rank
+        self._watched = frozenset(watched.values())
         end, self._end_watch = os.pipe()
         host = self._engine.tables.host
 
@@ -216,11 +217,13 @@ class NvlinkTransport:
         )  # fmt: skip
         self._streams.leave(call.keep)
 
-    def check(self) -> None:
-        """Raise what failed on the device so far; waits for nothing. Also the way to look after a graph's replay."""
+    def check(self, op: str = "check") -> None:
+        """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
+        look after a graph's replay."""
         fault = self._engine.tables.host.fault()
         if fault is not None:
             raise fault
+        self._mailbox.check_left_out(op)
 
     def failed(self) -> torch.Tensor:
         """See `base.Transport`."""
@@ -252,7 +255,7 @@ class NvlinkTransport:
 
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:
         """See `base.Transport`."""
-        self.check()
+        self.check("dispatch")
         self._check_device("x", args.x)
         if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
@@ -281,7 +284,7 @@ class NvlinkTransport:
 
     def combine(self, args: CombineArgs) -> PendingCombine:
         """See `base.Transport`."""
-        self.check()
+        self.check("combine")
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
@@ -332,9 +335,21 @@ class NvlinkTransport:
         tables.set_active(mask)
         self._engine.restart_slots()
         self._epoch = epoch
-        self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
-        torch.cuda.synchronize(self._device)
+        self._leave_out(mask, epoch)
         self._mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+
+    def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
+        host = self._engine.tables.host
+
+        def tell() -> None:
+            self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
+            torch.cuda.synchronize(self._device)
+
+        def is_alive(rank: int) -> bool:
+            return rank in self._watched and not host.is_gone(rank)
+
+        if left_out.is_needed(mask, host.is_gone):
+            left_out.leave_out(tell, lambda: self._engine.unsent(mask), is_alive)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `base.Transport`."""
