@@ -90,8 +90,8 @@ class Mailbox:
     def check_left_out(self, op: str) -> None:
         """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""
         reached = max(self._epoch, self._pages[self._rank][_EPOCH])  # an epoch that this rank is entering is no news
-        for peer, page in enumerate(self._pages):
-            if self._active[peer] and page[_AGREED] > reached:
+        for peer, (active, page) in enumerate(zip(self._active, self._pages, strict=True)):
+            if active and page[_AGREED] > reached:
                 raise _left_out(op, peer, page[_AGREED])
 
     def _read(self, start: int) -> list[tuple[int, ...] | None]:

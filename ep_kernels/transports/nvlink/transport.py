@@ -220,10 +220,13 @@ class NvlinkTransport:
     def check(self, op: str = "check") -> None:
         """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
         look after a graph's replay."""
+        self._raise_fault()
+        self._mailbox.check_left_out(op)
+
+    def _raise_fault(self) -> None:
         fault = self._engine.tables.host.fault()
         if fault is not None:
             raise fault
-        self._mailbox.check_left_out(op)
 
     def failed(self) -> torch.Tensor:
         """See `base.Transport`."""
@@ -238,7 +241,7 @@ class NvlinkTransport:
     def _settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
         torch.cuda.current_stream(self._device).synchronize()
-        self.check()
+        self._raise_fault()
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
@@ -294,7 +297,7 @@ class NvlinkTransport:
     def receive(self, call: Call, halves: int) -> None:
         """What is left of a combine."""
         self._launch(call, halves)
-        self.check()
+        self._raise_fault()
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `base.Transport`. Kernels read x wherever it lies, so any memory will do."""
