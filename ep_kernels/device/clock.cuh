@@ -23,10 +23,12 @@ __device__ __forceinline__ u64 record_number(const World& world, u32 halves, con
   return ptx::load_cached(halves & kSend ? &world.state->sample_head : words + kOpRecord);
 }
 
-// The sending half has ended. One thread of the last block; `receivers`: blocks that will call note_end.
+// The sending half has ended, well or not: its stores are issued, and peers that read SENT may know (kernels/barrier.cuh). One
+// thread of the last block; `receivers`: blocks that will call note_end.
 __device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, i32 num_tokens, u64 seq, u64 start, u64* words,
                                           i32 receivers) {
   const u64 number = ptx::load_volatile(&world.state->sample_head);
+  ptx::store_relaxed_sys(flag_at(world, world.rank, op == OP_DISPATCH ? FLAG_SENT : FLAG_COMBINE_SENT, world.rank), seq);
   words[kOpSeq] = seq;
   words[kOpRecord] = number;
   u64* record = record_at(world, number);

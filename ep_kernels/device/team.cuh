@@ -163,7 +163,8 @@ __device__ __forceinline__ void warp_tell_started(const World& world, u32 kind, 
 }
 
 // What a warp must know before anything is written to a slot: who used it last, and what the peer of this lane has started.
-// Loaded early and looked at late; a flag only grows, so an old one is safe. What it vouches for are reads that ended with the
+// Loaded early and looked at late; a flag only grows while its ranks take part, so an old one is safe (of ranks that do not:
+// kernels/barrier.cuh). What it vouches for are reads that ended with the
 // peer's earlier kernels, and the stores that depend on it are not issued before its value is here.
 struct Credit {
   u64 last, seen;

@@ -61,7 +61,8 @@ __device__ __forceinline__ Outcome ht_exchange(const DispatchArgs& args, Team te
 }
 
 // With a previous handle: all rows are placed already. Rows go to their final places, so a peer must be in this very
-// operation, not only past the slot's last use: one that has gone on without this rank never is. All warps; the clerk knows.
+// operation, not only past the slot's last use: one that goes on without this rank takes that back (kernels/barrier.cuh). All warps; the
+// clerk knows.
 __device__ __forceinline__ Outcome ht_route_again(const DispatchArgs& args, Team team, HtScratch& scratch, Credit credit, u64 seq) {
   if (team.block == team.num_blocks - 1 && in_crew()) tell_ranks(args, credit, nullptr, scratch.origin, seq);
   const bool started = !is_clerk() || warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);

@@ -148,7 +148,7 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
 }
 
 // Exact rows land by (token, k), anywhere in the slot: home must be in this very operation, not only past the slot's last use
-// (one that has gone on without this rank never is). Partials land in this rank's own part of it.
+// (one that goes on without this rank takes that back: kernels/barrier.cuh). Partials land in this rank's own part of it.
 __device__ __forceinline__ u64 credit_needed(const World& world, Credit credit, u64 seq) {
   if (KIND == EXACT) return seq;
   return free_from(world, credit.last, seq);

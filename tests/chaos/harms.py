@@ -18,6 +18,8 @@ from tests.services.replicas import Replica
 Harm = Callable[[float], str]
 TAKEOVER_S = 20.0
 """Longest wait for another leader; while the API server is away there is none."""
+OVERSLEPT_S = 15.0
+"""Longest wait for the epoch that begins when a worker is called lost."""
 
 
 class Harms:
@@ -36,7 +38,8 @@ class Harms:
         self.takeovers_s: list[float] = []
         self._held = [threading.Lock() for _ in range(NUM_CONTROLS)]
         workers: list[Harm] = [
-            self.kill_worker, self.kill_worker, self.stop_worker, self.drain_worker, self.cut_worker, self.reset_worker,
+            self.kill_worker, self.kill_worker, self.stop_worker, self.oversleep_worker, self.drain_worker,
+            self.cut_worker, self.reset_worker,
         ]  # fmt: skip
         controls: list[Harm] = [
             self.kill_leader, self.kill_leader, self.stop_leader, self.restart_control, self.cut_leader,
@@ -67,6 +70,15 @@ class Harms:
         time.sleep(seconds)
         self._signal_worker(number, signal.SIGCONT)
         return f"worker {number} stands still for {seconds:.1f} s"
+
+    def oversleep_worker(self, seconds: float) -> str:
+        """Stopped past its lease and the deadline of a step, until the group has a later epoch; then it goes on."""
+        number, before = self._worker(), self._world.epoch()
+        self._signal_worker(number, signal.SIGSTOP)
+        self._world.wait_epoch(before + 1, OVERSLEPT_S)
+        time.sleep(seconds / 5)
+        self._signal_worker(number, signal.SIGCONT)
+        return f"worker {number} stands still until epoch {self._world.epoch()}, from {before}"
 
     def drain_worker(self, _: float) -> str:
         number = self._worker()

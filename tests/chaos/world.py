@@ -108,6 +108,18 @@ class World:
             time.sleep(0.02)
         return number if number != beside else None
 
+    def epoch(self) -> int:
+        """The group's epoch, as whoever leads says; 0: nobody does."""
+        number = self.leader()
+        view = None if number is None else look(self.ways.controls[number].looked_at)
+        return view.epoch if view is not None else 0
+
+    def wait_epoch(self, epoch: int, timeout_s: float) -> None:
+        """Wait for this epoch or a later one, or until the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.epoch() < epoch and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def whole(self) -> GroupView | None:
         """The view of the leader, by the way that clients take, if it serves."""
         number = self.leader()

@@ -8,7 +8,7 @@ import pytest
 
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
-from tests.transports import faults
+from tests.transports import faults, sleepers
 from tests.transports.faults import PATIENCE_S, SLACK_S
 from tests.worlds import RankDied, World
 
@@ -100,6 +100,16 @@ def test_sleeper_hears_that_it_was_left_out(world: Worlds, transport: str, when:
     for seed in range(4):  # how far the others are ahead
         said = world(3).run(faults.one_is_left_out, transport, faults.silent_case(3, 1000 + seed), when)[0]
         assert said.startswith(f"{when}: rank ")
+
+
+@pytest.mark.parametrize(("overrides", "lost_by"), [(MODES[1], "deadline"), (MODES[2], "give_up")], ids=["ht", "auto"])
+def test_sleeper_that_wakes_after_a_regroup_harms_nobody(
+    world: Worlds, transport: str, overrides: dict[str, Any], lost_by: str
+) -> None:
+    case = faults.silent_case(3, draw_seed())
+    said = world(3).run(sleepers.one_sleeps_through_a_regroup, transport, case, overrides, lost_by)[0]
+    assert said.startswith("dispatch: rank ")
+    assert said.endswith("has gone on in epoch 1 without this rank")
 
 
 def test_set_active_is_collective(world: Worlds, transport: str) -> None:

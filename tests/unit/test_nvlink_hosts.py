@@ -116,6 +116,30 @@ def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
     assert rows == [[(r,) * 8 for r in range(SIZE)]] * SIZE
 
 
+def test_a_look_tells_who_was_left_out_and_nobody_who_is_on_the_way(boxes: list[Mailbox]) -> None:
+    for box in boxes:
+        box.check_left_out("check")
+    together([lambda r=r: boxes[r].agree([False, True, True], 3, (0, 0, 0), 10) for r in (1, 2)])  # type: ignore[misc]
+    with pytest.raises(TransportError, match="dispatch: rank 1 has gone on in epoch 3 without this rank"):
+        boxes[0].check_left_out("dispatch")
+    boxes[1].check_left_out("check")
+    fences, looked = list[int](), threading.Event()
+
+    def hold() -> None:
+        fences.append(1)
+        if len(fences) == 2:  # it has entered the epoch, in which the others then agree, and reads their words
+            looked.wait(10)
+
+    boxes[0]._fence = hold
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(box.agree, [True] * SIZE, 4, (0, 0, 0), 10) for box in boxes]
+        for job in jobs[1:]:
+            job.result()
+        boxes[0].check_left_out("check")
+        looked.set()
+        jobs[0].result()
+
+
 def test_different_masks_do_not_agree(boxes: list[Mailbox]) -> None:
     masks = [[True] * SIZE, [False, True, True], [False, True, True]]
 

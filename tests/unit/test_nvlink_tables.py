@@ -76,6 +76,8 @@ def test_other_ends(host: HostPage) -> None:
     said = host.fault()
     assert type(said) is TransportError
     assert str(said) == "combine: rank 3 has gone on in epoch 7 without this rank"
+    stop(host, "LEFT_OUT", "combine", seen=7 | abi.OUT_TOO)
+    assert str(host.fault()) == "combine: the group has gone on in epoch 7 without this rank and rank 3"
     stop(host, "ABORTED")
     assert isinstance(host.fault(), AbortedError)
     host.clear()

@@ -3,7 +3,7 @@ neither processes nor how regions came to be mapped (see `transport`), so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.tables import Tables
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
@@ -146,12 +147,28 @@ class Engine:
         """All ranks choose slots from the first one again."""
         self._num_dispatches = self._num_combines = 0
 
+    def _flags(self) -> torch.Tensor:
+        """int64 [FLAGS, R] of this rank."""
+        assert self._memory is not None
+        shape = len(abi.FLAGS), self._config.group.size
+        return self._memory.view(self.tables.world.map.flags, shape, torch.int64)
+
+    def unsent(self, mask: Sequence[bool]) -> list[Unsent]:
+        """What ranks outside `mask` have begun and not sent, as the last `barrier` with an epoch has read it; dead
+        ranks aside. Synchronises."""
+        flags = self._flags().tolist()
+        found = []
+        for rank, active in enumerate(mask):
+            for op, begun, sent in (("dispatch", "STARTED", "SENT"), ("combine", "COMBINE_STARTED", "COMBINE_SENT")):
+                words = flags[abi.FLAGS.index(begun)][rank], flags[abi.FLAGS.index(sent)][rank]
+                if not active and words[0] > words[1] and not self.tables.host.is_gone(rank):
+                    found.append(Unsent(rank, op, *words))
+        return found
+
     def restart_flags(self, dispatch: int, combine: int) -> None:
         """Counters of shares, which broken operations leave in between, as if so many operations were complete; and
         nobody has left this rank out."""
-        assert self._memory is not None
-        kinds, size = len(abi.FLAGS), self._config.group.size
-        flags = self._memory.view(self.tables.world.map.flags, (kinds, size), torch.int64)
+        flags = self._flags()
         flags[abi.FLAGS.index("RECORDS")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
         flags[abi.FLAGS.index("COMBINE")] = combine
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
@@ -174,7 +191,7 @@ class Engine:
         )
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
-        """All ranks meet; or, with an epoch, those that take no part are told that the others go on in it."""
+        """All ranks meet; or, with an epoch, those that take no part are left out: the others go on in it."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(jit.Variant("barrier"), plan.Launch(1, 0, 0, 0), args)
 

@@ -65,7 +65,7 @@ class Mailbox:
         mine[0] = number
         self._await_all("exchange", 0, number, timeout_s)
         answers = self._read(start)
-        self._check_left_out("exchange")  # after the read: what was read may have been for others
+        self.check_left_out("exchange")  # after the read: what was read may have been for others
         return answers
 
     def agree(self, mask: Sequence[bool], epoch: int, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...]]:
@@ -87,9 +87,11 @@ class Mailbox:
         self._epoch = mine[_AGREED] = epoch
         return [answer for answer in answers if answer is not None]
 
-    def _check_left_out(self, op: str) -> None:
-        for peer, page in enumerate(self._pages):
-            if self._active[peer] and page[_AGREED] > self._epoch:
+    def check_left_out(self, op: str) -> None:
+        """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""
+        reached = max(self._epoch, self._pages[self._rank][_EPOCH])  # an epoch that this rank is entering is no news
+        for peer, (active, page) in enumerate(zip(self._active, self._pages, strict=True)):
+            if active and page[_AGREED] > reached:
                 raise _left_out(op, peer, page[_AGREED])
 
     def _read(self, start: int) -> list[tuple[int, ...] | None]:
@@ -112,7 +114,7 @@ class Mailbox:
         while page[word] < number:
             self.check()
             if word == 0:
-                self._check_left_out(op)
+                self.check_left_out(op)
             lost = next((rank for rank in self._given_up if self._active[rank]), None)
             gone, now = self._gone(peer), time.monotonic()
             if (gone or lost is not None or now > deadline) and page[word] < number:
@@ -130,7 +132,7 @@ class Mailbox:
         while True:
             if any(a and page[0] > self._number for a, page in zip(self._active, self._pages, strict=True)):
                 return True
-            self._check_left_out("wait_for_peer")
+            self.check_left_out("wait_for_peer")
             self.check()
             left = deadline - time.monotonic()
             if self._woken.wait(max(0.0, min(nap, left))):

@@ -20,8 +20,6 @@ from ep_kernels.types import LatencySample, Overflow
 
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
-_DEAD, _GIVEN_UP = 1, 2
-"""What the page of the lost says of a rank; kernels ask only whether it says anything."""
 _STATE_WORDS = ctypes.sizeof(abi.State) // 8
 _WORD = {name: getattr(abi.State, name).offset // 8 for name, _ in abi.State._fields_}
 
@@ -57,16 +55,16 @@ class HostPage:
 
     def mark_gone(self, rank: int) -> None:
         """That rank's process is dead: nobody waits for it any longer."""
-        self._gone[rank] = _DEAD
+        self._gone[rank] = abi.DEAD
 
     def give_up(self, rank: int) -> None:
         """Nobody waits for that rank any longer, whatever its process does."""
         if not self._gone[rank]:
-            self._gone[rank] = _GIVEN_UP
+            self._gone[rank] = abi.GIVEN_UP
 
     def is_gone(self, rank: int) -> bool:
         """Whether its process is dead."""
-        return int(self._gone[rank]) == _DEAD
+        return int(self._gone[rank]) == abi.DEAD
 
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""
@@ -79,7 +77,7 @@ class HostPage:
             return None
         op, phase = abi.OPS[record.op], abi.PHASES[record.phase]
         if stop == "LEFT_OUT":
-            return TransportError(f"{op}: rank {record.peer} has gone on in epoch {record.seen} without this rank")
+            return _left_out(op, record.peer, record.seen)
         return PeerTimeout(
             peer=record.peer, op=op, phase=phase, expected=record.expected, seen=record.seen,
             waited_s=record.waited_ns / 1e9, gone=stop == "GONE" and self.is_gone(record.peer),
@@ -205,3 +203,10 @@ class Tables:
         self._block_counts.zero_()
         self._ring.skip()
         self.host.clear()
+
+
+def _left_out(op: str, peer: int, word: int) -> TransportError:
+    if word & abi.OUT_TOO:
+        epoch = word & ~abi.OUT_TOO
+        return TransportError(f"{op}: the group has gone on in epoch {epoch} without this rank and rank {peer}")
+    return TransportError(f"{op}: rank {peer} has gone on in epoch {word} without this rank")

@@ -27,7 +27,7 @@ from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.routing import may_overflow
 from ep_kernels.topology import nvml
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import links, plan, sharing
+from ep_kernels.transports.nvlink import left_out, links, plan, sharing
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
 from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
@@ -165,6 +165,7 @@ class NvlinkTransport:
         for rank, pid in pids.items():
             with contextlib.suppress(OSError):  # 0, another PID namespace: only the deadline tells
                 watched[os.pidfd_open(pid)] = rank
+        self._watched = frozenset(watched.values())
         end, self._end_watch = os.pipe()
         host = self._engine.tables.host
 
@@ -227,8 +228,13 @@ class NvlinkTransport:
         )  # fmt: skip
         self._streams.leave(call.keep)
 
-    def check(self) -> None:
-        """Raise what failed on the device so far; waits for nothing. Also the way to look after a graph's replay."""
+    def check(self, op: str = "check") -> None:
+        """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
+        look after a graph's replay."""
+        self._raise_fault()
+        self._mailbox.check_left_out(op)
+
+    def _raise_fault(self) -> None:
         fault = self._engine.tables.host.fault()
         if fault is not None:
             raise fault
@@ -246,7 +252,7 @@ class NvlinkTransport:
     def _settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
         torch.cuda.current_stream(self._device).synchronize()
-        self.check()
+        self._raise_fault()
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
@@ -263,7 +269,7 @@ class NvlinkTransport:
 
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:
         """See `base.Transport`."""
-        self.check()
+        self.check("dispatch")
         self._check_device("x", args.x)
         if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
@@ -292,7 +298,7 @@ class NvlinkTransport:
 
     def combine(self, args: CombineArgs) -> PendingCombine:
         """See `base.Transport`."""
-        self.check()
+        self.check("combine")
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
@@ -302,7 +308,7 @@ class NvlinkTransport:
     def receive(self, call: Call, halves: int) -> None:
         """What is left of a combine."""
         self._launch(call, halves)
-        self.check()
+        self._raise_fault()
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `base.Transport`. Kernels read x wherever it lies, so any memory will do."""
@@ -343,9 +349,21 @@ class NvlinkTransport:
         tables.set_active(mask)
         self._engine.restart_slots()
         self._epoch = epoch
-        self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
-        torch.cuda.synchronize(self._device)
+        self._leave_out(mask, epoch)
         self._mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+
+    def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
+        host = self._engine.tables.host
+
+        def tell() -> None:
+            self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
+            torch.cuda.synchronize(self._device)
+
+        def is_alive(rank: int) -> bool:
+            return rank in self._watched and not host.is_gone(rank)
+
+        if left_out.is_needed(mask, host.is_gone):
+            left_out.leave_out(tell, lambda: self._engine.unsent(mask), is_alive)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `base.Transport`."""
