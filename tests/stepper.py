@@ -89,11 +89,13 @@ def _run(scenario: Scenario, plan: list[int]) -> StepLoop:
         error.add_note("in the order: " + " -> ".join(loop.story))
         raise
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop._parked.clear()
-        loop.call_soon(loop.stop)
-        loop.run_forever()
+        for _ in range(50):
+            for task in (left := asyncio.all_tasks(loop)):
+                task.cancel()
+            if not left:
+                break
+            loop.call_soon(loop.stop)
+            loop.run_forever()
         loop.close()
         asyncio.set_event_loop(None)
     return loop

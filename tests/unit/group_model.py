@@ -2,6 +2,9 @@
 and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
+Where the model has experts, a worker also fetches the placement, and fetches it again while it serves; its answers, and
+views of a control plane that another one has replaced, may come late. experts_model.py has the control plane's part.
+
 A region is named by (uid, process, how many it has made), so no two tables of regions are equal by chance.
 """
 
@@ -13,12 +16,14 @@ from dataclasses import dataclass, replace
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
 from crossdock.control.records import (
+    Effect,
     Event,
     Group,
     Heartbeat,
     Leave,
     Phase,
     Prior,
+    Publish,
     PublishRegion,
     Ready,
     Refusal,
@@ -28,6 +33,8 @@ from crossdock.control.records import (
     Tick,
     Worker,
 )
+from crossdock.v1 import control_pb2 as pb
+from tests.unit.experts_model import Holding, Side, report_of
 
 LEASE_S, FORM_S, RECOVER_S = 4.0, 100.0, 50.0
 Table = tuple[tuple[int, str, int, bytes], ...]
@@ -42,6 +49,7 @@ class View:
     phase: Phase
     table: Table
     active: frozenset[int] | None = None
+    term: int = 0
 
     @property
     def seats(self) -> Table:
@@ -53,9 +61,12 @@ class View:
 class Peer:
     """One worker process, as far as the protocol goes.
 
-    stage: "out" (between epochs), "published", "meeting" (it goes on without somebody, and waits for the others that
-        do), "mapped", "ready", "serving", "gone" (it left, or was told to stop).
+    stage: "out" (between epochs), "asking" (for the placement), "published", "meeting" (it goes on without somebody,
+        and waits for the others that do), "mapped", "ready", "serving", "gone" (it left, or was told to stop).
     mapped: the regions that its communicator has mapped, as long as that can be used.
+    term: the greatest that it has seen in a view.
+    answer: of the control plane to its last question for a placement; it comes later.
+    held, target: the placement that it holds, and the one that it goes to.
     """
 
     uid: str
@@ -70,6 +81,10 @@ class Peer:
     mapped: Table = ()
     fault: tuple[int, tuple[int, ...]] | None = None
     made: int = 0
+    term: int = 0
+    answer: Holding | None = None
+    held: Holding | None = None
+    target: Holding | None = None
 
     @property
     def region(self) -> bytes:
@@ -92,26 +107,35 @@ class Budget:
     restarts: int = 0
     leaves: int = 0
     deadlines: int = 0
+    takeovers: int = 0
+    plans: int = 0
 
 
 @dataclass(frozen=True)
 class World:
-    """Control plane, workers, and the disturbances that are left."""
+    """Control plane, workers, and the disturbances that are left.
+
+    side: where experts are; None: workers without placements.
+    former: the control plane that was replaced last, and its term; what it said may come late.
+    """
 
     group: Group
     peers: tuple[Peer, ...]
     budget: Budget
+    side: Side | None = None
+    term: int = 0
+    former: tuple[int, Group] | None = None
 
     @property
     def serving(self) -> list[Peer]:
         return [peer for peer in self.peers if peer.alive and peer.stage == "serving"]
 
 
-def start(size: int, budget: Budget, max_failed: int = 2, *, elastic: bool = False) -> World:
+def start(size: int, budget: Budget, max_failed: int = 2, *, elastic: bool = False, experts: bool = False) -> World:
     """Nothing has happened yet; as many workers as slots."""
     settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, max_failed, elastic)
     peers = tuple(Peer(f"h/{local}") for local in range(size))
-    return World(calm(new_group(settings, 0.0)), peers, budget)
+    return World(calm(new_group(settings, 0.0)), peers, budget, Side() if experts else None)
 
 
 def calm(group: Group) -> Group:
@@ -131,6 +155,10 @@ def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]
             yield f"{peer.uid} starts anew", _put(world, Peer(peer.uid, peer.incarnation + 1))
     if world.group.recovering:
         yield "recovery ends", _tick(world, RECOVER_S)
+    if world.side is not None and world.side.plan is not None:
+        yield "a plan is made", replace(world, side=world.side.planned(world.group))
+    if _all_can_switch(world):
+        yield "experts move", replace(world, peers=tuple(replace(peer, held=peer.target) for peer in world.peers))
     if disturbed:
         yield from _disturbances(world)
 
@@ -155,23 +183,40 @@ def _disturbances(world: World) -> Iterator[tuple[str, World]]:
             )
             yield f"{peer.uid} leaves", _put(after, replace(peer, alive=False, stage="out", registered=False))
     if left.restarts:
-        peers = tuple(replace(peer, registered=False) for peer in world.peers)
-        fresh = calm(new_group(world.group.settings, 0.0))
-        yield "control plane restarts", World(fresh, peers, replace(left, restarts=left.restarts - 1))
+        yield "control plane restarts", _anew(replace(world, budget=replace(left, restarts=left.restarts - 1)))
+    if left.takeovers:
+        after = _anew(replace(world, budget=replace(left, takeovers=left.takeovers - 1)))
+        yield "another leads", replace(after, term=world.term + 1, former=(world.term, world.group))
+    if left.plans and world.side is not None and (side := world.side.asked(world.group, world.term)) is not None:
+        yield "a plan is begun", replace(world, side=side, budget=replace(left, plans=left.plans - 1))
     if left.deadlines and world.group.phase is Phase.EXCHANGING:
         after = replace(world, budget=replace(left, deadlines=left.deadlines - 1))
         yield "exchange takes too long", _tick(after, FORM_S)
 
 
+def _anew(world: World) -> World:
+    """A control plane that knows nothing; what the one before has answered is under way."""
+    peers = tuple(
+        replace(peer, registered=False, answer=peer.answer and replace(peer.answer, stale=True)) for peer in world.peers
+    )
+    fresh = calm(new_group(world.group.settings, 0.0))
+    return replace(world, group=fresh, peers=peers, side=None if world.side is None else Side())
+
+
 def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
     """What a worker that follows the protocol may do now."""
+    if world.former is not None and peer.view is not None and takes(peer, world.former[0]):
+        late = _seen(world.former[1], peer, world.former[0])
+        if late != peer.view:
+            yield "hears late", _put(world, _look(peer, late))
     if not peer.registered:
         yield "registers", _register(world, peer)
         return
-    seen = _seen(world.group, peer)
+    seen = _seen(world.group, peer, world.term)
     if peer.view != seen:
         yield "looks", _put(world, _look(peer, seen))
     yield from _beats(world, peer)
+    yield from _follows(world, peer)
     if peer.view is None:
         return
     current = peer.view.epoch == peer.joined
@@ -181,21 +226,74 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         and peer.view.epoch > peer.joined
         and peer.rank is not None
     ):
-        if peer.view.active is None:
+        if peer.view.active is None and world.side is not None:
+            yield "asks for a placement", _ask(world, replace(peer, joined=peer.view.epoch, held=None, target=None))
+        elif peer.view.active is None:
             yield "publishes", _publish(world, peer)
         elif peer.rank in peer.view.active:
             yield "goes on", _put(world, _go_on(peer))
+    if peer.stage == "asking" and peer.answer is not None:
+        if drops(peer.answer):
+            yield "asks again", _ask(world, peer)
+        elif not current or peer.rank is None:
+            yield "cannot publish", _put(world, _broken(peer, ()))
+        else:
+            yield "publishes", _publish(world, replace(peer, held=peer.answer, target=peer.answer, answer=None))
     if peer.stage == "published" and current and all(region for *_, region in peer.view.table):
         table = peer.view.table
         yield "maps", _put(world, replace(peer, stage="mapped", table=table, mapped=table))
     if peer.stage == "meeting" and _all_meet(world, peer):
         yield "meets the others", _put(world, replace(peer, stage="mapped"))
     if peer.stage == "mapped":
-        after, refused = _tell(world, Ready(peer.uid, peer.incarnation, peer.joined))
+        after, refused = _tell(world, Ready(peer.uid, peer.incarnation, peer.joined, _version(peer)))
         yield "gets ready", _put(after, replace(peer, stage="ready") if not refused else _broken(peer, ()))
     if peer.stage == "ready" and current and peer.view.phase is Phase.SERVING:
         prior = replace(peer.prior, ready=True) if peer.prior and peer.prior.epoch == peer.joined else peer.prior
         yield "serves", _put(world, replace(peer, stage="serving", prior=prior))
+
+
+def takes(peer: Peer, term: int) -> bool:
+    """Whether a worker acts on a view of that term: link.py's `_show`."""
+    return term >= peer.term
+
+
+def drops(answer: Holding) -> bool:
+    """Whether a worker asks again: link.py's `placement`."""
+    return answer.stale
+
+
+def _ask(world: World, peer: Peer) -> World:
+    assert world.side is not None
+    answer = world.side.placement(world.group, peer.joined)
+    return _put(world, replace(peer, stage="asking", answer=answer) if answer else _broken(peer, ()))
+
+
+def _version(peer: Peer) -> int | None:
+    return None if peer.held is None else peer.held.goal.version
+
+
+def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
+    """A worker that serves, and a newer placement: mover.py."""
+    if world.side is None or peer.stage != "serving" or peer.target is None:
+        return
+    newest = peer.target.goal.version
+    if peer.answer is not None:
+        kept = not drops(peer.answer) and peer.answer.goal.version > newest
+        yield (
+            "hears of a placement",
+            _put(world, replace(peer, target=peer.answer if kept else peer.target, answer=None)),
+        )
+    elif peer.view is not None and peer.view.epoch == peer.joined and world.side.version > newest:
+        answer = world.side.placement(world.group, peer.joined)
+        if answer is not None:
+            yield "asks for a newer placement", _put(world, replace(peer, answer=answer))
+
+
+def _all_can_switch(world: World) -> bool:
+    """All ranks have loaded the same version, as their words say: holdings.py's `settle`."""
+    told = {(peer.joined, peer.target.goal.version) for peer in world.serving if peer.target is not None}
+    whole = len(world.serving) == len(world.peers)
+    return whole and len(told) == 1 and any(peer.held != peer.target for peer in world.peers)
 
 
 def _go_on(peer: Peer) -> Peer:
@@ -215,23 +313,26 @@ def _all_meet(world: World, peer: Peer) -> bool:
 def _register(world: World, peer: Peer) -> World:
     host, _, local = peer.uid.partition("/")
     worker = Worker(Place(peer.uid, host, int(local)), peer.incarnation, "a", "b", "cpu", "abi", "model")
-    after, refused = _tell(world, Register(worker, peer.prior))
+    welcomed = world if world.side is None else replace(world, side=world.side.welcomed(world.group))
+    after, refused = _tell(welcomed, Register(worker, peer.prior))
+    if refused:
+        after = replace(after, side=world.side)
     if refused is Refusal.GROUP_FULL:
         return world
     return _put(after, replace(peer, registered=not refused, stage=peer.stage if not refused else "gone"))
 
 
-def _seen(group: Group, peer: Peer) -> View:
+def _seen(group: Group, peer: Peer, term: int) -> View:
     member = group.member(peer.uid)
     inside = member is not None and member.worker.incarnation == peer.incarnation and group.sealed
     table = tuple((m.rank, m.uid, m.worker.incarnation, m.region if inside else b"") for m in group.members)
-    return View(group.epoch, group.phase, table, group.active)
+    return View(group.epoch, group.phase, table, group.active, term)
 
 
 def _look(peer: Peer, view: View) -> Peer:
     """A view comes: link.py's `_show` and `_remember`, and a session whose epoch is over."""
     fault = None if peer.fault is not None and view.epoch > peer.fault[0] else peer.fault
-    peer = replace(peer, view=view, fault=fault)
+    peer = replace(peer, view=view, fault=fault, term=max(peer.term, view.term))
     past = peer.prior.epoch if peer.prior is not None else 0
     final = peer.prior is not None or view.phase is Phase.EXCHANGING
     if view.epoch > past and final:
@@ -240,7 +341,7 @@ def _look(peer: Peer, view: View) -> Peer:
         prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, own, False)
         peer = replace(peer, prior=prior)
     if peer.stage != "out" and view.epoch > peer.joined:
-        peer = replace(peer, stage="out", table=())
+        peer = replace(peer, stage="out", table=(), answer=None)
     return peer
 
 
@@ -263,6 +364,10 @@ def _beats(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
     outside = peer.view is not None and peer.view.active is not None and peer.rank not in peer.view.active
     beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, loaded=outside and peer.rank is not None)
     after, refused = _tell(world, beat)
+    if after.side is not None and not refused and peer.stage == "serving" and peer.held and peer.target:
+        request = pb.HeartbeatRequest(worker=pb.WorkerId(uid=peer.uid, incarnation=peer.incarnation), epoch=epoch)
+        request.experts.CopyFrom(report_of(peer.held.goal, peer.target.goal, peer.rank or 0))
+        after = replace(after, side=after.side.reported(after.group, world.group, request))
     if refused is Refusal.UNKNOWN_WORKER:
         peer = replace(peer, registered=False)
     elif refused is Refusal.REPLACED:
@@ -276,25 +381,32 @@ def _broken(peer: Peer, silent: tuple[int, ...]) -> Peer:
     """Its data plane failed: it stops serving, and reports until there is a newer epoch."""
     prior = replace(peer.prior, ready=False) if peer.prior is not None else None
     over = peer.view is not None and peer.view.epoch > peer.joined
-    return replace(peer, stage="out", table=(), prior=prior, fault=None if over else (peer.joined, silent))
+    return replace(peer, stage="out", table=(), prior=prior, answer=None, fault=None if over else (peer.joined, silent))
 
 
 def _tell(world: World, event: Event) -> tuple[World, Refusal | None]:
     group, effects = step(world.group, event, 0.0)
     refused = next((effect.refusal for effect in effects if isinstance(effect, Refuse)), None)
-    return replace(world, group=calm(group)), refused
+    return _changed(world, world.group, group, effects), refused
+
+
+def _changed(world: World, before: Group, group: Group, effects: tuple[Effect, ...]) -> World:
+    side = world.side
+    if side is not None and Publish() in effects:
+        side = side.changed(before, group)
+    return replace(world, group=calm(group), side=side)
 
 
 def _tick(world: World, now: float) -> World:
     members = world.group.members.each(lambda m: replace(m, lease_until=now + LEASE_S))
-    group, _ = step(replace(world.group, members=members, ticked_at=now), Tick(), now)
-    return replace(world, group=calm(group))
+    before = replace(world.group, members=members, ticked_at=now)
+    return _changed(world, before, *step(before, Tick(), now))
 
 
 def _expire(world: World, peer: Peer) -> World:
     members = world.group.members.each(lambda m: replace(m, lease_until=0.0 if m.uid == peer.uid else LEASE_S))
-    group, _ = step(replace(world.group, members=members), Tick(), 0.0)
-    return replace(world, group=calm(group))
+    before = replace(world.group, members=members)
+    return _changed(world, before, *step(before, Tick(), 0.0))
 
 
 def _put(world: World, peer: Peer) -> World:

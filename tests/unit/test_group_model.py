@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import time
@@ -10,6 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from crossdock.control import group as machine
+from crossdock.control.curator import Goal
+from crossdock.control.experts import Experts, _Made
 from crossdock.control.records import Phase
 from tests.unit import group_model
 from tests.unit.group_model import Budget, Peer, World, moves, start
@@ -44,6 +48,12 @@ def faults_of(world: World) -> str:
                 return f"{one.uid} at epoch {one.joined} and {other.uid} at {other.joined} serve with each other"
             if one.joined == other.joined and one.table != other.table:
                 return f"{one.uid} and {other.uid} serve different tables under epoch {one.joined}"
+            held = {peer.held.goal.tables for peer in (one, other) if peer.held is not None}
+            if one.joined == other.joined and len(held) > 1:
+                return f"{one.uid} and {other.uid} hold different experts under epoch {one.joined}"
+    for peer in world.peers:
+        if peer.view is not None and peer.view.term < peer.term:
+            return f"{peer.uid} acts on a view of term {peer.view.term} after one of term {peer.term}"
     group = world.group
     if group.phase is Phase.SERVING:
         for one in serving:
@@ -89,9 +99,9 @@ def ends_well(world: World, good: set[World]) -> bool:
     return True
 
 
-def serving(size: int, budget: Budget) -> World:
-    """An elastic group that serves, and what may still happen to it."""
-    world = start(size, Budget(), elastic=True)
+def serving(size: int, budget: Budget, *, elastic: bool = True, experts: bool = False) -> World:
+    """A group that serves, and what may still happen to it."""
+    world = start(size, Budget(), elastic=elastic, experts=experts)
     while len(world.serving) < size:
         world = next(after for _, after in moves(world) if after != world)
     return replace(world, budget=budget)
@@ -172,6 +182,57 @@ def test_the_search_sees_ranks_that_go_on_with_the_lost(monkeypatch: pytest.Monk
         search(3, budget, most=20_000, first=serving(3, budget))
 
 
+EXPERTS = [
+    Budget(plans=1, silences=1),
+    Budget(plans=1, crashes=1),
+    Budget(plans=1, cuts=1),
+    Budget(plans=1, leaves=1),
+    Budget(plans=1, deadlines=1),
+    Budget(plans=1, restarts=1),
+    Budget(plans=1, takeovers=1),
+    Budget(plans=2, takeovers=1),
+]
+
+
+@pytest.mark.parametrize("budget", EXPERTS[:-1], ids=str)
+def test_two_workers_whose_experts_move_in_every_order(budget: Budget) -> None:
+    """All ranks that serve an epoch hold the same tables. Whole searches from the start are for `make model`."""
+    search(2, budget, most=2500, first=serving(2, budget, elastic=False, experts=True))
+
+
+def test_the_search_sees_experts_that_start_to_move_while_an_epoch_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is started whatever the group does by then, answers are what is newest, and Ready compares nothing."""
+
+    def start_at_once(experts: Experts, made: _Made) -> bool:
+        started = experts._curator.start(made.plan, 0.0)
+        experts._curator.begun = Goal(experts._curator.version, experts._curator.tables)
+        return started
+
+    budget = Budget(plans=1, silences=1)
+    first = serving(2, budget, elastic=False, experts=True)
+    monkeypatch.setattr(Experts, "_start", start_at_once)
+    search(2, budget, most=2500, first=first)  # Ready alone is enough
+    monkeypatch.setattr(machine, "_check_same_placement", lambda *_: None)
+    with pytest.raises(AssertionError, match="hold different experts under epoch 2"):
+        search(2, budget, most=2500, first=first)
+
+
+@pytest.mark.parametrize(
+    ("name", "careless", "budget"),
+    [
+        ("drops", lambda answer: False, Budget(plans=2, takeovers=1)),
+        ("takes", lambda peer, term: True, Budget(takeovers=1)),
+    ],
+    ids=["answers", "views"],
+)
+def test_the_search_sees_what_a_former_control_plane_says_late(
+    name: str, careless: object, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_model, name, careless)
+    with pytest.raises(AssertionError, match=r"hold different experts|acts on a view of term|does not end"):
+        search(2, budget, most=30_000, first=serving(2, budget, elastic=False, experts=True))
+
+
 def test_three_workers_in_every_order() -> None:
     assert search(3, Budget(), most=10_000)[1]
 
@@ -212,10 +273,14 @@ def test_the_search_sees_two_tables_under_one_epoch() -> None:
 
 
 if __name__ == "__main__":
-    for pair, elastic in ((pair, elastic) for pair in PAIRS for elastic in (False, True)):
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    logging.disable(logging.CRITICAL)
+    kinds = [("workers", start(2, pair)) for pair in PAIRS]
+    kinds += [("elastic workers", start(2, pair, elastic=True)) for pair in PAIRS]
+    kinds += [("workers whose experts move", start(2, pair, experts=True)) for pair in EXPERTS]
+    for kind, first in kinds:
         begun = time.monotonic()
-        count, whole = search(2, pair, most=int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000, elastic=elastic)
-        what = ", ".join(f"{name} {value}" for name, value in vars(pair).items() if value)
-        kind = "2 elastic workers" if elastic else "2 workers"
+        count, whole = search(2, first.budget, most=most, first=first)
+        what = ", ".join(f"{name} {value}" for name, value in vars(first.budget).items() if value)
         seconds = time.monotonic() - begun
-        print(f"{kind}, {what}: {count} worlds{'' if whole else ' (not all)'}, {seconds:.0f} s", flush=True)
+        print(f"2 {kind}, {what}: {count} worlds{'' if whole else ' (not all)'}, {seconds:.0f} s", flush=True)
