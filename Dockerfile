@@ -1,7 +1,8 @@
 # syntax=docker/dockerfile:1
 # Two images from one wheel: `control` (no torch) and `worker`. docker build --target control|worker .
 #   BASE      a slim Debian, or a relative of it, whose python3 is >= 3.11
-#   PIP_ARGS  passed to pip, for instance to choose an index with a smaller torch
+#   PIP_ARGS  passed to pip for the worker's dependencies, for instance to choose an index with a smaller torch. They are
+#             then taken by the ranges of pyproject.toml; without it by deploy/constraints, as the control plane's always
 #   KERNELS   ship: compile every CUDA kernel into the image, so that none is compiled at the first start (needs the
 #             CUDA build of torch, no GPU); none: leave them out, as in an image for the cpu transport only
 ARG BASE=debian:bookworm-slim
@@ -34,18 +35,21 @@ RUN python3 -m venv /inventory && /inventory/bin/pip install "cyclonedx-bom==${C
 
 # Dependencies and our own code are layers of their own: a new version of the code is a small download.
 FROM build AS control-dependencies
-COPY pyproject.toml /
-RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *p['optional-dependencies']['control'], sep='\n')" > /requirements.txt \
- && python3 -m pip --python /app/bin/python install --requirement /requirements.txt
+COPY deploy/constraints/control.txt /
+# The client of Kubernetes comes twice, the second time for asyncio: 68 MB that nothing here imports.
+RUN python3 -m venv --without-pip /app \
+ && python3 -m pip --python /app/bin/python install --require-hashes --requirement /control.txt \
+ && rm -r /app/lib/python3.*/site-packages/kubernetes/aio
 
 FROM build AS worker-dependencies
 ARG PIP_ARGS=""
-COPY pyproject.toml /
+COPY pyproject.toml deploy/constraints/worker.txt /
 # hadolint ignore=SC2086
 RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
     print(*p['dependencies'], *p['optional-dependencies']['worker'], sep='\n')" > /requirements.txt \
- && python3 -m pip --python /app/bin/python install ${PIP_ARGS} --requirement /requirements.txt
+ && if [ -n "${PIP_ARGS}" ]; then \
+      python3 -m pip --python /app/bin/python install ${PIP_ARGS} --requirement /requirements.txt; \
+    else python3 -m pip --python /app/bin/python install --require-hashes --requirement /worker.txt; fi
 
 FROM control-dependencies AS control-own
 COPY --from=inventory /inventory /inventory

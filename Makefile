@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
 CONTROL_VENV := $(VENV)-control
 VLLM_VENV := $(VENV)-vllm
+UV_VENV := $(VENV)-uv
 PIP := -m pip --disable-pip-version-check --quiet
 # setuptools warns that an editable installation finds this folder's packages, which is the point of it.
 EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
@@ -20,6 +21,7 @@ CONTROL_KEY := $(shell cat $(BUILT_FROM) $$(find services -name '*.py') 2>/dev/n
 DEMO := $(VENV)/installed-demo-$(KEY)
 DEV := $(VENV)/installed-dev-$(KEY)
 PROTO := $(PROTO_VENV)/installed-1.76.0
+UV := $(UV_VENV)/installed-0.13.9
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
 # The vLLM whose classes run in the tests, and the newest, of which only the Python part is needed.
 VLLM_VERSION := 0.26.0
@@ -31,7 +33,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types house model proto proto-check schema control-alone bench-cpu bench-control bench-placement bench-resume chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -79,6 +81,11 @@ schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table 
 
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
+
+constraints: $(UV) ## Renew the pinned dependencies of the container images, with hashes, in deploy/constraints
+	@for part in control worker; do \
+	  $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
+	    --no-annotate --extra $$part --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
 
 test-deploy: $(DEV) ## The chart against a real API server and kubelet, our images as containers and pods (builds both; root)
 	-$(PY) -m tests.deploy.bed.tools
@@ -138,12 +145,12 @@ image: ## Build the container images crossdock-control and crossdock-worker
 	docker build --target worker $(IMAGE_FLAGS) --tag crossdock-worker --tag crossdock-worker:$(VERSION) .
 
 clean: ## Remove the virtual environments, caches and built files
-	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
 	find ep_kernels -name '*.so' -delete
 
-$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python:
+$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python $(UV_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'
 	@echo "making $(@:/bin/python=)"
 	$(PYTHON) -m venv $(@:/bin/python=)
@@ -163,6 +170,10 @@ $(DEV): | $(PY)
 
 $(PROTO): | $(PROTO_VENV)/bin/python
 	$(PROTO_VENV)/bin/python $(PIP) install 'grpcio-tools==1.76.0'
+	@touch $@
+
+$(UV): | $(UV_VENV)/bin/python
+	$(UV_VENV)/bin/python $(PIP) install 'uv==0.13.9'
 	@touch $@
 
 $(CONTROL): | $(CONTROL_VENV)/bin/python

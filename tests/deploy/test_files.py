@@ -182,7 +182,8 @@ def test_images_run_without_root_and_their_targets_are_the_ones_we_build() -> No
 
 def test_the_image_gets_every_file_that_the_build_reads() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
-    assert {"pyproject.toml", "build_backend.py", "README.md", "LICENSE", "ep_kernels", "services"} == allowed
+    assert {"pyproject.toml", "build_backend.py", "README.md", "LICENSE", "ep_kernels", "services",
+            "deploy/constraints"} == allowed  # fmt: skip
 
 
 def test_the_live_tests_can_be_collected() -> None:

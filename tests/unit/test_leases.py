@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
+from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, ElectionConfig
+from crossdock.common.metrics import ControlMetrics
 from crossdock.control import process
 from crossdock.control.election import Lease
 from crossdock.control.leases import ADDRESS, KubernetesLeases
@@ -80,6 +82,18 @@ def test_a_missing_lease_is_made_by_who_may_and_named_by_who_may_not(api: LeaseA
     api.may_create = True
     assert place.write(MINE, None, TIMEOUT_S) == replace(MINE, version="101")
     assert place.write(MINE, None, TIMEOUT_S) is None, "somebody was faster"
+
+
+@pytest.mark.parametrize(("listens", "leads_at"), [("0.0.0.0:7400", "node-a:7400"), ("10.0.0.3:7400", "10.0.0.3:7400")])
+async def test_others_are_sent_to_an_address_that_they_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: str, leads_at: str
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-a")
+    monkeypatch.delenv("NODE_NAME", raising=False)
+    reign = process._Reign(ControlConfig(election=ElectionConfig()), ControlMetrics(), rpc.Health([]), None)
+    reign.service(listens)
+    assert reign.elector is not None
+    assert reign.elector._state.address == leads_at
 
 
 def test_without_the_extra_a_control_plane_says_what_to_install(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from crossdock.common import rpc
+from crossdock.common.config import ControlConfig
+from crossdock.common.metrics import ControlMetrics
 from crossdock.control.leader import Replica
+from crossdock.control.server import ControlPlane
+from crossdock.v1 import control_pb2 as pb
 
 
 class Elector:
@@ -61,6 +66,42 @@ def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -
     assert told == [0]
     with pytest.raises(rpc.Unavailable, match="stands by"):
         replica._reign(_Call())
+
+
+async def test_a_former_leader_measures_its_group_no_more() -> None:
+    """Else the alert for an outage sees a group that serves as long as the process lives."""
+    metrics, elector = ControlMetrics(), Elector()
+    config = ControlConfig(world_size=1, recover_s=0.001)
+    replica: Any = Replica(lambda: ControlPlane(config, metrics), elector, lambda term: None)  # type: ignore[arg-type]
+    elector.term = 3
+    replica.tick()
+    worker = pb.WorkerId(uid="h/0", incarnation=1)
+    await replica.Register(pb.RegisterRequest(worker=worker), _Call())
+    await asyncio.sleep(0.01)
+    replica.tick()
+    of_group = {"worker": worker, "epoch": replica.group.epoch}
+    await replica.PublishRegion(pb.PublishRegionRequest(region=b"r", **of_group), _Call())
+    await replica.Ready(pb.ReadyRequest(**of_group), _Call())
+    views = replica.Watch(pb.WatchRequest(), _Call())
+    await anext(views)
+
+    def told(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"crossdock_{name}", labels)
+
+    names = ("members", "epoch", "active_ranks", "watchers")
+    assert told("state", state="SERVING") == 1
+    assert all(told(name) for name in names)
+    former = replica._service
+    elector.term = 0
+    replica.tick()
+    former.tick()
+    with pytest.raises(rpc.Unavailable):
+        await anext(views)
+    assert told("state", state="SERVING") is None
+    assert not any(told(name) for name in names)
+    elector.term = 4
+    replica.tick()
+    assert told("state", state="FORMING") == 1
 
 
 class _Call:

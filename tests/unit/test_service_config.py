@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from crossdock.common.config import (
     load,
 )
 from crossdock.common.settings import AccessConfig, SecurityConfig
+from crossdock.worker.process import _Process
 
 
 @pytest.mark.parametrize("kind", [ControlConfig, WorkerConfig, HostConfig])
@@ -166,6 +169,26 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_configs_check_addresses_when_made_in_code() -> None:
     with pytest.raises(ValueError, match="advertise"):
         WorkerConfig(model="m", advertise="x")
+    for make in (lambda: WorkerConfig(model="m", advertise="0.0.0.0:7500"), lambda: ControlConfig(advertise="[::]:1")):
+        with pytest.raises(ValueError, match=r"advertise: expected an address that others reach, got every interface"):
+            make()
+
+
+def test_a_worker_that_listens_everywhere_registers_an_address_that_others_reach() -> None:
+    def registered(advertise: str) -> str:
+        model = SimpleNamespace(
+            device=SimpleNamespace(type="cpu"),
+            capabilities=SimpleNamespace(abi="v1"),
+            spec=SimpleNamespace(fingerprint="f", num_experts=4, moe_layers=(0,)),
+        )
+        identity = SimpleNamespace(pod_name="", hostname="node-a")
+        config = WorkerConfig(model="m", listen="0.0.0.0:7500", advertise=advertise)
+        worker: Any = SimpleNamespace(_config=config, _identity=identity, _model=model)
+        http: Any = SimpleNamespace(address="0.0.0.0:7600", https=False)
+        return _Process._registration(worker, "0.0.0.0:7500", http).address
+
+    assert registered("") == "node-a:7500"
+    assert registered("10.0.0.9:5") == "10.0.0.9:5"
 
 
 @pytest.mark.parametrize(("ip", "address"), [("10.0.0.1", "10.0.0.1:7400"), ("fd00::7", "[fd00::7]:7400")])

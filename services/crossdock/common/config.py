@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import msgspec
 import yaml
 
-from crossdock.common.addresses import count_up, format_address, split_address, split_targets
+from crossdock.common.addresses import EVERY_INTERFACE, count_up, format_address, split_address, split_targets
 from crossdock.common.settings import DockerConfig, ElectionConfig, Rate, SecurityConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -35,7 +35,10 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 if name == "control":
                     split_targets(address)
                 else:
-                    msgspec.structs.force_setattr(self, name, format_address(*split_address(address)))
+                    host, port = split_address(address)
+                    if name == "advertise" and host in EVERY_INTERFACE:
+                        raise ValueError(f"expected an address that others reach, got every interface ({address})")
+                    msgspec.structs.force_setattr(self, name, format_address(host, port))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
@@ -156,7 +159,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:0"
     """host:port of the ExpertService; port 0 = any free one (it is told to the control plane)."""
     advertise: str = ""
-    """host:port under which clients reach `listen`. Empty: as listened."""
+    """host:port under which clients reach `listen`. Empty: as listened, on this host's name for every interface."""
     http_listen: str = "127.0.0.1:0"
     """host:port of /metrics, /livez, /readyz. Where it is every interface, others are told the host of `advertise`, or
     this one's name."""

@@ -211,6 +211,13 @@ class ControlMetrics(GuardedMetrics):
         )
         self.rpc_seconds = self._seconds("rpc_seconds", "Time to answer one unary call", RPC_BUCKETS, "method", "code")
 
+    def clear_group(self) -> None:
+        """Take back what is said of the group: this control plane no longer decides for it."""
+        counted = self.epoch, self.members, self.active_ranks, self.watchers
+        for gauge in (*counted, self.placement_version, self.expert_imbalance):
+            gauge.set(0)
+        self.state.clear()
+
 
 class HostMetrics(_Metrics):
     """What the supervisor of one host (`crossdock up`) exports about the processes it keeps."""

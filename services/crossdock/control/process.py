@@ -17,7 +17,7 @@ import grpc.aio
 from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.access import door_of
-from crossdock.common.announce import announce
+from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
@@ -78,7 +78,8 @@ class _Reign:
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname
-        state = State(f"{name}_{secrets.token_hex(4)}", self._config.advertise or address, float(chosen.lease_s))
+        advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
+        state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
         self.elector = Elector(state, KubernetesLeases(chosen), failed=self._metrics.lease_failures_total.inc)
         replica = Replica(self._make, self.elector, self._told)
         self.elector.changed = lambda: self._soon(replica)

@@ -178,7 +178,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         changed, has_table = asyncio.Event(), 0
         self._num_watching[inside] += 1
         self._watchers.add(changed)
-        self._metrics.watchers.set(len(self._watchers))
+        self._measure_watchers()
         try:
             while not self._stopping:
                 changed.clear()
@@ -191,7 +191,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         finally:
             self._num_watching[inside] -= 1
             self._watchers.discard(changed)
-            self._metrics.watchers.set(len(self._watchers))
+            self._measure_watchers()
 
     def tick(self) -> None:
         """Let time pass for the group."""
@@ -199,9 +199,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
-        """End every Watch stream with UNAVAILABLE, so that watchers look for a successor."""
+        """End every Watch stream with UNAVAILABLE, so that watchers look for a successor. What it measured is void."""
         self._stopping = True
         self._experts.stop()
+        self._metrics.clear_group()
         self._wake_watchers()
 
     def _max_epoch(self) -> int:
@@ -299,7 +300,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             return
         self._wake_watchers()
 
+    def _measure_watchers(self) -> None:
+        if not self._stopping:  # the gauge may be that of the next reign by now
+            self._metrics.watchers.set(len(self._watchers))
+
     def _measure(self) -> None:
+        if self._stopping:
+            return
         self._metrics.epoch.set(self._group.epoch)
         self._metrics.members.set(len(self._group.members))
         active = self._group.active

@@ -201,7 +201,7 @@ class _Process:
             host=host_facts(identity.hostname),
             local_rank=config.local_rank,
             gpu_uuid=uuid_of(self._model.device),
-            address=config.advertise or address,
+            address=config.advertise or seen_from_outside(address, "", identity.hostname),
             http_address=seen_from_outside(http.address, config.advertise, identity.hostname),
             https=http.https,
             transport=config.transport,

@@ -31,7 +31,7 @@ LOCKED = (
     "--detach",
 )
 START_S, STOP_S = 120.0, 45
-CONTROL_MB = 200
+CONTROL_MB = 250
 """What the control plane's image must stay below, unpacked, with its base."""
 
 

@@ -1,0 +1,59 @@
+"""The pinned dependencies of the container images: all of them, by hash, within the ranges of pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.house.tree import ROOT
+
+PARTS = ("control", "worker")
+
+
+def pinned(part: str) -> dict[str, list[Requirement]]:
+    """By name. Of one package there may be several versions, for different interpreters."""
+    text = (ROOT / "deploy" / "constraints" / f"{part}.txt").read_text().replace("\\\n", " ")
+    found: dict[str, list[Requirement]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        requirement, *hashes = line.split(" --hash=")
+        assert hashes, line
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest.strip()) for digest in hashes), line
+        one = Requirement(requirement.strip())
+        assert re.fullmatch(r"==[^*,]+", str(one.specifier)), line
+        found.setdefault(canonicalize_name(one.name), []).append(one)
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_pyproject_wants_is_pinned_within_its_ranges(part: str) -> None:
+    """`make constraints` after a change of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = pinned(part)
+    for text in (*project["dependencies"], *project["optional-dependencies"][part]):
+        wanted = Requirement(text)
+        versions = [str(one.specifier)[2:] for one in pins.get(canonicalize_name(wanted.name), [])]
+        assert versions, f"{wanted.name} is not pinned"
+        assert all(wanted.specifier.contains(version) for version in versions), (text, versions)
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+def test_one_interpreter_gets_one_version_of_each(python: str) -> None:
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    for part in PARTS:
+        for name, pins in pinned(part).items():
+            markers = [Marker(str(one.marker)).evaluate(environment) for one in pins if one.marker]
+            assert sum(markers) + (len(pins) - len(markers)) <= 1, (part, name)
+
+
+def test_the_images_install_nothing_else() -> None:
+    """pip refuses a dependency without a hash, so the lists are whole where a build ends."""
+    text = (ROOT / "Dockerfile").read_text()
+    for part in PARTS:
+        assert re.search(rf"pip --python /app/bin/python install --require-hashes --requirement /{part}\.txt", text)
+    installs = re.findall(r"pip --python /app/bin/python install (.*)", text)
+    assert all("--require-hashes" in one or "--no-deps" in one or "${PIP_ARGS}" in one for one in installs), installs
