@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -74,3 +75,16 @@ async def test_a_view_of_a_lower_term_is_not_taken(link: Link) -> None:
         await link._show(late)
     assert link.view.epoch == 3
     assert ("crossdock-term", "9") in link._metadata()
+
+
+async def test_a_task_that_ends_by_a_bug_is_told(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the worker would stay "joining" for ever."""
+
+    async def broken() -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(link, "_beat", broken)
+    link.start()
+    async with asyncio.timeout(30):
+        with pytest.raises(ValueError, match="no"):
+            await link.supervise()
