@@ -356,6 +356,7 @@ def test_requests_move_to_the_next_epoch(control: FakeControl, workers: list[Fak
         other = FakeWorker(DESCRIPTION, echo)
         control.say(view_of([workers[0], other, *workers[2:]], epoch=3))
         assert torch.equal(future.result(TIMEOUT_S), x + 5)
+        assert torch.equal(service.forward(5, x, ids, weights, timeout_s=TIMEOUT_S), x + 5)
         assert other.seen
     other.kill()
 
