@@ -42,7 +42,7 @@ _log = log.get(__name__)
 
 _MAX_UNREAD = 1024
 """Answers that a client may leave unread before its stream is read no further; errors cost no bytes of the budget."""
-_STALLED_S = 1.0
+_STALLED_S = 2.0
 """A stream that has waited so long to write an answer is given up where its bytes are needed."""
 
 
@@ -120,8 +120,10 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 self._none_left.set()
 
     def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
-        """Give up the stream that has waited longest to write, of the same client or of all."""
-        streams = [each for each in self._streams if each.client == refused.client or not of_client]
+        """Give up another stream, the one that has waited longest to write, of the same client or of all."""
+        streams = [
+            each for each in self._streams if each is not refused and (each.client == refused.client or not of_client)
+        ]
         slowest = max(streams, key=_Stream.stalled_s, default=None)
         if slowest is not None and slowest.stalled_s() > _STALLED_S:
             slowest.give_up("its bytes are needed")
