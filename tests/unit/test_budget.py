@@ -62,7 +62,8 @@ def test_a_stream_that_has_nothing_here_may_bring_one_request() -> None:
 
 
 def test_streams_hear_of_room() -> None:
-    budget, heard = Budget(max_bytes_per_client=100, max_bytes=1000), []
+    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
+    heard: list[str] = []
     first = budget.open("a", lambda: heard.append("first"))
     budget.open("a", lambda: heard.append("second"))
     budget.open("b", lambda: heard.append("other"))

@@ -148,8 +148,7 @@ class _Process:
                 joined.result()
                 await asyncio.wait({life, stop, line}, return_when=asyncio.FIRST_COMPLETED)
             if line.done() and not stop.done():
-                _log.error("the line to the control plane broke", exc_info=line.exception())
-                return EXIT_BROKEN
+                return _broken(line)
             if not life.done():
                 await self._session.drain(self._config.drain_timeout_s)
                 life.cancel()
@@ -245,6 +244,15 @@ class _Process:
         task = asyncio.create_task(self._health.set(serving))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _broken(line: asyncio.Task[None]) -> int:
+    """A task that must live has ended: say how."""
+    try:
+        line.result()
+    except Exception:
+        _log.exception("the line to the control plane ended; this is a bug")
+    return EXIT_BROKEN
 
 
 def _handle_signals(stop: asyncio.Event) -> None:
