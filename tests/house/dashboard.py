@@ -81,6 +81,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
         Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),
         Panel("Steps", "ops", _rate("crossdock_steps_total", "instance")),
+        Panel("Streams given up", "ops", _rate("crossdock_streams_dropped_total", "instance")),
+        Panel("Steps not counted", "ops", _rate("crossdock_telemetry_dropped_total", "instance")),
     ),
     "Steps": (
         Panel("Step by phase", "s", _quantiles("crossdock_step_phase_seconds", "phase"), width=12),

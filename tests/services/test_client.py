@@ -21,6 +21,7 @@ from crossdock import client as public
 from crossdock import wire
 from crossdock.client import AsyncClient, Client, client, stream
 from crossdock.client import errors as tree
+from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
 from crossdock.common import rpc
 from crossdock.v1 import control_pb2, expert_pb2
@@ -100,7 +101,7 @@ def test_a_big_batch_is_spread_and_a_small_one_is_not(control: FakeControl, work
 
 
 def test_a_huge_share_travels_in_pieces(monkeypatch: pytest.MonkeyPatch, workers: list[FakeWorker]) -> None:
-    monkeypatch.setattr(client, "REQUEST_BYTES", 8 * 4 * 10)
+    monkeypatch.setattr(client, "REQUEST_BYTES", (8 * 4 + 2 * 8 + 2 * 4) * 10)  # x, ids and weights
     x, ids, weights = _batch(25)
     with Client(workers[0].address) as service:
         assert torch.equal(service.forward(2, x, ids, weights), x + 2)
@@ -167,6 +168,47 @@ def test_unavailable_is_tried_again(control: FakeControl, workers: list[FakeWork
     x, ids, weights = _batch(300)
     with Client(control.address) as service:
         assert torch.equal(service.forward(1, x, ids, weights, timeout_s=TIMEOUT_S), x + 1)
+
+
+def test_only_the_refused_share_is_sent_again_and_to_another_worker(workers: list[FakeWorker]) -> None:
+    """One of eight workers has no room: the rows of seven shares are computed once, and those of the eighth, too."""
+    more = [FakeWorker(DESCRIPTION, echo) for _ in range(4)]
+    everybody = [*workers, *more]
+    control = FakeControl(view_of(everybody))
+    workers[2].behave = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue: full")
+    x, ids, weights = _batch(800)
+    try:
+        with Client(control.address) as service:
+            assert torch.equal(service.forward(1, x, ids, weights, timeout_s=TIMEOUT_S), x + 1)
+        assert workers[2].num_tokens == 100
+        assert sum(worker.num_tokens for worker in everybody if worker is not workers[2]) == 800
+    finally:
+        control.kill()
+        for worker in more:
+            worker.kill()
+
+
+def test_a_client_that_is_refused_again_and_again_asks_seldom(workers: list[FakeWorker]) -> None:
+    workers[0].behave = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue: full")
+    with Client(workers[0].address, min_tokens_per_worker=1) as service:
+        service._client._budget = RetryBudget(most=2.0, per_s=0.0)
+        for _ in range(3):
+            with pytest.raises((public.Overloaded, public.DeadlineExceeded)):
+                service.forward(0, *_batch(5), timeout_s=1.0)
+    assert len(workers[0].seen) <= 3 + 2, "each once, and two tokens"
+
+
+def test_the_retry_budget_fills_with_answers_and_with_time() -> None:
+    now = [0.0]
+    budget = RetryBudget(ratio=0.25, most=2.0, per_s=0.5, clock=lambda: now[0])
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    for _ in range(4):
+        budget.answered()
+    assert [budget.take() for _ in range(2)] == [True, False]
+    now[0] = 2.0
+    assert [budget.take() for _ in range(2)] == [True, False]
+    now[0] = 100.0
+    assert [budget.take() for _ in range(3)] == [True, True, False]
 
 
 def test_unavailable_to_the_end_is_told_as_such(workers: list[FakeWorker]) -> None:
@@ -314,6 +356,7 @@ def test_requests_move_to_the_next_epoch(control: FakeControl, workers: list[Fak
         other = FakeWorker(DESCRIPTION, echo)
         control.say(view_of([workers[0], other, *workers[2:]], epoch=3))
         assert torch.equal(future.result(TIMEOUT_S), x + 5)
+        assert torch.equal(service.forward(5, x, ids, weights, timeout_s=TIMEOUT_S), x + 5)
         assert other.seen
     other.kill()
 

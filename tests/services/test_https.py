@@ -115,6 +115,27 @@ def test_new_certificates_count_from_the_next_connection(folder: Path, tmp_path:
             ask_http(server.address, "/livez", TIMEOUT_S, security(folder, "client"), WORKER)
 
 
+def test_an_authority_file_that_is_just_being_written_ends_nothing(folder: Path, tmp_path: Path) -> None:
+    here = tmp_path / "live"
+    shutil.copytree(folder, here)
+    with served(security(here, "worker", http="tls")) as server:
+        before = shown(server)
+        (here / "ca.pem").write_bytes(b"")
+        assert shown(server) == before
+        shutil.copy(folder / "ca.pem", here / "ca.pem")
+        assert shown(server) == before
+
+
+def test_a_connection_that_cannot_be_met_does_not_end_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = security(folder, "worker", http="tls")
+    with served(guard) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(guard, "http_server", lambda: 1 / 0)
+            with pytest.raises(OSError):  # noqa: PT011  (closed, or reset)
+                shown(server)
+        assert shown(server)
+
+
 def test_a_caller_that_does_not_shake_hands_delays_nobody(folder: Path) -> None:
     with (
         served(security(folder, "worker", http="tls")) as server,

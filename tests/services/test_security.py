@@ -331,6 +331,9 @@ def test_files_that_cannot_be_used_are_named_without_their_content(folder: Path,
         security(folder, "control", ca_file=str(tmp_path / "none"))
     with pytest.raises(SecurityError, match="expected certificates in PEM"):
         security(folder, "control", ca_file=str(secret))
+    secret.write_text("")
+    with pytest.raises(SecurityError, match="expected certificates in PEM"):
+        security(folder, "control", ca_file=str(secret))
     left_s = security(folder, "control").not_after - time.time()
     assert 364 * 86400 < left_s < 366 * 86400
 

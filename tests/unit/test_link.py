@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -11,6 +12,7 @@ import pytest_asyncio
 from crossdock.common import rpc
 from crossdock.v1 import control_pb2 as pb
 from crossdock.worker.link import Link
+from crossdock.worker.process import EXIT_BROKEN, _Process
 from crossdock.worker.work import Fault
 
 ME, OTHER = pb.WorkerId(uid="h/0", incarnation=7), pb.WorkerId(uid="h/1", incarnation=9)
@@ -99,3 +101,31 @@ async def test_an_answer_of_a_control_plane_that_is_gone_is_dropped(
     answers[0].set_result(pb.PlacementResponse(version=6, num_slots=1))
     answers[1].set_result(pb.PlacementResponse(version=6, num_slots=2))
     assert (await placement).num_slots == 2
+
+
+async def test_a_task_that_ends_by_a_bug_is_told(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the worker would stay "joining" for ever."""
+
+    async def broken() -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(link, "_beat", broken)
+    link.start()
+    async with asyncio.timeout(30):
+        with pytest.raises(ValueError, match="no"):
+            await link.supervise()
+
+
+async def test_and_ends_the_process(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> None:
+        raise ValueError("no")
+
+    async def for_ever() -> None:
+        await asyncio.Future()
+
+    monkeypatch.setattr(link, "_beat", broken)
+    process = object.__new__(_Process)
+    process._link, process._stop = link, asyncio.Event()
+    process._session = SimpleNamespace(run=for_ever)  # type: ignore[assignment]
+    async with asyncio.timeout(30):
+        assert await process._live() == EXIT_BROKEN

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from crossdock.common import http as http_module
+from crossdock.common import liveness
 from crossdock.common import log as logs
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
@@ -113,6 +118,79 @@ def test_the_three_paths(server: HttpServer) -> None:
 def test_other_paths_and_methods_are_refused(server: HttpServer) -> None:
     assert get(server.address, "/")[0] == 404
     assert get(server.address, "/metrics", "POST")[0] == 501
+
+
+def test_livez_tells_what_is_dead() -> None:
+    trouble = ""
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""), trouble=lambda: trouble)
+    try:
+        assert get(made.address, "/livez") == (200, "ok\n")
+        trouble = "telemetry: ended"
+        assert get(made.address, "/livez") == (503, "telemetry: ended\n")
+    finally:
+        made.close()
+
+
+async def test_a_loop_that_is_blocked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "BEAT_S", 0.01)
+    monkeypatch.setattr(liveness, "STALLED_S", 0.2)
+    alive = liveness.Liveness()
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""), trouble=alive.trouble)
+    try:
+        assert (await asyncio.to_thread(get, made.address, "/livez"))[0] == 200
+        time.sleep(0.5)  # blocks the loop
+        status, text = get(made.address, "/livez")
+        assert (status, text[:32]) == (503, "the event loop has not turned fo")
+        await asyncio.sleep(0.1)
+        assert alive.trouble() == ""
+        alive.expect("telemetry", lambda: False)
+        assert alive.trouble() == "telemetry: ended"
+    finally:
+        alive.close()
+        made.close()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
+    monkeypatch.setattr(http_module, "_MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_module, "_REQUEST_S", 2.0)
+    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""))
+    yield made
+    made.close()
+
+
+def slow(address: str) -> socket.socket:
+    connection = socket.create_connection(split_address(address), 10.0)
+    connection.sendall(b"GET /metrics HT")
+    return connection
+
+
+def test_slow_callers_do_not_shut_others_out(small: HttpServer) -> None:
+    before = threading.active_count()
+    held = [slow(small.address) for _ in range(20)]
+    assert get(small.address, "/livez")[0] == 200
+    assert held[0].recv(1) == b"", "the oldest is closed for a new one"
+    assert threading.active_count() - before < 20
+    for each in held:
+        each.close()
+
+
+def test_a_caller_that_sends_a_byte_at_a_time_has_no_more_time(small: HttpServer) -> None:
+    begun = time.monotonic()
+    with slow(small.address) as trickle, contextlib.suppress(OSError):
+        while time.monotonic() - begun < 30:
+            trickle.settimeout(0.1)
+            trickle.sendall(b"a")
+            with contextlib.suppress(TimeoutError):
+                if not trickle.recv(1):
+                    break
+    assert time.monotonic() - begun < 10
+
+
+def test_many_connections_at_once_wait_for_no_retry(server: HttpServer) -> None:
+    with socket.create_connection(split_address(server.address)):
+        backlog = server._server.request_queue_size
+    assert backlog >= 128
 
 
 def test_a_broken_readiness_check_does_not_stop_the_server() -> None:

@@ -3,9 +3,10 @@
     client = Client("127.0.0.1:7400")                    # a control plane, or one worker
     y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
 
-A batch is spread over the ranks, so that each brings a share of the tokens. Streams to the workers stay open. Views are
-followed: a lost rank costs the requests under way, which are sent again until their deadline (forward changes nothing
-at the service, so it may safely happen twice).
+A batch is spread over the ranks, so that each brings a share of the tokens, in requests of at most REQUEST_BYTES.
+Streams to the workers stay open. Views are followed: a lost rank costs the requests under way, which are sent again
+until their deadline (forward changes nothing at the service, so it may safely happen twice). A request that a worker
+refuses for want of room goes to the next one, alone, and within a budget (retry.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -13,6 +14,7 @@ Letters: T tokens, H hidden size, K experts per token.
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -25,6 +27,7 @@ import torch
 from crossdock import wire
 from crossdock.client.directory import Directory, Service
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
@@ -33,8 +36,12 @@ from crossdock.v1 import expert_pb2
 Result = TypeVar("Result")
 
 MAX_MESSAGE_BYTES = 64 << 20
-REQUEST_BYTES = 16 << 20
-"""A share larger than this travels as several requests: a worker can start before all of it is there."""
+"""Largest answer taken."""
+REQUEST_BYTES = (2 << 20) - (64 << 10)
+"""A share larger than this travels as several requests: a worker can start before all of it is there, and takes no
+message of more than its `max_message_bytes`, 2 MiB by default."""
+_BUDGET_S = 0.1
+"""Pause before a request that has no token in the retry budget looks again; half of it to all of it."""
 SHUN_S = 2.0
 """A worker that broke off is left out for so long, if there are others: each of them serves every token."""
 MIN_TOKENS_PER_WORKER = 64
@@ -99,6 +106,7 @@ class AsyncClient:
         self._directory: Directory | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._turn = 0
+        self._budget = RetryBudget()
         self._closed = False
 
     async def __aenter__(self) -> AsyncClient:
@@ -149,11 +157,11 @@ class AsyncClient:
             return x.new_empty(x.shape)
         parts = (x.detach().cpu(), topk_ids.cpu(), topk_weights.detach().float().cpu())
         turn, self._turn = self._turn, self._turn + 1
-
-        async def attempt(left_s: float) -> torch.Tensor:
-            return await self._forward_once(layer, parts, turn, left_s)
-
-        return (await self._until(attempt, timeout_s)).to(x.device)
+        deadline, out = time.monotonic() + timeout_s, torch.empty_like(parts[0])
+        service = await self._until(self._service, timeout_s)
+        shares = split(x.shape[0], len(service.workers), turn, _most_tokens(parts), self._min_tokens)
+        await _all([self._share(layer, parts, share, out, deadline - time.monotonic()) for share in shares])
+        return out.to(x.device)
 
     async def close(self) -> None:
         """Hang up everywhere. Idempotent."""
@@ -170,6 +178,8 @@ class AsyncClient:
 
         async def once() -> Result:
             nonlocal last
+            if isinstance(last, Overloaded):
+                await self._wait_for_budget(last, deadline)
             if self._closed:
                 raise ClientError("the client is closed")
             try:
@@ -194,25 +204,31 @@ class AsyncClient:
         )
         return await policy(once)
 
-    async def _forward_once(
-        self, layer: int, parts: tuple[torch.Tensor, ...], turn: int, left_s: float
-    ) -> torch.Tensor:
-        deadline = time.monotonic() + left_s
-        service = await self._service(left_s)
-        x = parts[0]
-        max_tokens = max(1, REQUEST_BYTES // max(1, x.shape[1] * x.element_size()))
-        shares = split(x.shape[0], len(service.workers), turn, max_tokens, self._min_tokens)
-        out = torch.empty_like(x)
+    async def _share(
+        self, layer: int, parts: tuple[torch.Tensor, ...], share: Share, out: torch.Tensor, timeout_s: float
+    ) -> None:
+        """Have some rows computed, and try again for these alone: each time at the next worker."""
+        rows, tries = slice(share.start, share.stop), 0
 
-        async def run(share: Share) -> None:
-            rows = slice(share.start, share.stop)
+        async def attempt(left_s: float) -> expert_pb2.ForwardResponse:
+            nonlocal tries
+            deadline = time.monotonic() + left_s
+            service = await self._service(left_s)
+            worker, tries = (share.worker + tries) % len(service.workers), tries + 1
             left_s = max(0.0, deadline - time.monotonic())
             request = self._request(layer, tuple(part[rows] for part in parts), left_s)
-            response = await self._stream(service, share.worker).forward(request, left_s)
-            out[rows] = _rows(response, x.dtype, (share.stop - share.start, x.shape[1]))
+            return await self._stream(service, worker).forward(request, left_s)
 
-        await _all([run(share) for share in shares])
-        return out
+        response = await self._until(attempt, timeout_s)
+        self._budget.answered()
+        out[rows] = _rows(response, out.dtype, (share.stop - share.start, out.shape[1]))
+
+    async def _wait_for_budget(self, refused: Overloaded, deadline: float) -> None:
+        """Until a request may be sent again. Raises what it was refused with, at the deadline."""
+        while not self._budget.take():
+            if time.monotonic() >= deadline or self._closed:
+                raise refused
+            await asyncio.sleep(_BUDGET_S * random.uniform(0.5, 1.0))
 
     def _request(self, layer: int, parts: tuple[torch.Tensor, ...], left_s: float) -> expert_pb2.ForwardRequest:
         x, topk_ids, topk_weights = (wire.encode(part) for part in parts)
@@ -341,6 +357,12 @@ async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _most_tokens(parts: tuple[torch.Tensor, ...]) -> int:
+    """Rows that fit in one request."""
+    row_bytes = sum(part.shape[1] * part.element_size() for part in parts)
+    return max(1, REQUEST_BYTES // max(1, row_bytes))
 
 
 def _check(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:

@@ -183,11 +183,12 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Deadline of a request that brings none of its own."""
     max_queued_bytes_per_client: Count = 16 << 20
     """Bytes of requests and of answers not yet written, of one client (its certificate's names, or its host). Past this
-    its streams are read no further (they feel gRPC's flow control); past twice this its requests are refused."""
+    its streams are read no further (they feel gRPC's flow control), but for one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
     """The same of all clients together. Past this, requests are refused with RESOURCE_EXHAUSTED."""
-    max_message_bytes: Count = 64 << 20
-    """Largest message taken from a client; larger ones end with RESOURCE_EXHAUSTED."""
+    max_message_bytes: Count = 2 << 20
+    """Largest message taken from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
+    cuts larger batches by rows, into requests that fit the default. A stream can hold one unfinished message."""
     max_calls_per_s: Rate = 100.0
     """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     max_requests_per_s: Rate = 0.0

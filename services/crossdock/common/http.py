@@ -1,21 +1,24 @@
 """The small HTTP face of every process: /metrics, /livez, /readyz. GET only, no other paths. And how to ask one.
 
 Runs in daemon threads beside whatever the process does, so that a busy event loop still answers its probes. With TLS
-(`SecurityConfig.http`) each connection is met with the certificate that is in force then.
+(`SecurityConfig.http`) each connection is met with the certificate that is in force then. A connection has `_REQUEST_S`
+for everything, handshake and answer included; past `_MAX_CONNECTIONS` the oldest one is closed for the new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 from socketserver import TCPServer
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -30,7 +33,13 @@ log = get(__name__)
 Ready = Callable[[], tuple[bool, str]]
 """Whether the process can serve, and why (not), in a few words."""
 
-_SOCKET_TIMEOUT_S = 10.0
+Trouble = Callable[[], str]
+"""Why the process should be restarted; "": it should not."""
+
+_REQUEST_S = 10.0
+_MAX_CONNECTIONS, _MAX_THREADS = 64, 128
+"""Connections that are served, and threads: of connections that were closed a moment ago, too."""
+_OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
 
 
 class HttpServer:
@@ -81,15 +90,22 @@ def ask_http(
         connection.close()
 
 
-def serve_http(listen: str, registry: CollectorRegistry, ready: Ready, security: Security | None = None) -> HttpServer:
-    """Serve `/metrics` of `registry`, `/livez`, and `/readyz` by `ready` on host:port `listen`, as `security` says.
+def serve_http(
+    listen: str,
+    registry: CollectorRegistry,
+    ready: Ready,
+    security: Security | None = None,
+    trouble: Trouble = lambda: "",
+) -> HttpServer:
+    """Serve `/metrics` of `registry`, `/livez` by `trouble`, and `/readyz` by `ready` on host:port `listen`, as
+    `security` says.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
     host, port = split_address(listen)
     try:
-        return HttpServer(_Server(host, port, registry, ready, security))
+        return HttpServer(_Server(host, port, registry, ready, security, trouble))
     except OSError as error:
         raise ListenError(f"http_listen: expected an address that is free, got {listen}: {error.strerror}") from error
 
@@ -97,11 +113,21 @@ def serve_http(listen: str, registry: CollectorRegistry, ready: Ready, security:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, ready: Ready, security: Security | None
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        ready: Ready,
+        security: Security | None,
+        trouble: Trouble,
     ) -> None:
-        self.host = host
+        self.host, self.trouble = host, trouble
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        self._num_threads = 0
         if host in EVERY_INTERFACE:  # of both families, as grpc does it: a pod may have an address of either
             host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
         self.address_family = family_of(host)
@@ -117,14 +143,56 @@ class _Server(ThreadingHTTPServer):
     def get_request(self) -> tuple[socket.socket, object]:
         """Accept. The handshake is left to the thread of the connection: a caller that is slow at it delays nobody."""
         accepted, client = super().get_request()
-        context = self.security.http_server() if self.security is not None else None
-        if context is None:
-            return accepted, client
         try:
+            context = self.security.http_server() if self.security is not None else None
+            if context is None:
+                return accepted, client
             return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), client
-        except OSError:
+        except Exception as error:  # whatever is wrong with one connection, the next one is accepted
             accepted.close()
-            raise
+            log.warning("http connection refused", client=client, error=error)
+            raise OSError(str(error)) from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve it in a thread of its own, while there are not too many."""
+        with self._lock:
+            full = self._num_threads >= _MAX_THREADS
+            if not full:
+                if len(self._open) >= _MAX_CONNECTIONS:
+                    self._end(next(iter(self._open)))
+                self._num_threads += 1
+                self._open[request] = time.monotonic() + _REQUEST_S
+        if not full:
+            super().process_request(request, client_address)
+            return
+        if not isinstance(request, ssl.SSLSocket):
+            with contextlib.suppress(OSError):
+                request.settimeout(0)
+                request.send(_OVERLOADED)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As before, counted."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+                self._num_threads -= 1
+
+    def service_actions(self) -> None:
+        """A few times a second: end connections that are past their deadline."""
+        super().service_actions()
+        now = time.monotonic()
+        with self._lock:
+            for request in [request for request, deadline in self._open.items() if deadline < now]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread finds the connection closed."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Bind, and leave out the look-up of this host's own name: without a DNS server that takes many seconds."""
@@ -138,7 +206,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SOCKET_TIMEOUT_S
+    timeout = _REQUEST_S
     server_version = "crossdock"
     sys_version = ""
 
@@ -159,7 +227,8 @@ class _Handler(BaseHTTPRequestHandler):
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(server.registry), content_type)
         elif path == "/livez":
-            self._answer(200, b"ok\n")
+            trouble = server.trouble()
+            self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode())
         elif path == "/readyz":
             ready, reason = server.ready()
             self._answer(200 if ready else 503, f"{reason}\n".encode())

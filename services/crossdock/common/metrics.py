@@ -165,6 +165,9 @@ class WorkerMetrics(GuardedMetrics):
         self.queued_bytes = self._gauge(
             "queued_bytes", "bytes", "Bytes of requests and of answers that are not written yet"
         )
+        self.telemetry_dropped_total = self._counter(
+            "telemetry_dropped_total", "records", "Steps and samples that were not counted: too many, or malformed"
+        )
         self.streams_dropped_total = self._counter(
             "streams_dropped_total", "streams", "Forward streams ended because their client did not read its answers"
         )

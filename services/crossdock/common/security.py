@@ -276,7 +276,7 @@ def _read(config: SecurityConfig) -> _Pems:
         judging = context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             judging.load_verify_locations(cadata=ca.decode("ascii", "replace"))
-        except ssl.SSLError:
+        except (ssl.SSLError, ValueError):  # a file that is empty, just being written, is a ValueError
             raise SecurityError(f"{config.ca_file}: expected certificates in PEM, got something else") from None
         judging.verify_mode = ssl.CERT_OPTIONAL if config.http == "mtls" else ssl.CERT_NONE
     return _Pems(cert, key, ca, not_after, context)

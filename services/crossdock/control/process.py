@@ -21,6 +21,7 @@ from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
+from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.places import CallLimits
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
@@ -129,7 +130,9 @@ async def _serve(config: ControlConfig) -> int:
     reign = _Reign(config, metrics, health, nodes)
     service = reign.service(address)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    http = serve_http(config.http_listen, metrics.registry, lambda: _readiness(service, reign, stop.is_set()), security)
+    alive = Liveness()
+    ready = lambda: _readiness(service, reign, stop.is_set())  # noqa: E731
+    http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
     ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
     ticking.add_done_callback(lambda _: stop.set())
     try:
@@ -143,6 +146,7 @@ async def _serve(config: ControlConfig) -> int:
     finally:
         await _shut_down(server, service, health, ticking, reign)
         http.close()
+        alive.close()
         if nodes is not None:
             nodes.close()
     return EXIT_OK

@@ -15,7 +15,7 @@ from crossdock.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
 
-_REQUEST_BYTES = 1024
+REQUEST_BYTES = 1024
 """Bookkeeping of one request, so that empty ones are not free."""
 
 
@@ -30,7 +30,7 @@ class Tokens:
     @property
     def num_bytes(self) -> int:
         """What the request occupies while it waits; its answer will be as large as x."""
-        return _REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
+        return REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
 
 
 @dataclass(frozen=True, slots=True)

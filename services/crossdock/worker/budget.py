@@ -1,9 +1,9 @@
 """Bytes of requests and answers that are here, per client and in all. Pure: no clock, no lock, no socket.
 
 All streams of a client share one account. Bytes count from a request's admission until its answer was written. Below
-`max_bytes_per_client` its streams are read; past that, a stream that has nothing here may still bring one request, so
-that no stream of a client waits for another one; past twice that, requests are refused. What is left of `max_bytes`
-stays for other clients.
+`max_bytes_per_client` its streams are read; past that, and up to twice that, a stream that has nothing here may still
+bring one request, so that one stream of a client does not hold up the others. What is left of `max_bytes` stays for
+other clients.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ from dataclasses import dataclass, field
 
 
 class BudgetExceeded(Exception):
-    """A request does not fit.
-
-    Attributes:
-        max_bytes: the limit that it would pass.
-        of_client: whether that is the limit of its client; False: of all clients.
-    """
-
-    def __init__(self, max_bytes: int, num_bytes: int, *, of_client: bool) -> None:
-        whose = "of one client " if of_client else ""
-        super().__init__(
-            f"queue: expected at most {max_bytes} bytes {whose}waiting here, this request would make it {num_bytes}"
-        )
-        self.max_bytes, self.of_client = max_bytes, of_client
+    """A request does not fit into what all clients may hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,17 +65,18 @@ class Share:
         """Whose it is."""
         return self._account.client
 
-    def has_room(self) -> bool:
-        """Whether the stream may bring another request."""
-        return self.num_bytes == 0 or self._account.num_bytes < self._budget.max_bytes_per_client
+    def has_room(self, num_bytes: int = 0) -> bool:
+        """Whether the stream may bring a request of so many bytes. Alone, a client may bring one of any size."""
+        held, limit = self._account.num_bytes, self._budget.max_bytes_per_client
+        return held < limit or (self.num_bytes == 0 and held + num_bytes <= 2 * limit)
 
     def charge(self, num_bytes: int) -> None:
         """Take `num_bytes` in. Raises BudgetExceeded, and nothing is charged."""
-        budget, held = self._budget, self._account.num_bytes
-        if budget.num_bytes + num_bytes > budget.max_bytes:
-            raise BudgetExceeded(budget.max_bytes, budget.num_bytes + num_bytes, of_client=False)
-        if held and held + num_bytes > 2 * budget.max_bytes_per_client:  # a request alone may be larger
-            raise BudgetExceeded(2 * budget.max_bytes_per_client, held + num_bytes, of_client=True)
+        most, size = self._budget.max_bytes, self._budget.num_bytes + num_bytes
+        if size > most:
+            raise BudgetExceeded(
+                f"queue: expected at most {most} bytes waiting here, this request would make it {size}"
+            )
         self._add(num_bytes)
 
     def release(self, num_bytes: int) -> None:

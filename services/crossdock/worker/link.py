@@ -119,6 +119,15 @@ class Link:
         """Begin to register, watch and beat."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._beat())]
 
+    async def supervise(self) -> None:
+        """Wait as long as both tasks do what they are for. Raises whatever ended one of them; it is a bug."""
+        tasks = self._tasks
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+        await asyncio.Future()  # both ended on purpose: refused, or closed
+
     async def wait(self, wanted: Callable[[View], bool]) -> View:
         """The newest view, as soon as `wanted` likes it. Raises JoinRefused if there will be no more views."""
         async with self._changed:

@@ -3,9 +3,9 @@
     open the model ─▶ listen (gRPC, HTTP) ─▶ print `crossdock-ready {...}` ─▶ session: join, serve, join again, ...
     SIGTERM, SIGINT or Drain: finish what is queued, leave, exit 0. A second signal ends the process at once.
 
-Exit codes: 0 drained; 2 the model, the device or an address cannot be used; 3 the group does not take this worker, or
-there was no control plane for `JOIN_TIMEOUT_S` after the start; 4 the GPU was lost. Whoever started the process may
-start it again after a 3 or a 4.
+Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
+address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
+the start; 4 the GPU was lost. Whoever started the process may start it again after a 1, a 3 or a 4.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from crossdock.common.access import door_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.places import CallLimits
 from crossdock.common.rpc import ListenError
@@ -47,6 +48,7 @@ from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.threads import give_memory_back
 from ep_kernels import EpError
 
+EXIT_BROKEN = 1
 EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST, EXIT_UNFIT = 0, 2, 3, 4, 5
 JOIN_TIMEOUT_S = 120.0
 """Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
@@ -113,7 +115,10 @@ class _Process:
         self._metrics.count_tasks(asyncio.get_running_loop())
         server, address = await self._listen()
         try:
-            http = serve_http(self._config.http_listen, self._metrics.registry, self._ready, self._security)
+            self._liveness = Liveness()
+            self._liveness.expect("telemetry", lambda: self._telemetry.alive)
+            registry, trouble = self._metrics.registry, self._liveness.trouble
+            http = serve_http(self._config.http_listen, registry, self._ready, self._security, trouble)
         except ListenError:
             await server.stop(0)
             raise
@@ -139,11 +144,14 @@ class _Process:
         life = asyncio.create_task(self._session.run())
         stop = asyncio.create_task(self._stop.wait())
         joined = asyncio.create_task(asyncio.wait_for(self._link.heard(), JOIN_TIMEOUT_S))
+        line = asyncio.create_task(self._link.supervise())
         try:
-            await asyncio.wait({life, stop, joined}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({life, stop, joined, line}, return_when=asyncio.FIRST_COMPLETED)
             if joined.done() and not life.done() and not stop.done():
                 joined.result()
-                await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({life, stop, line}, return_when=asyncio.FIRST_COMPLETED)
+            if line.done() and not stop.done():
+                return _broken(line)
             if not life.done():
                 await self._session.drain(self._config.drain_timeout_s)
                 life.cancel()
@@ -156,9 +164,9 @@ class _Process:
             _log.error("the group does not take this worker", error=str(error))
             return EXIT_UNFIT if error.never else EXIT_NOT_JOINED
         finally:
-            for task in (life, stop, joined):
+            for task in (life, stop, joined, line):
                 task.cancel()
-            await asyncio.gather(life, stop, joined, return_exceptions=True)
+            await asyncio.gather(life, stop, joined, line, return_exceptions=True)
         return EXIT_DRAINED
 
     def _ready(self) -> tuple[bool, str]:
@@ -185,6 +193,7 @@ class _Process:
         await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()
+        self._liveness.close()
         self._telemetry.close()
         _log.info("stopped")
 
@@ -239,6 +248,15 @@ class _Process:
         task = asyncio.create_task(self._health.set(serving))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _broken(line: asyncio.Task[None]) -> int:
+    """A task that must live has ended: say how."""
+    try:
+        line.result()
+    except Exception:
+        _log.exception("the line to the control plane ended; this is a bug")
+    return EXIT_BROKEN
 
 
 def _handle_signals(stop: asyncio.Event) -> None:

@@ -6,11 +6,11 @@ no message at all, or a message over the size limit, end it.
 A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
 read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
 and the client feels gRPC's flow control (cancel messages behind that one wait too, but deadlines and hanging up work at
-once). Past twice that, or past `max_queued_bytes` of all clients, requests are refused with RESOURCE_EXHAUSTED.
+once). Past `max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
 
 Bytes count until the answer was written, that is until flow control let all of it go. A stream whose client takes no
-answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request is
-refused for want of room, the stream that has waited longest to write is given up after `_STALLED_S`.
+answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request waits
+or is refused for want of room, the stream that has waited longest to write is given up after `_STALLED_S`.
 """
 # ruff: noqa: N802  (the methods of a servicer are named in expert.proto)
 
@@ -30,7 +30,7 @@ from crossdock.common import log, rpc
 from crossdock.common.access import CALLER, Limiter, host_of
 from crossdock.common.config import WorkerConfig
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker.admission import Door, Tokens
+from crossdock.worker.admission import REQUEST_BYTES, Door, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
 from crossdock.worker.telemetry import Telemetry
@@ -42,7 +42,7 @@ _log = log.get(__name__)
 
 _MAX_UNREAD = 1024
 """Answers that a client may leave unread before its stream is read no further; errors cost no bytes of the budget."""
-_STALLED_S = 1.0
+_STALLED_S = 2.0
 """A stream that has waited so long to write an answer is given up where its bytes are needed."""
 
 
@@ -120,8 +120,10 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 self._none_left.set()
 
     def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
-        """Give up the stream that has waited longest to write, of the same client or of all."""
-        streams = [each for each in self._streams if each.client == refused.client or not of_client]
+        """Give up another stream, the one that has waited longest to write, of the same client or of all."""
+        streams = [
+            each for each in self._streams if each is not refused and (each.client == refused.client or not of_client)
+        ]
         slowest = max(streams, key=_Stream.stalled_s, default=None)
         if slowest is not None and slowest.stalled_s() > _STALLED_S:
             slowest.give_up("its bytes are needed")
@@ -169,9 +171,12 @@ class _Stream:
         """Take requests until the client has no more. Bytes that are no message end the stream."""
         try:
             async for request in requests:
-                while not (request.cancel or self._has_room()):
+                while not (request.cancel or self._has_room(request)):
+                    self._make_room(self, of_client=True)
                     self._room.clear()
-                    await self._room.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_STALLED_S):  # wait_for can lose the end of this task
+                            await self._room.wait()
                 self._take(request)
                 del request  # the next one may be long in coming
         except Exception as error:
@@ -277,7 +282,7 @@ class _Stream:
         try:
             self._share.charge(tokens.num_bytes)
         except BudgetExceeded as error:
-            self._make_room(self, of_client=error.of_client)
+            self._make_room(self, of_client=False)
             raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
@@ -309,8 +314,8 @@ class _Stream:
         self._backend.telemetry.answered(code, pending.work.num_tokens, seconds)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
-    def _has_room(self) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._share.has_room()
+    def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:
+        return self._events.qsize() < _MAX_UNREAD and self._share.has_room(2 * request.ByteSize() + REQUEST_BYTES)
 
 
 def _response(event: _Answer) -> expert_pb2.ForwardResponse:

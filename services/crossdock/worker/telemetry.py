@@ -6,6 +6,7 @@ buckets; labels are looked up once) and sleeps while nothing happens.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,12 +17,17 @@ from itertools import pairwise
 import grpc
 import torch
 
+from crossdock.common import log
 from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
 from crossdock.v1 import control_pb2
 from ep_kernels import LatencySample, MoECommunicator
 
+_log = log.get(__name__)
+
 _COLLECT_S = 0.25
 """The sample ring holds 4096 records, half as many steps: enough for 8,000 steps a second."""
+_MAX_RECORDS = 4096
+"""Records that may wait to be counted; more are dropped, and counted as dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,13 @@ class Telemetry:
     def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
         self._metrics = metrics
         self._row_bytes = row_bytes
-        self._queue: queue.SimpleQueue[StepRecord | list[LatencySample] | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[StepRecord | list[LatencySample] | None] = queue.Queue(_MAX_RECORDS)
         self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._rows_lock = threading.Lock()
-        self._scattered = False
+        self._scattered = self._failed = False
         self._phases = [metrics.step_phase_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")]
         self._bytes = [metrics.bytes_total.labels(op) for op in ("dispatch", "combine")]
         self._next_collect_s = 0.0
@@ -102,14 +108,14 @@ class Telemetry:
     def step(self, record: StepRecord) -> None:
         """Count a step (engine's thread)."""
         self._num_steps += 1
-        self._queue.put(record)
+        self._put(record)
 
     def collect(self, comm: MoECommunicator) -> None:
         """Take the communicator's latency samples, if it is time again (engine's thread)."""
         now_s = time.monotonic()
         if now_s >= self._next_collect_s:
             self._next_collect_s = now_s + _COLLECT_S
-            self._queue.put(comm.samples())
+            self._put(comm.samples())
 
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
         """Count a request that was answered (service)."""
@@ -142,15 +148,34 @@ class Telemetry:
 
     def close(self) -> None:
         """Count what is in the queue and stop the thread."""
-        self._queue.put(None)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=5)
         self._thread.join(timeout=5)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _put(self, record: StepRecord | list[LatencySample]) -> None:
+        """A thread that is behind must not cost memory."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._metrics.telemetry_dropped_total.inc()
 
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
-            if isinstance(record, StepRecord):
-                self._count_step(record)
-            else:
-                self._count_samples(record)
+            try:
+                if isinstance(record, StepRecord):
+                    self._count_step(record)
+                else:
+                    self._count_samples(record)
+            except Exception:  # one record that cannot be counted must not end the counting of all others
+                self._metrics.telemetry_dropped_total.inc()
+                if not self._failed:
+                    self._failed = True
+                    _log.exception("a record cannot be counted; further ones are counted as dropped")
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()
