@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossdock.common import rpc
-from crossdock.control.leader import Replica
+from crossdock.control.leader import TERM_KEY, Replica
 
 
 class Elector:
@@ -15,8 +15,11 @@ class Elector:
 
     term, leader = 0, ""
 
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
     def hear(self, term: int) -> None:
-        """What workers have seen does not matter here."""
+        self.told.append(term)
 
 
 class Reign:
@@ -30,6 +33,14 @@ class Reign:
 
     def stop(self) -> None:
         self.stopped = True
+
+    async def Heartbeat(self, request: Any, context: Any) -> str:  # noqa: N802
+        if not request:
+            raise rpc.NotFound("unknown")
+        return "answer"
+
+    async def Topology(self, request: Any, context: Any) -> str:  # noqa: N802
+        return "answer"
 
 
 @pytest.fixture
@@ -60,9 +71,29 @@ def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -
     assert (made, replica.group) == ([], None)
     assert told == [0]
     with pytest.raises(rpc.Unavailable, match="stands by"):
-        replica._reign(_Call())
+        replica._reign()
 
 
-class _Call:
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
+class Call:
+    """With a term that its caller claims."""
+
+    def __init__(self, term: str) -> None:
+        self.term = term
+
+    def invocation_metadata(self) -> tuple[tuple[str, str]]:
+        return ((TERM_KEY, self.term),)
+
+
+async def test_only_a_call_that_a_member_may_make_tells_of_a_term(world: Any) -> None:
+    replica, elector, _, _ = world
+    with pytest.raises(rpc.Unavailable):
+        await replica.Heartbeat("member", Call("9"))
+    elector.term = 7
+    replica.tick()
+    assert await replica.Topology("anybody", Call("9")) == "answer"
+    with pytest.raises(rpc.NotFound):
+        await replica.Heartbeat("", Call("9"))
+    assert elector.told == []
+    for term in ("9", "9" * 11, "-1", "x", ""):
+        assert await replica.Heartbeat("member", Call(term)) == "answer"
+    assert elector.told == [9, 0, 0, 0, 0]
