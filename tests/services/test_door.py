@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,8 @@ from crossdock.common.config import ControlConfig
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.places import IDLE_S, CallLimits
+from crossdock.control import server, views
+from crossdock.control.experts import Experts
 from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -31,7 +34,7 @@ TOPOLOGY = "/crossdock.v1.ControlPlane/Topology"
 MIB = 1 << 20
 
 
-class Experts(expert_pb2_grpc.ExpertServiceServicer):
+class Echo(expert_pb2_grpc.ExpertServiceServicer):
     """Echoes, one request at a time."""
 
     async def Forward(self, requests: Any, context: Any) -> AsyncIterator[expert_pb2.ForwardResponse]:  # noqa: N802
@@ -43,16 +46,16 @@ class Experts(expert_pb2_grpc.ExpertServiceServicer):
 async def served(door: Door, max_message_bytes: int = 2 * MIB) -> AsyncIterator[str]:
     """A control plane and an expert service behind one door; yields the address."""
     service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
-    server = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
-    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    expert_pb2_grpc.add_ExpertServiceServicer_to_server(Experts(), server)
-    address = rpc.bind(server, "127.0.0.1:0")
-    await server.start()
+    made = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
+    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, made)
+    expert_pb2_grpc.add_ExpertServiceServicer_to_server(Echo(), made)
+    address = rpc.bind(made, "127.0.0.1:0")
+    await made.start()
     try:
         yield address
     finally:
         service.stop()
-        await server.stop(0)
+        await made.stop(0)
 
 
 def limited(rate: float) -> Door:
@@ -156,6 +159,58 @@ async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
         assert isinstance(await watch.read(), pb.GroupView)
         for call in (watch, onlooker, *flood):
             call.cancel()
+
+
+async def test_an_incarnation_from_the_future_takes_no_seat() -> None:
+    now, second = time.time_ns(), 10**9
+    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        honest = FakeWorker(stub, "a/0", incarnation=now)
+        await honest.register()
+        for incarnation in (now + 3600 * second, now + 86400 * second, 2**64 - 1):
+            wanted = r"worker\.incarnation: expected a start .* at most 600 s ahead"
+            with pytest.raises(rpc.FailedPrecondition, match=wanted):
+                await FakeWorker(stub, "a/0", incarnation=incarnation).register()
+        await honest.beat()
+        await FakeWorker(stub, "a/0", incarnation=now + 60 * second).register()
+        with pytest.raises(rpc.AlreadyExists):
+            await honest.beat()
+
+
+async def test_the_topology_is_made_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = views.topology_response
+    monkeypatch.setattr(views, "topology_response", lambda *args: made.append(1) or real(*args))  # type: ignore[func-returns-value]
+    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        for number, uid in enumerate(("a/0", "b/0"), 1):
+            await FakeWorker(stub, uid).register()
+            for _ in range(3):
+                topology = await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+                assert [seat.uid for seat in topology.seats] == ["a/0", "b/0"][:number]
+            assert len(made) == number
+        await FakeWorker(stub, "b/0").register()  # the same again, which changes nothing but what it tells of its host
+        await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+        assert len(made) == 3
+
+
+async def test_a_plan_that_takes_long_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def experts(self: Experts) -> pb.ExpertsResponse:
+        asked.append(1)
+        await asyncio.sleep(server._LONG_PLAN_S * 2)
+        return pb.ExpertsResponse(world_size=2)
+
+    monkeypatch.setattr(server, "_PLAN_PAUSES", 1e6)
+    monkeypatch.setattr(Experts, "experts", experts)
+    service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
+    for _ in range(3):
+        assert (await service.Experts(pb.ExpertsRequest(), None)).world_size == 2
+    assert len(asked) == 1
+    monkeypatch.setattr(Experts, "version", 7)
+    await service.Experts(pb.ExpertsRequest(), None)
+    assert len(asked) == 2
 
 
 async def test_a_watcher_does_not_keep_its_request() -> None:
