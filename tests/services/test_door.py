@@ -137,6 +137,26 @@ async def test_health_watchers_shut_nobody_out() -> None:
             call.cancel()
 
 
+async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -> None:
+    health = rpc.Health([SERVICE_NAME])
+    deaf = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
+    await anext(deaf)  # and stands in the middle of its write
+    hears = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
+    assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    async with asyncio.timeout(TIMEOUT_S):
+        await health.set(True)
+        assert (await anext(hears)).status == health_pb2.HealthCheckResponse.SERVING
+        await health.shut_down()
+        await health.set(True)
+        assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
+    assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    with pytest.raises(rpc.NotFound, match="service: expected"):
+        await health.Check(health_pb2.HealthCheckRequest(service="x"), None)
+    for watch in (deaf, hears, unknown):
+        await watch.aclose()
+
+
 async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
     door = Door(None, limits=CallLimits(64, 16, 16, 16))
     async with served(door) as address, contextlib.AsyncExitStack() as stack:
