@@ -90,7 +90,7 @@ class ListenError(OSError):
     """An address cannot be listened on: malformed, in use, or not of this host."""
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING.
 
     The one of grpcio-health-checking writes to a watcher while it holds the lock of all: one that does not read would
