@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+_INT32 = range(-(1 << 31), 1 << 31)
 _BASE = "/".join(("", "apis", "coordination.k8s.io", "v1", "namespaces", "default", "leases"))
 
 
@@ -108,6 +109,8 @@ class LeaseApi(ThreadingHTTPServer):
 
     def put(self, body: dict[str, Any], *, create: bool) -> tuple[int, dict[str, Any]]:
         """Compare and swap: HTTP status and answer."""
+        if any(body["spec"].get(name, 0) not in _INT32 for name in ("leaseTransitions", "leaseDurationSeconds")):
+            return 400, {"reason": "BadRequest"}  # as the real one, which cannot decode it
         with self._lock:
             if create and not self.may_create:
                 return 403, {"reason": "Forbidden"}

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from crossdock.client import stream as client_stream
 from crossdock.common import boundary, rpc
 from crossdock.common.access import MAX_UID_CHARS, Door, Limiter
 from crossdock.common.config import ControlConfig
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.places import IDLE_S, CallLimits
+from crossdock.control import server, views
+from crossdock.control.experts import Experts
 from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -31,28 +35,29 @@ TOPOLOGY = "/crossdock.v1.ControlPlane/Topology"
 MIB = 1 << 20
 
 
-class Experts(expert_pb2_grpc.ExpertServiceServicer):
+class Echo(expert_pb2_grpc.ExpertServiceServicer):
     """Echoes, one request at a time."""
 
     async def Forward(self, requests: Any, context: Any) -> AsyncIterator[expert_pb2.ForwardResponse]:  # noqa: N802
         async for request in requests:
-            yield expert_pb2.ForwardResponse(id=request.id)
+            timing = expert_pb2.Timing(steps=int(context.peer().rpartition(":")[2]))  # the caller's port
+            yield expert_pb2.ForwardResponse(id=request.id, timing=timing)
 
 
 @contextlib.asynccontextmanager
 async def served(door: Door, max_message_bytes: int = 2 * MIB) -> AsyncIterator[str]:
     """A control plane and an expert service behind one door; yields the address."""
     service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
-    server = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
-    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    expert_pb2_grpc.add_ExpertServiceServicer_to_server(Experts(), server)
-    address = rpc.bind(server, "127.0.0.1:0")
-    await server.start()
+    made = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
+    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, made)
+    expert_pb2_grpc.add_ExpertServiceServicer_to_server(Echo(), made)
+    address = rpc.bind(made, "127.0.0.1:0")
+    await made.start()
     try:
         yield address
     finally:
         service.stop()
-        await server.stop(0)
+        await made.stop(0)
 
 
 def limited(rate: float) -> Door:
@@ -124,14 +129,33 @@ async def test_health_watchers_shut_nobody_out() -> None:
     door = Door(None)
     async with served(door) as address, rpc.aio_channel(address) as first, rpc.aio_channel(address) as second:
         calls = [health_pb2_grpc.HealthStub(first).Watch(health_pb2.HealthCheckRequest()) for _ in range(100)]
-        done = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
-        assert sum(isinstance(each, health_pb2.HealthCheckResponse) for each in done) == door.others.most_of_peer
+        await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
         assert (len(door.others), len(door.calls)) == (door.others.most_of_peer, 0)
         await leave(control_pb2_grpc.ControlPlaneStub(second), "a")
         check = health_pb2_grpc.HealthStub(second).Check
         await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
         for call in calls:
             call.cancel()
+
+
+async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -> None:
+    health = rpc.Health([SERVICE_NAME])
+    deaf = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
+    await anext(deaf)  # and stands in the middle of its write
+    hears = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
+    assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    async with asyncio.timeout(TIMEOUT_S):
+        await health.set(True)
+        assert (await anext(hears)).status == health_pb2.HealthCheckResponse.SERVING
+        await health.shut_down()
+        await health.set(True)
+        assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
+    assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    with pytest.raises(rpc.NotFound, match="service: expected"):
+        await health.Check(health_pb2.HealthCheckRequest(service="x"), None)
+    for watch in (deaf, hears, unknown):
+        await cast("AsyncGenerator[object]", watch).aclose()
 
 
 async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
@@ -146,8 +170,8 @@ async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
         watch = stubs[0].Watch(pb.WatchRequest(worker=member.id), timeout=TIMEOUT_S)
         await watch.read()
         flood = [stubs[1].Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(50)]
-        done = await asyncio.gather(*(call.read() for call in flood), return_exceptions=True)
-        assert sum(isinstance(each, pb.GroupView) for each in done) == 15
+        await asyncio.gather(*(call.read() for call in flood), return_exceptions=True)
+        assert len(door.calls) == 16
         onlooker = stubs[2].Watch(pb.WatchRequest(), timeout=TIMEOUT_S)
         assert isinstance(await onlooker.read(), pb.GroupView)
         lost = [call for call in flood if call.done()]
@@ -158,6 +182,58 @@ async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
             call.cancel()
 
 
+async def test_an_incarnation_from_the_future_takes_no_seat() -> None:
+    now, second = time.time_ns(), 10**9
+    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        honest = FakeWorker(stub, "a/0", incarnation=now)
+        await honest.register()
+        for incarnation in (now + 3600 * second, now + 86400 * second, 2**64 - 1):
+            wanted = r"worker\.incarnation: expected a start .* at most 600 s ahead"
+            with pytest.raises(rpc.FailedPrecondition, match=wanted):
+                await FakeWorker(stub, "a/0", incarnation=incarnation).register()
+        await honest.beat()
+        await FakeWorker(stub, "a/0", incarnation=now + 60 * second).register()
+        with pytest.raises(rpc.AlreadyExists):
+            await honest.beat()
+
+
+async def test_the_topology_is_made_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = views.topology_response
+    monkeypatch.setattr(views, "topology_response", lambda *args: made.append(1) or real(*args))  # type: ignore[func-returns-value]
+    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+        stub = control_pb2_grpc.ControlPlaneStub(channel)
+        for number, uid in enumerate(("a/0", "b/0"), 1):
+            await FakeWorker(stub, uid).register()
+            for _ in range(3):
+                topology = await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+                assert [seat.uid for seat in topology.seats] == ["a/0", "b/0"][:number]
+            assert len(made) == number
+        await FakeWorker(stub, "b/0").register()  # the same again, which changes nothing but what it tells of its host
+        await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+        assert len(made) == 3
+
+
+async def test_a_plan_that_takes_long_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def experts(self: Experts) -> pb.ExpertsResponse:
+        asked.append(1)
+        await asyncio.sleep(server._LONG_PLAN_S * 2)
+        return pb.ExpertsResponse(world_size=2)
+
+    monkeypatch.setattr(server, "_PLAN_PAUSES", 1e6)
+    monkeypatch.setattr(Experts, "experts", experts)
+    service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
+    for _ in range(3):
+        assert (await service.Experts(pb.ExpertsRequest(), None)).world_size == 2
+    assert len(asked) == 1
+    monkeypatch.setattr(Experts, "version", 7)
+    await service.Experts(pb.ExpertsRequest(), None)
+    assert len(asked) == 2
+
+
 async def test_a_watcher_does_not_keep_its_request() -> None:
     """Unknown fields may be as large as a message, and streams last."""
     request = pb.WatchRequest(brief=True)
@@ -166,7 +242,7 @@ async def test_a_watcher_does_not_keep_its_request() -> None:
     views = service.Watch(request, None)
     await anext(views)
     assert sys.getrefcount(request) == held
-    await views.aclose()
+    await cast("AsyncGenerator[object]", views).aclose()
 
 
 @pytest.mark.parametrize("path", [FORWARD, TOPOLOGY])
@@ -196,6 +272,23 @@ def _attack(address: str, path: str, size: int) -> Caller:
     caller.call(1, path)
     assert caller.send_part(1, size, size - 1, IDLE_S / 2) > MIB // 32
     return caller
+
+
+async def test_a_stream_in_use_outlives_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections end when they grow old, however they are used; requests do not notice."""
+    ages = {"grpc.max_connection_age_ms": 200, "grpc.max_connection_age_grace_ms": 600}
+    options = {**dict(rpc._guard_options()), **ages}
+    monkeypatch.setattr(rpc, "_guard_options", lambda: list(options.items()))
+    monkeypatch.setattr(client_stream, "_STREAM_S", 0.1)
+    async with served(Door(None)) as address:
+        stream = client_stream.WorkerStream(address, None, 0, 2 * MIB)
+        connections = set()
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            connections.add((await stream.forward(expert_pb2.ForwardRequest(), 15.0)).timing.steps)
+            await asyncio.sleep(0.01)
+        await stream.close()
+    assert len(connections) > 2
 
 
 async def test_a_request_that_never_comes_whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:

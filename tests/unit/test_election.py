@@ -14,7 +14,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from crossdock.control.election import FENCE, LEAPS, Lease, State, given_back, hear, observe, wanted, written
+from crossdock.control.election import (
+    FENCE,
+    FEW_TERMS,
+    LEAPS,
+    MOST_TERM,
+    NEAR,
+    Lease,
+    State,
+    given_back,
+    hear,
+    near,
+    observe,
+    wanted,
+    written,
+)
 
 LEASE_S, END_S, QUIET_S = 6.0, 240.0, 60.0
 DRIFT = 0.01
@@ -102,7 +116,10 @@ class Candidate:
         self.world.at(max(self.world.now + LEASE_S / 5, self.paused_until), self.round)
 
     def look(self, seen: Lease | None) -> None:
-        self.state = observe(hear(self.state, self.world.told if self.leads else 0), seen, self.now)
+        told = self.world.told if self.leads else 0
+        self.state = observe(self.state, seen, self.now)
+        if self.state.term and near(self.state, told):
+            self.state = hear(self.state, told)
         lease = wanted(self.state, self.now, self.world.random.randrange(LEAPS))
         if lease is None:
             return self.rest()
@@ -197,6 +214,26 @@ def test_whoever_hears_of_a_later_term_leads_no_more_and_then_above_it() -> None
     again = wanted(leader, 0.2, 5)
     assert again is not None
     assert again.term == 15
+
+
+def test_a_term_far_above_the_lease_is_nobodys() -> None:
+    """Whoever claims one cannot use up the terms that the API can keep."""
+    leader = written(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
+    assert [near(leader, term) for term in (3, 4, 3 + NEAR, 4 + NEAR, 10**18)] == [False, True, True, False, False]
+    late = replace(leader, heard=FEW_TERMS - 1)
+    assert (near(late, FEW_TERMS), near(late, FEW_TERMS + 1)) == (True, False)
+
+
+@pytest.mark.parametrize("kept", [FEW_TERMS, MOST_TERM - 3000, MOST_TERM - 1, MOST_TERM])
+def test_terms_never_leave_what_the_api_can_keep(kept: int) -> None:
+    """Whatever is in the lease: somebody leads, and its term grows for as long as there are any."""
+    state = observe(State("b", "b:1", LEASE_S), Lease("a", "a:1", kept, LEASE_S, "7"), 0.0)
+    lease = wanted(state, LEASE_S, LEAPS - 1)
+    assert lease is not None
+    assert min(kept + 1, MOST_TERM) <= lease.term <= MOST_TERM
+    missing = wanted(observe(state, None, 1.0), 1.0, LEAPS - 1)
+    assert missing is not None
+    assert kept <= missing.term <= MOST_TERM
 
 
 def test_a_lease_that_was_given_back_is_taken_after_a_second() -> None:

@@ -82,7 +82,7 @@ async def call(control: ControlPlane, method: str, request: Message) -> None:
         pb.WatchRequest(),
         *(pb.WatchRequest(worker=pb.WorkerId(uid=m.uid), brief=True) for m in control.group.members),
     ):
-        control._view(watch)
+        control._view(watch.worker, watch.brief, watch.table_once)
     await control.Topology(pb.TopologyRequest(), None)
 
 

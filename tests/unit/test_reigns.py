@@ -10,7 +10,7 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.leader import Replica
+from crossdock.control.leader import TERM_KEY, Replica
 from crossdock.control.server import ControlPlane
 from crossdock.v1 import control_pb2 as pb
 
@@ -20,8 +20,11 @@ class Elector:
 
     term, leader = 0, ""
 
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
     def hear(self, term: int) -> None:
-        """What workers have seen does not matter here."""
+        self.told.append(term)
 
 
 class Reign:
@@ -35,6 +38,14 @@ class Reign:
 
     def stop(self) -> None:
         self.stopped = True
+
+    async def Heartbeat(self, request: Any, context: Any) -> str:  # noqa: N802
+        if not request:
+            raise rpc.NotFound("unknown")
+        return "answer"
+
+    async def Topology(self, request: Any, context: Any) -> str:  # noqa: N802
+        return "answer"
 
 
 @pytest.fixture
@@ -65,7 +76,32 @@ def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -
     assert (made, replica.group) == ([], None)
     assert told == [0]
     with pytest.raises(rpc.Unavailable, match="stands by"):
-        replica._reign(_Call())
+        replica._reign()
+
+
+class Call:
+    """With a term that its caller claims."""
+
+    def __init__(self, term: str) -> None:
+        self.term = term
+
+    def invocation_metadata(self) -> tuple[tuple[str, str]]:
+        return ((TERM_KEY, self.term),)
+
+
+async def test_only_a_call_that_a_member_may_make_tells_of_a_term(world: Any) -> None:
+    replica, elector, _, _ = world
+    with pytest.raises(rpc.Unavailable):
+        await replica.Heartbeat("member", Call("9"))
+    elector.term = 7
+    replica.tick()
+    assert await replica.Topology("anybody", Call("9")) == "answer"
+    with pytest.raises(rpc.NotFound):
+        await replica.Heartbeat("", Call("9"))
+    assert elector.told == []
+    for term in ("9", "9" * 11, "-1", "x", ""):
+        assert await replica.Heartbeat("member", Call(term)) == "answer"
+    assert elector.told == [9, 0, 0, 0, 0]
 
 
 async def test_a_former_leader_measures_its_group_no_more() -> None:
@@ -76,13 +112,13 @@ async def test_a_former_leader_measures_its_group_no_more() -> None:
     elector.term = 3
     replica.tick()
     worker = pb.WorkerId(uid="h/0", incarnation=1)
-    await replica.Register(pb.RegisterRequest(worker=worker), _Call())
+    await replica.Register(pb.RegisterRequest(worker=worker), Call(""))
     await asyncio.sleep(0.01)
     replica.tick()
     of_group = {"worker": worker, "epoch": replica.group.epoch}
-    await replica.PublishRegion(pb.PublishRegionRequest(region=b"r", **of_group), _Call())
-    await replica.Ready(pb.ReadyRequest(**of_group), _Call())
-    views = replica.Watch(pb.WatchRequest(), _Call())
+    await replica.PublishRegion(pb.PublishRegionRequest(region=b"r", **of_group), Call(""))
+    await replica.Ready(pb.ReadyRequest(**of_group), Call(""))
+    views = replica.Watch(pb.WatchRequest(), Call(""))
     await anext(views)
 
     def told(name: str, **labels: str) -> float | None:
@@ -102,8 +138,3 @@ async def test_a_former_leader_measures_its_group_no_more() -> None:
     elector.term = 4
     replica.tick()
     assert told("state", state="FORMING") == 1
-
-
-class _Call:
-    def invocation_metadata(self) -> tuple[()]:
-        return ()

@@ -29,6 +29,10 @@ _QUIET_S, _ALIVE_S = 1.0, 3.0
 _GRACE_S = 5.0
 """What is under way on a channel with former certificates has so long to end."""
 
+_STREAM_S = 300.0
+"""A stream that is older is left for a new one between two requests: servers end connections that grow old, and give
+what is open there ten minutes."""
+
 _Outbox = asyncio.Queue[expert_pb2.ForwardRequest | None]
 """What is to be written; None ends the stream."""
 
@@ -58,7 +62,7 @@ class WorkerStream:
         self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
-        self._heard_at = 0.0
+        self._opened_at = self._heard_at = 0.0
         self._silent = False
         self._asking: asyncio.Task[None] | None = None
         self.broken_at = float("-inf")
@@ -91,8 +95,11 @@ class WorkerStream:
             ClientError: what the answer says, or what became of the stream. A request that is given up, by deadline or
                 by cancelling this call, is cancelled at the worker too.
         """
+        if self._reader is not None and not self._pending and time.monotonic() - self._opened_at > _STREAM_S:
+            self._leave(self._reader)
         if self._reader is None:
             self._renew()
+            self._opened_at = time.monotonic()
             self._outbox, self._silent = asyncio.Queue(), False
             self._reader = asyncio.create_task(self._read(self._outbox))
         if not self._pending:
@@ -123,6 +130,13 @@ class WorkerStream:
         self._fail(self._closed())  # a reader that had not begun yet told nobody
         await self._channel.close(None)
         await asyncio.gather(*self._former, return_exceptions=True)
+
+    def _leave(self, reader: asyncio.Task[None]) -> None:
+        """Of a stream that owes nothing: it ends by itself, and the next request opens another one."""
+        self._outbox.put_nowait(None)
+        self._reader = None
+        self._former.add(reader)
+        reader.add_done_callback(self._former.discard)
 
     def _dial(self) -> None:
         self._version = self._security.version if self._security is not None else 0
@@ -159,9 +173,10 @@ class WorkerStream:
             failure = self._broken(rpc.error_of(error))
         finally:
             watching.cancel()
-            self._reader, self.broken_at = None, time.monotonic()
             outbox.put_nowait(None)
-            self._fail(failure or self._closed())
+            if self._reader is asyncio.current_task():
+                self._reader, self.broken_at = None, time.monotonic()
+                self._fail(failure or self._closed())
 
     async def _watch(self, reader: asyncio.Task[None] | None) -> None:
         """End the stream when the worker is not there any more."""

@@ -125,8 +125,9 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """Longest stay in EXCHANGING (weights load there) before the epoch is raised and the laggards are named."""
     recover_s: Seconds = 5.0
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
-    max_message_bytes: Count = 4 << 20
-    """Largest message taken from a worker; a region ticket is at most 64 KiB."""
+    max_message_bytes: Count = 1 << 20
+    """Largest message taken from a worker. Heartbeats of large models are the largest: 15,616 slots of experts take
+    200 KiB, facts of a host and a region 64 KiB each."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     advertise: str = ""

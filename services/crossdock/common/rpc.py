@@ -6,14 +6,14 @@ What is not here: any service, any policy about the group, what TLS rests on (se
 
 from __future__ import annotations
 
+import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 import tenacity
-from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -90,23 +90,62 @@ class ListenError(OSError):
     """An address cannot be listened on: malformed, in use, or not of this host."""
 
 
-class Health:
-    """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING."""
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+    """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING.
+
+    The one of grpcio-health-checking writes to a watcher while it holds the lock of all: one that does not read would
+    keep everybody from hearing, and this process from stopping.
+    """
 
     def __init__(self, services: Sequence[str]) -> None:
         self.services = tuple(services)
-        self.servicer: Any = cast("Any", health_service).aio.HealthServicer()
+        self._serving = dict.fromkeys(("", *services), False)
+        self._watchers: set[asyncio.Event] = set()
+        self._over = False
 
     async def set(self, serving: bool, *names: str) -> None:
         """Say whether these services (none named: all, and the process) answer usefully. Watchers of the health service
         learn it at once."""
-        word = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in names or ("", *self.services):
-            await self.servicer.set(name, word)
+        if not self._over:
+            self._serving.update(dict.fromkeys(names or ("", *self.services), serving))
+            for changed in self._watchers:
+                changed.set()
 
     async def shut_down(self) -> None:
         """NOT_SERVING for good; later `set` calls do nothing."""
-        await self.servicer.enter_graceful_shutdown()
+        await self.set(False)
+        self._over = True
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        """The state now. Raises NotFound."""
+        if request.service not in self._serving:
+            raise NotFound("service: expected one that this server has, got another one")
+        return self._answer(request.service)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The state, now and after each change."""
+        service = request.service if request.service in self._serving else None
+        del request
+        changed, told = asyncio.Event(), None
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                answer = self._answer(service)
+                if answer.status != told:
+                    told = answer.status
+                    yield answer
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+    def _answer(self, service: str | None) -> health_pb2.HealthCheckResponse:
+        if service is None:
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        word = health_pb2.HealthCheckResponse
+        return word(status=word.SERVING if self._serving[service] else word.NOT_SERVING)
 
 
 async def server(
@@ -129,7 +168,7 @@ async def server(
         options=[*_server_options(max_message_bytes), *(_guard_options() if door is not None else ())],
         maximum_concurrent_rpcs=2 * (door.calls.most + door.others.most) if door is not None else None,
     )
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, made)
+    health_pb2_grpc.add_HealthServicer_to_server(health, made)
     names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, made)
     await health.set(False)

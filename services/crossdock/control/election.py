@@ -5,8 +5,8 @@
 Nobody compares wall clocks. Who waits counts, by its own clock, for how long the lease has not changed, and takes it
 only after `lease_s` of that; who leads stops `FENCE` of `lease_s` after it *began* its last renewal that worked. So the
 former leader has stopped before the next one begins, however slow the network and however wrong the clocks of the day
-are; what it said late is told by its lower term. A term is greater than every one that is in the lease, or that a
-worker has told of.
+are; what it said late is told by its lower term. A term is greater than every one that was in the lease. What a member
+has seen counts only where it is `near` that, for anybody may claim a number, and a great one would use all terms up.
 
 A lease that is missing may have been deleted from under a leader. So it is made without a holder first, and taken after
 `lease_s` like any other; so is one that somebody else has made and nobody has written to. It has forgotten its term: so
@@ -25,6 +25,11 @@ GIVEN_BACK_S = 1.0
 """So long a lease that was given back is left alone; the API takes no shorter time."""
 LEAPS = 1 << 12
 """A leap is less than this; the API keeps terms below 2^31, which is a million reigns."""
+NEAR = 4 * LEAPS
+"""A reign that this process has not seen in the lease, because it was deleted meanwhile, is not further ahead."""
+MOST_TERM = (1 << 31) - 1
+FEW_TERMS = MOST_TERM - (1 << 20)
+"""From here on reigns leap no more, and nobody's word counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class State:
         looked: whether anything was read yet.
         term: of its reign; 0 = it does not lead.
         until: when its reign ends unless it renews.
-        heard: greatest term that anybody told of.
+        heard: greatest term that was in the lease, or that a member told of and that was `near`.
     """
 
     identity: str
@@ -84,10 +89,15 @@ def observe(state: State, seen: Lease | None, now: float) -> State:
 
 
 def hear(state: State, term: int) -> State:
-    """Somebody told of a term; a leader of a lower one leads no more."""
+    """There was a reign of that term; a leader of a lower one leads no more."""
     if term <= state.heard:
         return state
     return replace(state, heard=term, term=state.term if state.term >= term else 0)
+
+
+def near(state: State, term: int) -> bool:
+    """Whether a term that a member has seen may be true, and is later than all that were in the lease."""
+    return state.heard < term <= min(state.heard + NEAR, FEW_TERMS)
 
 
 def wanted(state: State, now: float, leap: int) -> Lease | None:
@@ -97,11 +107,11 @@ def wanted(state: State, now: float, leap: int) -> Lease | None:
     if mine and state.term:
         return Lease(state.identity, state.address, state.term, state.lease_s)
     if seen is None:
-        return Lease("", "", state.heard + leap, state.lease_s)
+        return Lease("", "", _later(state.heard, leap), state.lease_s)
     held_s = max(seen.lease_s, state.lease_s) if seen.holder else seen.lease_s or state.lease_s
     if not (mine or now - state.since >= held_s):
         return None
-    return Lease(state.identity, state.address, state.heard + 1 + leap, state.lease_s)
+    return Lease(state.identity, state.address, _later(state.heard, 1 + leap), state.lease_s)
 
 
 def written(state: State, lease: Lease, began: float, now: float) -> State:
@@ -112,6 +122,10 @@ def written(state: State, lease: Lease, began: float, now: float) -> State:
     leads = bool(lease.holder) and now < until and not ended and lease.term >= state.heard
     term = lease.term if leads else 0
     return replace(state, seen=lease, since=now, term=term, until=until, heard=max(state.heard, lease.term))
+
+
+def _later(term: int, leap: int) -> int:
+    return min(MOST_TERM, term + (leap if term < FEW_TERMS else min(leap, 1)))
 
 
 def given_back(state: State) -> Lease | None:

@@ -30,6 +30,9 @@ log = logs.get(__name__)
 
 TERM_KEY = "crossdock-term"
 """Metadata of workers' calls: the greatest term that they have seen in a view."""
+_MAX_TERM_CHARS = 10
+_LEASES_PER_TURN = 10
+"""A member's word ends a reign once in so many leases at most."""
 
 
 def boot_clock() -> float:
@@ -74,6 +77,7 @@ class Elector:
         self._lock = threading.Lock()
         self._stop, self._hurry = threading.Event(), threading.Event()
         self.trouble = ""
+        self._told, self._deaf_until = 0, float("-inf")
         self._thread = threading.Thread(target=self._run, name="crossdock-elector", daemon=True)
 
     @property
@@ -93,10 +97,12 @@ class Elector:
         self._thread.start()
 
     def hear(self, term: int) -> None:
-        """A worker has seen that term."""
-        if term > self._state.heard:
-            with self._lock:
-                self._state = election.hear(self._state, term)
+        """A member has seen that term. If it may be true the lease is read again; where it still names this process, it
+        was deleted meanwhile, and members take views of a later reign only: one begins."""
+        state = self._state
+        if state.term and election.near(state, term) and boot_clock() >= self._deaf_until:
+            self._told = term
+            self._deaf_until = boot_clock() + _LEASES_PER_TURN * state.lease_s
             self._hurry.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -135,6 +141,9 @@ class Elector:
         seen = self._leases.read(timeout_s)
         with self._lock:
             self._state = election.observe(self._state, seen, boot_clock())
+            told, self._told = self._told, 0
+            if self._state.term and election.near(self._state, told):
+                self._state = election.hear(self._state, told)
             lease = election.wanted(self._state, boot_clock(), secrets.randbelow(election.LEAPS))
         if lease is None:
             return
@@ -210,9 +219,8 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         log.info("leading" if term else "standing by", term=term, leader=self._elector.leader or "unknown")
         self._reigns(term)
 
-    def _reign(self, context: Any) -> Service:
+    def _reign(self) -> Service:
         """The ControlPlane to ask now. Raises Unavailable: another one decides, or nobody."""
-        self._elector.hear(_term_of(context))
         if self._service is None or not self._holds():
             raise self._elsewhere()
         return self._service
@@ -226,7 +234,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The views of this reign, with its term."""
-        service: Any = self._reign(context)
+        service: Any = self._reign()
         term = self._term
         try:
             views = service.Watch(request, context)
@@ -243,9 +251,15 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
             raise self._elsewhere() from None
 
 
+_MEMBERS_CALLS = frozenset({"Register", "PublishRegion", "Ready", "Heartbeat"})
+
+
 def _delegate(name: str) -> Callable[[Replica, Any, Any], Any]:
     async def method(self: Replica, request: Any, context: Any) -> Any:
-        return await getattr(self._reign(context), name)(request, context)
+        answer = await getattr(self._reign(), name)(request, context)
+        if name in _MEMBERS_CALLS:  # that were taken: it is a member, and has its key
+            self._elector.hear(_term_of(context))
+        return answer
 
     return method
 
@@ -257,6 +271,6 @@ for _method in pb.DESCRIPTOR.services_by_name["ControlPlane"].methods:
 
 def _term_of(context: Any) -> int:
     for key, value in context.invocation_metadata() or ():
-        if key == TERM_KEY and str(value).isdecimal() and len(value) < 19:
+        if key == TERM_KEY and str(value).isdecimal() and len(value) <= _MAX_TERM_CHARS:
             return int(value)
     return 0

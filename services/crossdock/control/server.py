@@ -44,6 +44,8 @@ QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
 after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
 them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
 QUIET_FROM = 32
+_LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
+"""Plans of large models take seconds of a core, and anybody may ask: a tenth of the time goes there at most."""
 WOKEN_AT_ONCE = 32
 """Watchers that are sent something in one turn of the event loop: a call that comes meanwhile waits for one turn or a
 few, and heartbeats that waited for thousands of tables to be written would be late."""
@@ -85,6 +87,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         )
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
+        self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
+        self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
         self._limits = views.Limits.of(config.world_size)
         self._group = new_group(settings, clock())
         self._version = 1
@@ -110,12 +114,14 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Enter the group, or enter it again."""
         host = request.host
+        views.check_incarnation(request.worker.incarnation, time.time_ns())
         self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
         kind = self._experts.kind_of(request)
         self._take(event, lambda: self._experts.welcome(kind))
         self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
+        self._topology = None
         self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
         return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
 
@@ -150,17 +156,27 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._take(views.leave_event(request))
         return pb.LeaveResponse()
 
-    async def Topology(self, request: pb.TopologyRequest, context: Any) -> pb.TopologyResponse:
-        """What the members told of their hosts."""
-        return views.topology_response(self._group, self._facts, self._labels())
+    async def Topology(self, request: pb.TopologyRequest, context: Any) -> bytes:
+        """What the members told of their hosts. Made once for each state of the group, since anybody may ask."""
+        labels, made = dict(self._labels()), self._topology
+        if made is None or made[:2] != (self._version, labels):
+            response = views.topology_response(self._group, self._facts, labels)
+            made = self._topology = (self._version, labels, response.SerializeToString())
+        return made[2]
 
     async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
         """Which expert each slot holds."""
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
-        """The load of experts, and what would move."""
-        return await self._experts.experts()
+        """The load of experts, and what would move. Where planning takes long, its answer serves ten times as long."""
+        version, now = self._experts.version, time.monotonic()
+        if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
+            answer = await self._experts.experts()
+            took_s = time.monotonic() - now
+            fresh_s = _PLAN_PAUSES * took_s if took_s > _LONG_PLAN_S else 0.0
+            self._planned = version, time.monotonic() + fresh_s, answer
+        return self._planned[2]
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
         """Move experts now."""

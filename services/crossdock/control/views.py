@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from google.protobuf.message import Message
 
 from crossdock.common.access import MAX_UID_CHARS, check_uid
-from crossdock.common.rpc import MOST_SENT_BYTES, InvalidArgument
+from crossdock.common.rpc import MOST_SENT_BYTES, FailedPrecondition, InvalidArgument
 from crossdock.control import discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
@@ -28,6 +28,9 @@ MAX_HOST_BYTES = 64 << 10
 MAX_LOST_NAMED = 128
 MAX_GPUS = 64
 MAX_NICS = 64
+MAX_AHEAD_S = 600
+"""By how much a worker's clock may be ahead: an incarnation is the time of its start. The newer one has the seat, so
+one from far in the future would have it for ever; clocks that are kept by NTP differ by less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,14 @@ class Limits:
         """Such that a view with every region fits in one message, with room for the names."""
         room = MOST_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
+
+
+def check_incarnation(incarnation: int, now_ns: int) -> None:
+    """Raises FailedPrecondition: it is from the future, by the clock here."""
+    ahead_s = (incarnation - now_ns) / 1e9
+    if ahead_s > MAX_AHEAD_S:
+        limit = f"expected a start (ns since 1970) at most {MAX_AHEAD_S} s ahead of the control plane's clock"
+        raise FailedPrecondition(f"worker.incarnation: {limit}, got {incarnation}, {ahead_s:.0f} s ahead")
 
 
 def greatest(known: int | None, unix_s: float) -> int:

@@ -1,0 +1,111 @@
+"""The thread that reads and renews the lease, beside a lease that takes no number which Kubernetes would not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from crossdock.control import leader
+from crossdock.control.election import MOST_TERM, NEAR, Lease, State
+from crossdock.control.leader import Elector
+
+TIMEOUT_S = 60.0
+
+
+class Leases:
+    """In memory."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.reads, self.refused = 0, list[int]()
+        self._lock, self._version = threading.Lock(), 0
+
+    def read(self, timeout_s: float) -> Lease | None:
+        self.reads += 1
+        return self.lease
+
+    def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
+        with self._lock:
+            if not 0 <= lease.term <= MOST_TERM:
+                self.refused.append(lease.term)
+                raise ValueError("leaseTransitions: cannot decode a number beyond int32")
+            if (self.lease.version if self.lease else None) != (seen.version if seen else None):
+                return None
+            self._version += 1
+            self.lease = replace(lease, version=str(self._version))
+            return self.lease
+
+    def close(self) -> None:
+        """Nothing to hang up."""
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+@pytest.fixture
+def elector(leases: Leases) -> Iterator[Elector]:
+    """Leads."""
+    made = Elector(State("a", "a:1", 30.0), leases)
+    leases.lease = Lease("a", "a:1", 5000, 30.0, "0")  # left from its former life: it takes it at once
+    made.start()
+    wait(lambda: made.term)
+    yield made
+    made.close()
+
+
+def wait(look: object) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not look():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def read_again(elector: Elector, leases: Leases) -> None:
+    """Two rounds of the thread: one may have been under way."""
+    for _ in range(2):
+        before = leases.reads
+        elector._hurry.set()
+        wait(lambda before=before: leases.reads > before and not elector._hurry.is_set())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("claimed", [NEAR + 4097, MOST_TERM - 5000, MOST_TERM, 10**18])
+def test_a_term_that_cannot_be_true_changes_nothing(elector: Elector, leases: Leases, claimed: int) -> None:
+    before, lease = elector.term, leases.lease
+    elector.hear(before + claimed)
+    read_again(elector, leases)
+    assert elector.term == before
+    assert (leases.refused, leases.lease.term if leases.lease else 0) == ([], before)
+    assert lease is not None
+
+
+def test_members_that_have_seen_a_later_reign_are_led_again_and_not_too_often(
+    elector: Elector, leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease was deleted, and names this process with an earlier term than that of the reign that is forgotten."""
+    seen = elector.term + NEAR
+    elector.hear(seen)
+    wait(lambda: elector.term > seen)
+    later = elector.term
+    elector.hear(later + 1)
+    read_again(elector, leases)
+    assert elector.term == later
+    monkeypatch.setattr(elector, "_deaf_until", leader.boot_clock())
+    elector.hear(later + 1)
+    wait(lambda: elector.term > later)
+
+
+def test_a_leader_that_was_replaced_reads_so_when_a_member_tells_of_the_later_term(
+    elector: Elector, leases: Leases
+) -> None:
+    told = elector.term + 7
+    leases.lease = Lease("b", "b:1", told, 30.0, "99")
+    elector.hear(told)
+    wait(lambda: elector.leader == "b:1")
+    assert elector.term == 0
+    assert leases.lease.holder == "b"
