@@ -94,8 +94,9 @@ def exposed(config: HostConfig) -> list[str]:
 
 
 def _processes(config: HostConfig, log_dir: Path) -> Watched:
-    logs = {"log_to_stderr": config.log_to_stderr, "log_max_bytes": config.log_max_bytes}
-    return Supervisor(config.control_config(), config.worker_configs(), log_dir, **logs)
+    to_stderr, most = config.log_to_stderr, config.log_max_bytes
+    control, workers = config.control_config(), config.worker_configs()
+    return Supervisor(control, workers, log_dir, log_to_stderr=to_stderr, log_max_bytes=most)
 
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:
