@@ -35,7 +35,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _HEALTHY_S = 5.0
 _EARLY_DEATHS = 5
 """A process that ends so often without ever having listened is given up."""
-_READ_S = 1.0
+_READ_S = 5.0
 _TAIL_BYTES, _TAIL_LINES = 4096, 8
 
 

@@ -6,45 +6,41 @@ that does not take it, 4 (a worker) a GPU that was lost.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from crossdock.cli_shared import (
+    DEFAULT_TARGET,
+    ConfigFile,
+    Json,
+    Overrides,
+    ParentPid,
+    SecurityFile,
+    Target,
+    console,
+    load_security,
+    security_of,
+    security_override,
+    show_json,
+)  # fmt: skip
 from crossdock.cli_tune import tune
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
 _USAGE_ERRORS = (
     "AddressError", "CheckpointError", "ConfigError", "HopelessError", "ListenError", "OptionError", "SecurityError",
 )  # fmt: skip
-PIPE_WIDTH = 132
-DEFAULT_TARGET = "127.0.0.1:7400"
 
 app = typer.Typer(
     name="crossdock",
     help="Serve the experts of a mixture-of-experts model, expert-parallel.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; every field has a default.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override one field: path.to.field=value. Repeatable.")
-]
-ParentPid = Annotated[int, typer.Option("--parent-pid", hidden=True)]
-Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane, or several: a:1,b:1.")]
-SecurityFile = Annotated[
-    Path | None, typer.Option("--security", help="YAML file: certificates and token (docs/security.md).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @app.callback()
@@ -86,9 +82,11 @@ def up(
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
     if security:
-        flags += [f"{part}.security={_as_json(security)}" for part in ("worker", *([] if join else ["control"]))]
+        flags += [
+            f"{part}.security={security_override(security)}" for part in ("worker", *([] if join else ["control"]))
+        ]
     loaded = load(HostConfig, config, [*flags, *(overrides or [])])
-    raise typer.Exit(run_host(on_runtime(loaded, runtime), _console()))
+    raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
 
 
 @app.command()
@@ -121,9 +119,10 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
 
 @app.command("deep-ep")
-def deep_ep() -> None:
+def deep_ep(as_json: Json = False) -> None:
     """Print the folder that makes `import deep_ep` mean Crossdock: PYTHONPATH="$(crossdock deep-ep)" PROGRAM."""
-    print(Path(__file__).parent / "deep_ep" / "path")
+    path = str(Path(__file__).parent / "deep_ep" / "path")
+    show_json({"path": path}) if as_json else print(path)
 
 
 @app.command()
@@ -139,13 +138,14 @@ def status(
     from crossdock.supervisor import current_view
     from crossdock.v1.control_pb2 import SERVING
 
-    guards = _security(security)
+    guards = security_of(security)
     view = ask(target, guards, lambda channel: current_view(channel, timeout_s))
     exposed = plain_text(view, target) if guards is None else []
     if as_json:
-        print(json.dumps(as_dict(view, exposed), indent=2))
+        show_json(as_dict(view, exposed))
     else:
-        _console().print(as_table(view, target, exposed))
+        printer = console()
+        printer.print(as_table(view, target, exposed, printer.width if printer.is_terminal else 0))
     raise typer.Exit(0 if view.state == SERVING else EXIT_FAILED)
 
 
@@ -168,21 +168,22 @@ def experts(
 
     found = ask(
         target,
-        _security(security),
+        security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
     )
     known = [one.layer for one in found.layers]
     if layer is not None and found.version and layer not in known:
         raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
     if as_json:
-        print(json.dumps(as_dict(found, layer), indent=1))
+        show_json(as_dict(found, layer))
     else:
-        _console().print(as_tables(found, target, layer, most))
+        console().print(as_tables(found, target, layer, most))
 
 
 @app.command()
 def rebalance(
     target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
     security: SecurityFile = None,
 ) -> None:
@@ -194,10 +195,12 @@ def rebalance(
 
     started = ask(
         target,
-        _security(security),
+        security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Rebalance, RebalanceRequest(), timeout_s=timeout_s),
     )
-    if started.moves:
+    if as_json:
+        show_json({"version": started.version, "moves": started.moves})
+    elif started.moves:
         print(f"placement {started.version}: loading {started.moves} copies; `crossdock experts` shows how far it is")
     else:
         print(f"placement {started.version}: balanced well enough, nothing moves")
@@ -208,13 +211,14 @@ def demo(
     transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    as_json: Json = False,
     security: SecurityFile = None,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
     from crossdock.demo.run import FAMILIES, run_demo
 
-    guards = _load_security(security)
-    raise typer.Exit(run_demo(family or tuple(FAMILIES), transport=transport, num_workers=workers, security=guards))
+    chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
+    raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
 
 
 @app.command()
@@ -238,7 +242,7 @@ def topo(
     if bool(files) + bool(target) + only_facts > 1 or as_json + as_dot + as_svg > 1:
         raise ConfigFileError("expected at most one of FILES, --target, --facts, and of --json, --dot, --svg")
     if target:
-        found = sources.of_group(target, timeout_s, _security(security))
+        found = sources.of_group(target, timeout_s, security_of(security))
     elif files:
         found = sources.of_hosts(sources.read_facts(files), None, "from files")
     else:
@@ -250,11 +254,11 @@ def topo(
             return
         found = sources.of_hosts([host], None, "this host")
     if as_json:
-        print(json.dumps(words.as_dict(found), indent=1))
+        show_json(words.as_dict(found))
     elif as_dot or as_svg:
         print(picture.as_dot(found) if as_dot else picture.as_svg(found), end="")
     else:
-        _console().print(words.as_tables(found), soft_wrap=True)
+        console().print(words.as_tables(found), soft_wrap=True)
 
 
 @app.command()
@@ -271,11 +275,11 @@ def doctor(
     """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
     from crossdock.doctor import run
 
-    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, _security(security))
+    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
     findings = run.examine(request)
-    kept = list(findings) if as_json else run.show(findings, _console())
+    kept = list(findings) if as_json else run.show(findings, console())
     if as_json:
-        print(json.dumps(run.as_dict(kept, strict=strict), indent=1))
+        show_json(run.as_dict(kept, strict=strict))
     raise typer.Exit(run.exit_code(kept, strict=strict))
 
 
@@ -295,7 +299,7 @@ def memory(
     from crossdock import regions
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
-    print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
+    show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
 
 
 app.command()(tune)
@@ -306,16 +310,17 @@ def certs(
     folder: Annotated[Path, typer.Argument(help="Where they are written; made if missing.")],
     host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of a server. Repeatable.")] = None,
     days: Annotated[int, typer.Option("--days", min=1, help="Until they end.")] = 365,
+    as_json: Json = False,
 ) -> None:
     """Make an authority and certificates for every part of a group. Run again: new ones of the same authority."""
     from crossdock.certs import make_all
 
-    for path in make_all(folder, host or (), days):
-        print(path)
+    made = [str(path) for path in make_all(folder, host or (), days)]
+    show_json({"configs": made}) if as_json else print(*made, sep="\n")
 
 
 @app.command()
-def version() -> None:
+def version(as_json: Json = False) -> None:
     """Show the versions of Crossdock and of what it stands on."""
     import platform
     from importlib.metadata import PackageNotFoundError
@@ -323,42 +328,16 @@ def version() -> None:
 
     import crossdock
 
-    print(f"crossdock {crossdock.__version__}")
-    print(f"python {platform.python_version()}")
+    found: dict[str, str | None] = {"crossdock": crossdock.__version__, "python": platform.python_version()}
     for name in ("grpcio", "protobuf", "torch", "transformers"):
         try:
-            print(f"{name} {version_of(name)}")
+            found[name] = version_of(name)
         except PackageNotFoundError:
-            print(f"{name} not installed")
-
-
-def _load_security(path: Path | None) -> Any:
-    """The SecurityConfig of a file; one that guards nothing without a file."""
-    from crossdock.common.security import load_security
-
-    return load_security(path)
-
-
-def _security(path: Path | None) -> Any:
-    """What calls are guarded with; None: plain text."""
-    from crossdock.common.security import security_of
-
-    return security_of(_load_security(path))
-
-
-def _as_json(path: Path) -> str:
-    """A security file as the value of `--set`."""
-    import msgspec
-
-    return msgspec.json.encode(_load_security(path)).decode()
-
-
-def _console() -> Console:
-    """Standard output; into a pipe or a file as wide as a table needs."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+            found[name] = None
+    if as_json:
+        show_json(found)
+    else:
+        print(*(f"{name} {number or 'not installed'}" for name, number in found.items()), sep="\n")
 
 
 def _die_with(parent_pid: int) -> None:
@@ -371,7 +350,7 @@ def _die_with(parent_pid: int) -> None:
 def main() -> None:
     """Run the command; an error becomes one line on stderr and an exit status."""
     try:
-        app()
+        app(prog_name="crossdock")
     except KeyboardInterrupt:
         sys.exit(128 + 2)
     except Exception as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from crossdock.cli_shared import Json, console, show_json
 
 Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="By default every GPU here, or 4.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="Repeatable; by default grouped and flat.")]
@@ -30,13 +31,12 @@ def tune(
     max_tokens: Largest = None,
     runs: Runs = 15,
     cache_dir: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure LL against HT here, and keep from which step on AUTO is to run HT.
 
     By itself it starts a process for each rank; under torchrun it is one.
     """
-    from crossdock.cli import _console
     from crossdock.tune import run
     from crossdock.tune.request import Request
 
@@ -46,9 +46,9 @@ def tune(
         fp8_combine=fp8_combine, num_sms=num_sms, max_tokens=max_tokens or run.MOST_TOKENS[transport], runs=runs,
         cache_dir=cache_dir, layouts=tuple(layout or run.LAYOUTS),
     )  # fmt: skip
-    console = _console()
-    records = run.watch(request, num_ranks, console)
+    printer = console()
+    records = run.watch(request, num_ranks, printer)
     if records and as_json:
-        print(json.dumps(run.as_dict(request, records), indent=1))
+        show_json(run.as_dict(request, records))
     elif records:
-        console.print(run.as_tables(request, records))
+        printer.print(run.as_tables(request, records))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -44,13 +45,14 @@ def run_host(config: HostConfig, console: Console) -> int:
     """Run the host's processes or containers until SIGINT or SIGTERM, then drain them; the exit status.
 
     Raises:
-        ConfigFileError: the model's directory is not there, or an image or the SDK for containers.
+        ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers.
         ConnectionError: no daemon answers that could run containers.
         SupervisorError: the group could not come up; HopelessError: it never can, with this configuration or model.
         ListenError: `http_listen` cannot be listened on.
     """
     if not Path(config.worker.model).is_dir():
         raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
+    _check_transport(config.worker.transport)
     log.setup(LogConfig(level="warning"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
@@ -72,6 +74,18 @@ def run_host(config: HostConfig, console: Console) -> int:
     return 0
 
 
+def _check_transport(name: str) -> None:
+    """Raises ConfigFileError for one that is not installed here; without `ep_kernels` here, containers bring theirs."""
+    found = find_spec("ep_kernels")
+    if found is None or not found.submodule_search_locations:
+        return
+    known = sorted(
+        path.parent.name for path in Path(found.submodule_search_locations[0]).glob("transports/*/transport.py")
+    )
+    if name not in known:
+        raise ConfigFileError(f"worker.transport: expected one of {', '.join(known)}, got {name!r}")
+
+
 def exposed(config: HostConfig) -> list[str]:
     """Addresses at which the processes of this host listen without TLS and other hosts may reach them."""
     servers = [server for server in (config.control, config.worker) if server is not None]
@@ -80,8 +94,9 @@ def exposed(config: HostConfig) -> list[str]:
 
 
 def _processes(config: HostConfig, log_dir: Path) -> Watched:
-    logs = {"log_to_stderr": config.log_to_stderr, "log_max_bytes": config.log_max_bytes}
-    return Supervisor(config.control_config(), config.worker_configs(), log_dir, **logs)
+    to_stderr, most = config.log_to_stderr, config.log_max_bytes
+    control, workers = config.control_config(), config.worker_configs()
+    return Supervisor(control, workers, log_dir, log_to_stderr=to_stderr, log_max_bytes=most)
 
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
@@ -48,12 +49,19 @@ def plain_text_warning(exposed: Sequence[str]) -> list[Text]:
     return [Text(f"WARNING: {words} can use and change the group (docs/security.md)", style="bold yellow")]
 
 
-def as_table(view: GroupView, target: str, exposed: Sequence[str] = ()) -> Group:
+def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: int = 0) -> Group:
     """One headline, one row per rank (lost ones too), why the last change happened, and which addresses are exposed
-    (see `plain_text`)."""
+    (see `plain_text`).
+
+    Args:
+        width: of the terminal, in columns; what does not fit is left out and named. 0: any.
+    """
     rows = {member.rank: _row(member) for member in view.members}
+    columns, left_out = _fitting(rows, width)
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
-    return Group(_headline(view, target), Text(), _table(view, _COLUMNS, rows), *reason, *plain_text_warning(exposed))
+    return Group(
+        _headline(view, target), Text(), _table(view, columns, rows), *left_out, *reason, *plain_text_warning(exposed)
+    )
 
 
 def as_address_table(view: GroupView, target: str) -> Group:
@@ -82,7 +90,24 @@ _COLUMNS: dict[str, JustifyMethod] = {
     "queued": "right",
     "heartbeat": "right",
 }
+_LEFT_OUT = ("tokens", "address", "memory", "heartbeat", "experts")
+_FOLDED, _GAP = 24, 2
 _ADDRESS_COLUMNS: dict[str, JustifyMethod] = {"rank": "right", "worker": "left", "address": "left", "metrics": "left"}
+
+
+def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, JustifyMethod], list[Text]]:
+    """The columns that fit, and a line that names the others; takes their cells out of `rows`."""
+    kept = dict(_COLUMNS)
+    at = {title: place for place, title in enumerate(_COLUMNS)}
+    needed = {title: max([cell_len(title), *(row[at[title]].cell_len for row in rows.values())]) for title in kept}
+    needed["worker"] = min(needed["worker"], _FOLDED)
+    while width and sum(needed[title] + _GAP for title in kept) > width + _GAP and set(kept) & set(_LEFT_OUT):
+        del kept[next(title for title in _LEFT_OUT if title in kept)]
+    left_out = [title for title in _COLUMNS if title not in kept]
+    for rank, row in rows.items():
+        rows[rank] = [row[at[title]] for title in kept]
+    words = f"not shown: {', '.join(left_out)} (wider terminal, or --json)"
+    return kept, [Text(words, style="dim")] if left_out else []
 
 
 def _headline(view: GroupView, target: str) -> Text:
@@ -96,7 +121,8 @@ def _headline(view: GroupView, target: str) -> Text:
 def _table(view: GroupView, columns: dict[str, JustifyMethod], rows: dict[int, list[Text]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title, justify in columns.items():
-        table.add_column(title, justify=justify, no_wrap=True)
+        folds = title == "worker"  # a long one takes several lines, so that no head and no number is cut
+        table.add_column(title, justify=justify, no_wrap=not folds, overflow="fold", min_width=cell_len(title))
     for rank in view.lost_ranks:
         rows.setdefault(rank, [Text(str(rank)), Text("lost", style="red")])
     for rank in sorted(rows):

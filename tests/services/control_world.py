@@ -212,6 +212,11 @@ class ControlProcess:
             self.kill()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
     def kill(self) -> None:
         """kill -9."""
         self._process.kill()

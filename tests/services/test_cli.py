@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer.core
+import typer.main
 
 import crossdock
+from crossdock.cli import app
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
 from tests.services.cluster import FORM_S, TEST_S
@@ -69,6 +74,49 @@ def test_version_names_what_it_stands_on() -> None:
     assert done.returncode == 0
     assert f"crossdock {crossdock.__version__}" in done.stdout
     assert "grpcio " in done.stdout
+
+
+def test_version_as_json() -> None:
+    said = json.loads(crossdock_command("version", "--json").stdout)
+    assert said["crossdock"] == crossdock.__version__
+    assert {"python", "grpcio", "protobuf", "torch", "transformers"} < set(said)
+
+
+def test_other_small_commands_as_json(tmp_path: Path) -> None:
+    assert Path(json.loads(crossdock_command("deep-ep", "--json").stdout)["path"], "deep_ep").is_dir()
+    if shutil.which("openssl"):
+        made = json.loads(crossdock_command("certs", str(tmp_path), "--json").stdout)["configs"]
+        assert {Path(path).name for path in made} >= {"control.yaml", "worker.yaml"}
+
+
+def test_every_command_with_output_offers_json() -> None:
+    runs = {"up", "control", "worker"}  # they serve until stopped
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    for name, one in command.commands.items():
+        options = {flag for parameter in one.params for flag in parameter.opts}
+        assert name in runs or "--json" in options, name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "crossdock", "--show-completion", shell]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=FORM_S, check=True, env=env)
+    assert "_CROSSDOCK_COMPLETE" in done.stdout
+    if shell == "bash":
+        asked = {"_CROSSDOCK_COMPLETE": "complete_bash", "COMP_WORDS": "crossdock stat", "COMP_CWORD": "1"}
+        done = subprocess.run(
+            command[:3], capture_output=True, text=True, timeout=FORM_S, check=False, env={**env, **asked}
+        )
+        assert done.stdout.split() == ["status"]
+
+
+def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    done = crossdock_command("up", "-m", str(tmp_path), "--transport", "pigeon", "--log-dir", str(tmp_path / "logs"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "worker.transport: expected one of cpu, nvlink, got 'pigeon'" in done.stderr
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def view() -> GroupView:
 def rendered(what: GroupView, exposed: Sequence[str] = (), width: int = 160) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(as_table(what, "a:7400", exposed))
+        console.print(as_table(what, "a:7400", exposed, width))
     return capture.get()
 
 
@@ -55,6 +55,44 @@ def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
     assert "WARNING: plain text without authentication at 10.0.0.7:7400: every host" in said
     assert "10.0.0.1:1, 10.0.0.2:1 and 3 more" in rendered(what, [f"10.0.0.{i}:1" for i in range(1, 6)])
     assert "plain text" not in rendered(what)
+
+
+def large(num_ranks: int, uid: str) -> GroupView:
+    stats = WorkerStats(
+        tokens_total=10**10, tokens_per_s=123456, first_expert=1000, num_experts=24, expert_bytes=9 << 34
+    )
+    members = [
+        Member(rank=i, worker=WorkerId(uid=f"{uid}/{i}"), address=f"10.120.130.{i}:7500", ready=True, stats=stats)
+        for i in range(num_ranks)
+    ]
+    return GroupView(epoch=7, state=SERVING, world_size=num_ranks, members=members, version=9)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 64])
+@pytest.mark.parametrize("uid", ["gpu-1", "node-0123456789.cluster.example", "x" * 200])
+def test_at_80_columns_no_head_and_no_number_is_cut(num_ranks: int, uid: str) -> None:
+    said = rendered(large(num_ranks, uid), width=80)
+    lines = said.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "…" not in said
+    heads = lines[2].split()
+    left_out = next(line for line in lines if line.startswith("not shown: "))
+    assert heads[:3] == ["rank", "state", "worker"]
+    assert {"tokens/s", "queued"} <= set(heads)
+    for title in ("address", "experts", "memory", "tokens", "heartbeat"):
+        assert (title in heads) != (title in left_out.partition(" (")[0].replace(",", " ").split())
+    shown = [line.split() for line in lines[3:] if line.split()[1:2] == ["ready"]]
+    assert [row[0] for row in shown] == [str(rank) for rank in range(num_ranks)]
+    assert all("123,456" in row for row in shown)
+
+
+def test_where_there_is_room_every_column_is_shown() -> None:
+    assert "not shown" not in rendered(view(), width=160)
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(as_table(view(), "a:7400", (), 160))
+    assert "not shown" not in capture.get()
+    assert "heartbeat" in capture.get()
 
 
 def test_a_hostile_uid_is_shown_as_it_is() -> None:

@@ -136,12 +136,14 @@ class _Watched(_SaysOnce, WatchedFileHandler):
 
 def _file_handler(config: LogConfig) -> logging.Handler:
     """Raises OSError where the file cannot be opened."""
-    how = {"encoding": "utf-8", "errors": "backslashreplace"}
+    code, errors = "utf-8", "backslashreplace"
     made: _Rotated | _Watched
     if config.max_file_bytes:
-        made = _Rotated(config.file, maxBytes=config.max_file_bytes, backupCount=config.old_files, **how)
+        made = _Rotated(
+            config.file, maxBytes=config.max_file_bytes, backupCount=config.old_files, encoding=code, errors=errors
+        )
     else:
-        made = _Watched(config.file, **how)
+        made = _Watched(config.file, encoding=code, errors=errors)
     made.sink = config.file
     made.setFormatter(_Formatter())
     return made

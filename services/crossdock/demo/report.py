@@ -53,6 +53,27 @@ def table(rows: Sequence[Row]) -> Table:
     return made
 
 
+def as_dict(rows: Sequence[Row], problem: str = "") -> dict[str, object]:
+    """Plain JSON types; `problem`: what ended the run before all rows were made."""
+    return {
+        "passed": bool(rows) and not problem and not any(row.verdict.failures for row in rows),
+        "problem": problem,
+        "rows": [
+            {
+                "family": row.family,
+                "dtype": row.dtype,
+                "tokens_equal": row.verdict.tokens,
+                "max_logit_difference": row.verdict.max_difference,
+                "detail": row.verdict.detail,
+                "failures": list(row.verdict.failures),
+                "tokens_per_s": row.tokens_per_s,
+                "metrics": list(row.urls),
+            }
+            for row in rows
+        ],
+    }
+
+
 def notes(rows: Sequence[Row]) -> str:
     """What the numbers of each row mean, and where its latencies were scraped."""
     lines = []

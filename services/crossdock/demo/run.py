@@ -9,6 +9,7 @@ seeded.
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import tempfile
 import time
@@ -28,7 +29,7 @@ from crossdock.common.settings import SecurityConfig
 from crossdock.demo import scrape, stage
 from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
 from crossdock.demo.models import write_checkpoint
-from crossdock.demo.report import Row, notes, table
+from crossdock.demo.report import Row, as_dict, notes, table
 from crossdock.demo.stage import Stage
 from crossdock.demo.text import find_text, token_ids
 from crossdock.supervisor import Supervisor, SupervisorError
@@ -80,6 +81,7 @@ def run_demo(
     transport: str = "cpu",
     num_workers: int | None = None,
     security: SecurityConfig | None = None,
+    as_json: bool = False,
 ) -> int:
     """Run the whole comparison and print the table.
 
@@ -89,6 +91,7 @@ def run_demo(
         transport: of the workers.
         num_workers: None: four on a CPU, one per GPU otherwise.
         security: certificates and tokens of every part; None: plain text on loopback.
+        as_json: print the rows as JSON on stdout, and all else on stderr.
 
     Returns:
         0 if every criterion was met, else 1; the reasons are printed, and logs kept.
@@ -100,7 +103,7 @@ def run_demo(
     _require("--family", FAMILIES, families)
     where = Stage.of(transport, num_workers, stage.num_gpus() if transport != "cpu" else 0)
     where = replace(where, security=security or where.security)
-    return _play(families, where, console or Console())
+    return _play(families, where, console or Console(stderr=as_json), as_json=as_json)
 
 
 def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
@@ -109,7 +112,7 @@ def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
             raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name}")
 
 
-def _play(families: Sequence[str], where: Stage, console: Console) -> int:
+def _play(families: Sequence[str], where: Stage, console: Console, *, as_json: bool) -> int:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="crossdock-demo-"))
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -128,6 +131,8 @@ def _play(families: Sequence[str], where: Stage, console: Console) -> int:
         problem = f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(num_threads)
+    if as_json:
+        print(json.dumps(as_dict(rows, problem), indent=1))
     if _report(rows, problem, console):
         console.print(f"[green]every criterion met[/] in {time.monotonic() - started:.0f} s")
         shutil.rmtree(folder, ignore_errors=True)
