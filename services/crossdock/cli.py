@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crossdock.cli_members import cordon, drain, uncordon
 from crossdock.cli_tune import tune
 
 if TYPE_CHECKING:
@@ -296,7 +297,8 @@ def memory(
     print(json.dumps(regions.as_dict(config), indent=2)) if as_json else _console().print(regions.as_table(config))
 
 
-app.command()(tune)
+for _command in (tune, drain, cordon, uncordon):
+    app.command()(_command)
 
 
 @app.command()

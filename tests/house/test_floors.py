@@ -51,7 +51,10 @@ FLOORS: dict[str, set[str]] = {
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
 
-ANYTHING = ("crossdock.cli", "crossdock.cli_tune", "crossdock.__main__", "benchmarks", "benchmarks.vllm")
+ANYTHING = (
+    "crossdock.cli", "crossdock.cli_members", "crossdock.cli_tune", "crossdock.__main__",
+    "benchmarks", "benchmarks.vllm",
+)  # fmt: skip
 
 RESERVED: dict[str, set[str]] = {
     "torch": {
@@ -80,7 +83,7 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.supervisor",
     },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
-    "typer": {"crossdock.cli", "crossdock.cli_tune"},
+    "typer": {"crossdock.cli", "crossdock.cli_members", "crossdock.cli_tune"},
     "yaml": {"crossdock.common"},
     "lightkube": {"crossdock.control"},
     "httpx2": {"crossdock.control"},
