@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from crossdock.cli_members import cordon, drain, uncordon
 from crossdock.cli_shared import (
     DEFAULT_TARGET,
     ConfigFile,
@@ -302,7 +303,8 @@ def memory(
     show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
 
 
-app.command()(tune)
+for _command in (tune, drain, cordon, uncordon):
+    app.command()(_command)
 
 
 @app.command()

@@ -11,7 +11,17 @@ from rich.text import Text
 
 from crossdock.common.addresses import is_loopback, split_targets
 from crossdock.common.announce import metrics_url
-from crossdock.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView, Member, WorkerStats
+from crossdock.v1.control_pb2 import (
+    EXCHANGING,
+    FAILED,
+    FORMING,
+    SERVING,
+    Barred,
+    GroupState,
+    GroupView,
+    Member,
+    WorkerStats,
+)
 
 _STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -37,6 +47,7 @@ def as_dict(view: GroupView, exposed: Sequence[str] = ()) -> dict[str, object]:
         "model": view.model,
         "plain_text": list(exposed),
         "members": [_member(member) for member in view.members],
+        "barred": [_barred(one) for one in view.barred],
     }
 
 
@@ -59,9 +70,14 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     rows = {member.rank: _row(member) for member in view.members}
     columns, left_out = _fitting(rows, width)
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
-    return Group(
-        _headline(view, target), Text(), _table(view, columns, rows), *left_out, *reason, *plain_text_warning(exposed)
-    )
+    sick = [
+        Text(f"rank {member.rank} ({member.worker.uid}) is sick, and no spare waits: {member.sick}", style="red")
+        for member in view.members
+        if member.sick
+    ]
+    out = [Text(_out(one), style="yellow") for one in view.barred]
+    notes = [*left_out, *sick, *out, *reason, *plain_text_warning(exposed)]
+    return Group(_headline(view, target), Text(), _table(view, columns, rows), *notes)
 
 
 def as_address_table(view: GroupView, target: str) -> Group:
@@ -130,6 +146,22 @@ def _table(view: GroupView, columns: dict[str, JustifyMethod], rows: dict[int, l
     return table
 
 
+def _barred(one: Barred) -> dict[str, object]:
+    return {
+        "uid": one.uid,
+        "hostname": one.hostname,
+        "cause": one.cause,
+        "reason": one.reason,
+        "left_s": round(one.left_s, 3),
+        "drain": one.drain,
+    }
+
+
+def _out(one: Barred) -> str:
+    until = f"for {one.left_s:.0f} s more" if one.left_s else "until it is uncordoned"
+    return f"{one.uid} on {one.hostname}: {one.cause} {until}: {one.reason}"
+
+
 def _member(member: Member) -> dict[str, object]:
     stats = member.stats
     return {
@@ -141,6 +173,7 @@ def _member(member: Member) -> dict[str, object]:
         "http_address": member.http_address,
         "https": member.https,
         "ready": member.ready,
+        "sick": member.sick,
         "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         "first_expert": stats.first_expert,
         "num_experts": stats.num_experts,
@@ -158,7 +191,11 @@ def _row(member: Member) -> list[Text]:
     stats = member.stats
     cells: list[str | Text] = [
         str(member.rank),
-        Text("ready", style="green") if member.ready else Text("joining", style="yellow"),
+        Text("sick", style="red")
+        if member.sick
+        else Text("ready", style="green")
+        if member.ready
+        else Text("joining", style="yellow"),
         member.worker.uid,
         member.address,
         _experts(stats),

@@ -122,6 +122,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Faults": (
         Panel("Timeouts", "none", _rate("crossdock_peer_timeouts_total", "peer", "increase")),
         Panel("Members lost", "none", _rate("crossdock_lost_total", "cause", "increase")),
+        Panel("Ranks called silent", "none", _rate("crossdock_blamed_total", "rank", "increase")),
+        Panel(
+            "Workers kept out, and sick ranks",
+            "none",
+            (("sum by (cause) (crossdock_barred_workers{})", "{{cause}}"), ("max(crossdock_sick_ranks{})", "sick")),
+        ),
         Panel("Changes of state", "none", _rate("crossdock_transitions_total", "to", "increase")),
         Panel("Restarts", "none", (("crossdock_restarts{}", "{{process}}"),)),
     ),

@@ -53,6 +53,7 @@ FLOORS: dict[str, set[str]] = {
 
 ANYTHING = (
     "crossdock.cli",
+    "crossdock.cli_members",
     "crossdock.cli_shared",
     "crossdock.cli_tune",
     "crossdock.__main__",
@@ -87,7 +88,7 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.supervisor",
     },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
-    "typer": {"crossdock.cli", "crossdock.cli_shared", "crossdock.cli_tune"},
+    "typer": {"crossdock.cli", "crossdock.cli_members", "crossdock.cli_shared", "crossdock.cli_tune"},
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
     "docker": {"crossdock.containers"},

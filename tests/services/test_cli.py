@@ -50,7 +50,20 @@ def control() -> Iterator[Addresses]:
 def test_help_names_every_command_and_the_exit_is_clean() -> None:
     done = crossdock_command("--help")
     assert done.returncode == 0
-    for name in ("up", "control", "worker", "status", "demo", "topo", "memory", "tune", "doctor", "deep-ep", "version"):
+    for name in (
+        "up",
+        "control",
+        "worker",
+        "status",
+        "demo",
+        "topo",
+        "memory",
+        "tune",
+        "doctor",
+        "deep-ep",
+        "drain",
+        "version",
+    ):
         assert f" {name} " in done.stdout
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from crossdock.control import blame
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
 from crossdock.control.records import (
@@ -142,7 +143,8 @@ def calm(group: Group) -> Group:
     """The same state with all clocks set back to 0."""
     members = group.members.each(lambda m: replace(m, lease_until=LEASE_S, num_blamed=0))
     until = None if group.recover_until is None else RECOVER_S
-    return replace(group, members=members, recover_until=until, since=0.0, ticked_at=0.0)
+    held = tuple(replace(one, at=0.0) for one in group.blames if one.epoch == group.epoch)
+    return replace(group, members=members, recover_until=until, since=0.0, ticked_at=0.0, blames=held)
 
 
 def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]]:
@@ -159,6 +161,8 @@ def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]
         yield "a plan is made", replace(world, side=world.side.planned(world.group))
     if _all_can_switch(world):
         yield "experts move", replace(world, peers=tuple(replace(peer, held=peer.target) for peer in world.peers))
+    if blame.held(world.group):
+        yield "reports were heard", _tick(world, blame.HOLD_S)
     if disturbed:
         yield from _disturbances(world)
 
@@ -338,7 +342,7 @@ def _look(peer: Peer, view: View) -> Peer:
     if view.epoch > past and final:
         seatless = replace(peer.prior, ready=False) if peer.prior is not None else None
         own = next((region for rank, *_, region in view.table if rank == peer.rank), b"")
-        prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, own, False)
+        prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, own, False, view.active)
         peer = replace(peer, prior=prior)
     if peer.stage != "out" and view.epoch > peer.joined:
         peer = replace(peer, stage="out", table=(), answer=None)

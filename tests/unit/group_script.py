@@ -4,7 +4,9 @@ A transcript has lines `> command` and comments `# ...`; indented lines are the 
 run `python -m tests.unit.group_script FILE...` to fill the output in, or to rewrite it after a change that was meant.
 
     > group world=4 lease=3 form=600 recover=5 [elastic=1]     a fresh control plane at time 0
-    > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [prior=EPOCH:RANK[:idle]]
+    > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [prior=EPOCH:RANK[:idle]] [active=0,1]
+      a worker that finds the group full waits as a spare
+    > cordon NAME [drain=1] / > uncordon NAME      an operator; NAME: a uid, a rank or a host
     > region UID epoch= [bytes=]                   PublishRegion
     > ready UID epoch= [placement=]
     > beat UID epoch= [silent=1,2] [fault=a_word] [loaded=1]
@@ -25,10 +27,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from crossdock.control import cordon
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
 from crossdock.control.records import (
+    Bar,
     Blamed,
+    Cordon,
     Effect,
     Event,
     Group,
@@ -39,10 +44,13 @@ from crossdock.control.records import (
     Publish,
     PublishRegion,
     Ready,
+    Refusal,
     Refuse,
     Register,
     Settings,
     Tick,
+    Uncordon,
+    Waits,
     Worker,
 )
 
@@ -54,6 +62,7 @@ def show(group: Group) -> str:
     extra = f" lost={list(group.lost_ranks)}" if group.lost_ranks else ""
     extra += f" broken={list(group.broken_ranks)}" if group.broken_ranks else ""
     extra += f" active={sorted(group.active)}" if group.active is not None else ""
+    extra += f" barred={[f'{bar.uid} {bar.cause}' for bar in group.bars]}" if group.bars else ""
     recovering = " (recovering)" if group.recovering else ""
     return f"{group.phase.value} epoch {group.epoch}{recovering} [{members}]{extra} -- {group.reason}"
 
@@ -112,8 +121,21 @@ class Replay:
         prior = None
         if "prior" in named:
             epoch, rank, *idle = named["prior"].split(":")
-            prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle)
-        return self._take(Register(Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind), prior))
+            active = frozenset(int(one) for one in named["active"].split(",")) if "active" in named else None
+            prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle, active)
+        worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind)
+        self.group, effects = step(self.group, Register(worker, prior), self.now)
+        lines = [self._render(effect) for effect in effects]
+        full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)
+        return lines + (self._take(Waits(worker)) if full else [])
+
+    def _do_cordon(self, words: list[str], named: dict[str, str]) -> list[str]:
+        found = cordon.named(self.group, words[0])
+        why = "maintenance"
+        return self._take(Cordon(tuple(Bar(*one, "cordoned", why, drain="drain" in named) for one in found)))
+
+    def _do_uncordon(self, words: list[str], named: dict[str, str]) -> list[str]:
+        return self._take(Uncordon(frozenset(uid for uid, _ in cordon.named(self.group, words[0]))))
 
     def _do_region(self, words: list[str], named: dict[str, str]) -> list[str]:
         region = named.get("bytes", f"{words[0]}@{named['epoch']}").encode()

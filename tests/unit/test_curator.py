@@ -151,6 +151,21 @@ def test_a_new_control_plane_learns_where_everything_is() -> None:
     assert (new.version, new.tables) == (2, better.after)
 
 
+def test_a_new_control_plane_of_a_group_without_a_rank_fills_its_slots() -> None:
+    """Else the rank's successor never hears what to load, and is never taken in."""
+    old, new = made(), Curator(CONFIG, R)
+    new.welcome(KIND)
+    new.recovered(["a", "b"], frozenset({1}))
+    new.hear(0, report(old, 0), 1.0)
+    assert new.version == old.version
+    for table, before in zip(new.tables, old.tables, strict=True):
+        assert table[0] == before[0]
+        assert len(table[1]) == len(before[1])
+        assert min(copies_of(table, KIND.num_experts)) >= 1
+    new.form(["a", "b"], 2.0)
+    assert not new._missing
+
+
 def test_experts_move_unasked_only_when_it_is_time_and_pays() -> None:
     curator = made()
     assert not curator.is_due(10.0), "the first look only starts the clock"

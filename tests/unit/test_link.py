@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from crossdock.common import rpc
 from crossdock.v1 import control_pb2 as pb
+from crossdock.worker import link as links
 from crossdock.worker.link import Link
 from crossdock.worker.process import EXIT_BROKEN, _Process
 from crossdock.worker.work import Fault
@@ -52,6 +53,44 @@ async def test_so_does_a_newer_epoch_without_a_seat(link: Link) -> None:
     await link._show(view(2, pb.FORMING, OTHER))
     assert link._prior is not None
     assert (link._prior.epoch, link._prior.ready) == (1, False)
+
+
+async def test_who_goes_on_remembers_its_region_and_with_whom(link: Link) -> None:
+    """Else a new control plane does not know that the group serves without a rank, and all wait for it."""
+    later = view(2, pb.EXCHANGING, ME)
+    later.active_ranks.append(0)
+    await link._show(later)
+    assert link._prior == pb.PriorMembership(epoch=2, rank=0, region=b"mine", active_ranks=[0])
+    outside = view(3, pb.EXCHANGING, ME)
+    outside.active_ranks.append(1)
+    await link._show(outside)
+    assert link._prior == pb.PriorMembership(epoch=3, rank=0, active_ranks=[1])
+
+
+async def test_a_fault_of_the_epoch_before_says_nothing_of_this_one(link: Link) -> None:
+    await serve(link, 2)
+    link.report(1, Fault("silent", (1,)))
+    assert link._prior is not None
+    assert link._prior.ready
+    assert link._heartbeat().silent_ranks == [1]
+
+
+async def test_heartbeats_that_are_refused_are_said_now_and_then_and_named_when_the_lease_is_lost(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(links._log, "warning", lambda what, **more: said.append((what, more.get("heartbeats_refused"))))
+    answers: list[rpc.CallError] = [*[rpc.PermissionDenied("expected its own certificate")] * 3, rpc.NotFound("h/0")]
+
+    async def call(*_: object, **__: object) -> None:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(link, "_call", call)
+    while answers:
+        await link._beat_once()
+    refused = "PERMISSION_DENIED: expected its own certificate"
+    assert said == [("heartbeat refused", None), ("lease lost", refused)]
+    assert link._register_again.is_set()
 
 
 async def test_an_older_view_of_a_restarted_control_plane_does_not(link: Link) -> None:

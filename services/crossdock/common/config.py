@@ -123,6 +123,14 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """A worker silent for so long is lost. Workers beat every third of it."""
     form_timeout_s: Seconds = 600.0
     """Longest stay in EXCHANGING (weights load there) before the epoch is raised and the laggards are named."""
+    quarantine_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
+    """How long a worker is kept out that others called silent, or that loaded too late: enough for an alert and a look,
+    and a passing trouble mends itself. Only where a spare takes its place, or the group is elastic. 0: nobody is."""
+    blame_epochs: Count = 3
+    """Epochs that break because two members or more call a rank silent, before it counts as sick: one or two may be a
+    pause. Two members in one epoch are enough where a spare waits."""
+    blame_window_s: Seconds = 600.0
+    """Within which these epochs are counted: a rank that breaks more rarely costs less than its successor's start."""
     recover_s: Seconds = 5.0
     """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
     max_message_bytes: Count = 1 << 20

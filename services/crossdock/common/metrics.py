@@ -202,6 +202,15 @@ class ControlMetrics(GuardedMetrics):
         self.transitions_total = self._counter("transitions_total", "changes", "Changes of state, by new state", "to")
         self.heartbeats_total = self._counter("heartbeats_total", "heartbeats", "Heartbeats accepted")
         self.lost_total = self._counter("lost_total", "workers", "Members lost, by cause", "cause")
+        self.blamed_total = self._counter(
+            "blamed_total", "reports", "Times a member called that rank silent, once per member and epoch", "rank"
+        )
+        self.sick_ranks = self._gauge(
+            "sick_ranks", "ranks", "Members called silent again and again that keep their place: no spare waits"
+        )
+        self.barred_workers = self._gauge(
+            "barred_workers", "workers", "Workers kept out of the group: cordoned or quarantined", "cause"
+        )
         self.watchers = self._gauge("watchers", "streams", "Open Watch streams")
         self.placement_version = self._gauge(
             "placement_version", "1", "Placement of experts that is in force or aimed at"

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.placement import Shape, Table, check, first_table
+from crossdock.control.placement import Shape, Table, check, filled, first_table
 from crossdock.control.plans import Plan, Snapshot
 
 _MOST_WEIGHT = 1e9
@@ -105,6 +105,8 @@ class Curator:
     _domains: tuple[int, ...] = ()
     _way: _Way | None = None
     _reports: dict[int, Report] = field(default_factory=dict)
+    _missing: frozenset[int] = frozenset()
+    """Ranks that take no part in the group that was taken over, until all form anew."""
     _loads: list[list[float]] = field(default_factory=list)
     _weight: float = 1.0
     _weighed_at: float = 0.0
@@ -145,15 +147,16 @@ class Curator:
             reached = (first_table(shape, self.config.min_copies),) * len(self.kind.layers)
         if reached != self._tables or self._way is not None or not self.version:
             self._aim(known + 1, reached)
+        self._missing = frozenset()
         self.begun = Goal(self.version, self._tables)
         if self._way is not None:
             self.last_change = "turned back: the epoch ended on the way"
         self._way = None
         self._reports.clear()
 
-    def recovered(self, domains: Sequence[str]) -> None:
-        """The group served all along, under a control plane that is gone."""
-        self._domains = _numbered(domains)
+    def recovered(self, domains: Sequence[str], missing: frozenset[int] = frozenset()) -> None:
+        """The group served all along, under a control plane that is gone; without the ranks `missing`."""
+        self._domains, self._missing = _numbered(domains), missing
 
     # Reports.
 
@@ -306,13 +309,13 @@ class Curator:
 
     def _adopt(self) -> None:
         """Believe the reports once all ranks agree: after a restart, or when a way has ended elsewhere than planned."""
-        reports = [self._reports.get(rank) for rank in range(self.world_size)]
-        told = [report for report in reports if report is not None and report.done]
+        reports = {rank: self._reports.get(rank) for rank in range(self.world_size) if rank not in self._missing}
+        told = [report for report in reports.values() if report is not None and report.done]
         if self.kind is None or len(told) < len(reports) or len({report.version for report in told}) > 1:
             return
         if told[0].version < self.version or not self._domains:
             return
-        tables = tuple(tuple(report.layers[number] for report in told) for number in range(len(self.kind.layers)))
+        tables = tuple(self._table_of(number) for number in range(len(self.kind.layers)))
         if tables == self._tables and told[0].version == self.version:
             return
         try:
@@ -324,6 +327,12 @@ class Curator:
 
     def _aim(self, version: int, tables: tuple[Table, ...]) -> None:
         self.version, self._tables, self._highest = version, tables, max(version, self._highest)
+
+    def _table_of(self, number: int) -> Table:
+        held = [
+            None if rank in self._missing else self._reports[rank].layers[number] for rank in range(self.world_size)
+        ]
+        return filled(held, self.shape) if self._missing else tuple(one for one in held if one is not None)
 
     def _weigh(self, now: float) -> None:
         """What is counted now weighs more than what was counted before; by `_weight`, which grows."""

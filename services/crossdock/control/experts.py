@@ -102,7 +102,10 @@ class Experts:
         if began and after.phase is Phase.EXCHANGING:
             self._curator.form(domains, self._clock())
         elif began and after.phase is Phase.SERVING and before.recovering:
-            self._curator.recovered(domains)
+            held = {member.rank: domain for member, domain in zip(after.members, domains, strict=True)}
+            by_rank = [held.get(rank, f"rank {rank}") for rank in range(after.settings.world_size)]
+            missing = frozenset(range(after.settings.world_size)) - after.taking_part
+            self._curator.recovered(by_rank, missing)
         self._metrics.placement_version.set(self.version)
 
     def check(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:

@@ -13,12 +13,8 @@ exactly one epoch, in whatever order its lease, its neighbours' reports and its 
 A new process has no memory. For `recover_s` it listens to workers that remember a group (`Prior`). When all of them
 agree, the group serves on at the same epoch and nobody noticed; else the group forms anew above every reported epoch.
 
-An elastic group does not wait for a lost rank: the epoch rises, and the ranks that are left go on with the regions that
-they have mapped (`active`), through EXCHANGING to SERVING again. Whoever comes meanwhile takes a slot, loads its
-experts beside them and says so; when all slots are taken and loaded, the epoch rises once more and all exchange regions
-anew.
-
-docs/group-protocol.md has the tables. Ranks are chosen in ranks.py, the memory of workers is judged in recovery.py.
+docs/group-protocol.md has the tables. Ranks are chosen in ranks.py, the memory of workers is judged in recovery.py, how
+a group goes on without some ranks is in elastic.py, who is sick in blame.py, who is kept out in cordon.py.
 """
 
 from __future__ import annotations
@@ -27,9 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdock.control import recovery
+from crossdock.control import blame, cordon, elastic, recovery
+from crossdock.control.blame import Verdict
+from crossdock.control.elastic import raise_epoch
 from crossdock.control.records import (
-    Blamed,
+    Cordon,
     Effect,
     Event,
     Group,
@@ -47,6 +45,8 @@ from crossdock.control.records import (
     Register,
     Settings,
     Tick,
+    Uncordon,
+    Waits,
     Worker,
 )
 
@@ -113,6 +113,12 @@ def _register(group: Group, event: Register, now: float) -> Result:
     if known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
     _check_same_kind(worker, next((member for member in group.members if member is not known), None))
+    if (bar := cordon.is_kept_out(group, event)) is not None:
+        raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
+    if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
+        reason = f"{newcomer} gives way to {worker.uid}, which remembers the group"
+        group = _add(_remove(group, (newcomer,), reason, now), event, now)
+        return group, (Lost(newcomer.rank, newcomer.uid, "replaced"),)
     if known is None and group.full:
         size = group.settings.world_size
         raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
@@ -156,18 +162,47 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
         return recovery.hear(group, event, broken), ()
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
-        return replace(_raise_epoch(group, event.epoch + 1, now), reason=reason), ()
+        return replace(raise_epoch(group, event.epoch + 1, now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
         return _update(group, replace(member, lease_until=now + group.settings.lease_s, loaded=event.loaded)), ()
-    if not broken or event.epoch != group.epoch or group.phase not in {Phase.EXCHANGING, Phase.SERVING}:
+    late = event.epoch == group.epoch - 1 and bool(event.silent_ranks)
+    current = event.epoch == group.epoch and group.phase in {Phase.EXCHANGING, Phase.SERVING}
+    if not broken or not (current or late):
         return group, ()
-    blamed = {rank for rank in event.silent_ranks if rank != member.rank}
-    members = group.members.each(lambda m: replace(m, num_blamed=m.num_blamed + 1) if m.rank in blamed else m)
-    effects = tuple(Blamed(m.rank, member.rank, m.num_blamed) for m in members if m.rank in blamed)
-    names = ", ".join(str(m) for m in members if m.rank in blamed)
-    told = f" silent: {names}" if names else " a fault"
+    return _blame(group, event, member, now)
+
+
+def _blame(group: Group, event: Heartbeat, member: Member, now: float) -> Result:
+    """A member's data plane broke in this epoch, or in the one before, which others have ended since."""
+    blamed = [m for m in group.members if m.rank in event.silent_ranks and m.uid != member.uid]
+    told = f" silent: {', '.join(map(str, blamed))}" if blamed else " a fault"
     reason = f"{member} reported{told}" + (f": {event.fault}" if event.fault else "")
-    return _break_epoch(replace(group, members=members), reason, tuple(sorted(blamed)), now), effects
+    current = event.epoch == group.epoch
+    group, effects = blame.note(group, event, reason, now)
+    if current and blamed and elastic.can_go_on(group):
+        group = _decide(group, now)
+    elif current:
+        group = _break_epoch(group, reason, tuple(m.rank for m in blamed), now)
+    group, lost = _quarantine(group, blame.to_quarantine(group) if effects else (), now)
+    return group, (*effects, *lost)
+
+
+def _decide(group: Group, now: float) -> Group:
+    """Let an elastic group go on without those that its reports tell of, once it has heard enough of them."""
+    if not blame.is_due(group, now):
+        return group
+    return _break_epoch(group, blame.words(group), blame.left_out(group), now)
+
+
+def _quarantine(group: Group, verdicts: Sequence[Verdict], now: float) -> Result:
+    """Keep sick members out for a while."""
+    if not verdicts:
+        return group, ()
+    reason = "; ".join(f"{verdict.member} quarantined: {verdict.reason}" for verdict in verdicts[: blame.MOST_NAMED])
+    bars = [blame.bar(group, verdict, now) for verdict in verdicts]
+    group = _remove(group, [verdict.member for verdict in verdicts], reason, now)
+    lost = tuple(Lost(verdict.member.rank, verdict.member.uid, "quarantined") for verdict in verdicts)
+    return replace(cordon.put(group, bars), reason=reason), lost
 
 
 def _leave(group: Group, event: Leave, now: float) -> Result:
@@ -178,28 +213,53 @@ def _leave(group: Group, event: Leave, now: float) -> Result:
     return _remove(group, (member,), reason, now), (Lost(member.rank, member.uid, "left"),)
 
 
+def _waits(group: Group, event: Waits, now: float) -> Result:
+    return cordon.wait(group, event.worker, now), ()
+
+
+def _cordon(group: Group, event: Cordon, now: float) -> Result:
+    return cordon.put(group, event.bars), ()
+
+
+def _uncordon(group: Group, event: Uncordon, now: float) -> Result:
+    return blame.forget(cordon.lift(group, event.uids), event.uids), ()
+
+
 def _tick(group: Group, event: Tick, now: float) -> Result:
     group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
+    group = blame.expire(cordon.expire(group, now), now)
     silent = tuple(member for member in group.members if member.lease_until <= now)
     if silent:
         reason = ", ".join(str(member) for member in silent) + " lost: lease expired"
         effects = tuple(Lost(member.rank, member.uid, "lease") for member in silent)
         return _remove(group, silent, reason, now), effects
     if group.phase is Phase.EXCHANGING and now - group.since >= group.settings.form_timeout_s:
-        late = [m for m in _those_that_count(group) if not (m.ready if group.sealed else m.region)]
-        what = "ready" if group.sealed else "published"
-        names = ", ".join(str(member) for member in late)
-        reason = f"epoch {group.epoch} timed out after {group.settings.form_timeout_s:g} s: not {what}: {names}"
-        return _break_epoch(group, reason, tuple(member.rank for member in late), now), ()
-    return group, ()
+        return _time_out(group, now)
+    news = blame.is_due(group, now)
+    group = _decide(group, now)
+    sick = blame.to_quarantine(group) if blame.may_act(group, news=news) else ()
+    return _quarantine(group, sick, now)
+
+
+def _time_out(group: Group, now: float) -> Result:
+    """An epoch took too long: end it. Spares take the places of those that were late."""
+    late = [m for m in group.members if m.rank in group.taking_part and not (m.ready if group.sealed else m.region)]
+    laggards = blame.laggards(group, late)
+    what = "ready" if group.sealed else "published"
+    names = ", ".join(str(member) for member in late)
+    reason = f"epoch {group.epoch} timed out after {group.settings.form_timeout_s:g} s: not {what}: {names}"
+    return _quarantine(_break_epoch(group, reason, tuple(member.rank for member in late), now), laggards, now)
 
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
+    Waits: _waits,
     PublishRegion: _publish_region,
     Ready: _ready,
     Heartbeat: _heartbeat,
     Leave: _leave,
+    Cordon: _cordon,
+    Uncordon: _uncordon,
     Tick: _tick,
 }
 
@@ -207,7 +267,7 @@ _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
 def _settle(group: Group, now: float) -> Group:
     """Move on as far as the members allow, after any event."""
     if group.recover_until is not None:
-        if not group.full and now < group.recover_until:
+        if not recovery.is_complete(group) and now < group.recover_until:
             return group
         group = recovery.decide(group, now)
     if group.phase is Phase.FORMING and group.full:
@@ -215,26 +275,12 @@ def _settle(group: Group, now: float) -> Group:
             group = replace(group, members=recovery.arrange(group.members, group.settings.world_size))
         owners = tuple(member.worker.place for member in group.members)
         group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
-    size = group.settings.world_size
-    expected = size if group.active is None else len(group.active)
+    expected = len(group.taking_part)
     if group.phase is Phase.EXCHANGING and group.members.num_ready == expected:
-        without = f": going on without {_missing(group)}" if group.active is not None else ""
+        without = f": going on without {elastic.missing(group)}" if group.active is not None else ""
         reason = f"all {expected} ranks ready{without}"
         group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=reason)
-    return _take_in(group, now)
-
-
-def _take_in(group: Group, now: float) -> Group:
-    """A group that went on without some ranks takes them in when all slots have members that hold their experts."""
-    if group.active is None or group.phase is not Phase.SERVING or not group.full:
-        return group
-    outside = [member for member in group.members if member.rank not in group.active]
-    if not all(member.loaded for member in outside):
-        return group
-    names = ", ".join(map(str, outside))
-    group = replace(_raise_epoch(group, group.epoch + 1, now), reason=f"{names} taken in", broken_ranks=())
-    owners = tuple(member.worker.place for member in group.members)
-    return replace(group, phase=Phase.EXCHANGING, owners=owners)
+    return elastic.take_in(group, now)
 
 
 def _add(group: Group, event: Register, now: float) -> Group:
@@ -250,6 +296,7 @@ def _add(group: Group, event: Register, now: float) -> Group:
     else:
         members = [*group.members, replace(member, rank=len(group.members))]
         group = replace(group, members=Members(members))
+    group = cordon.seat(group, worker.uid)
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
@@ -259,13 +306,14 @@ def _add(group: Group, event: Register, now: float) -> Group:
     if group.recovering:
         return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
     # A memory of this epoch or a later one is of another process: its table and ours must not share a number.
-    return _raise_epoch(group, prior.epoch + 1, now) if prior.epoch >= group.epoch else group
+    return raise_epoch(group, prior.epoch + 1, now) if prior.epoch >= group.epoch else group
 
 
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
     ranks = tuple(member.rank for member in gone)
-    if (left := _left_to_go_on(group, ranks)) is not None:
-        return _go_on(group, left, gone, reason, ranks, now)
+    group = blame.forget(group, (member.uid for member in gone))
+    if (left := elastic.left_to_go_on(group, ranks)) is not None:
+        return elastic.go_on(group, left, gone, reason, ranks, now)
     broke = group.sealed or group.phase is Phase.FAILED
     lost = frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
@@ -275,7 +323,7 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
         members = recovery.arrange(members, group.settings.world_size)
     group = replace(group, members=members, reason=reason, num_failed_epochs=0)
     if broke:
-        return replace(_raise_epoch(group, group.epoch + 1, now), broken_ranks=ranks)
+        return replace(raise_epoch(group, group.epoch + 1, now), broken_ranks=ranks)
     phase_changed = group.phase is not Phase.FORMING
     broken = tuple(sorted({*group.broken_ranks, *ranks}))
     return replace(group, phase=Phase.FORMING, since=now if phase_changed else group.since, broken_ranks=broken)
@@ -283,62 +331,15 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
 
 def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) -> Group:
     """End the epoch while every member is alive: a member's report, or a deadline."""
-    left = _left_to_go_on(group, ranks) if ranks else None
+    left = elastic.left_to_go_on(group, ranks) if ranks else None
     if left is not None and left != group.active:
-        return _go_on(group, left, (), reason, ranks, now)
+        return elastic.go_on(group, left, (), reason, ranks, now)
     failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
-    group = _raise_epoch(group, group.epoch + 1, now)
+    group = raise_epoch(group, group.epoch + 1, now)
     group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
     if failed < group.settings.max_failed_epochs:
         return group
     return replace(group, phase=Phase.FAILED, reason=f"{failed} epochs broke in a row; the last: {reason}")
-
-
-def _left_to_go_on(group: Group, ranks: Sequence[int]) -> frozenset[int] | None:
-    """The ranks that can go on without these, or None: the group must form anew. All of them have mapped each other."""
-    serves = group.phase is Phase.SERVING or (group.phase is Phase.EXCHANGING and group.active is not None)
-    if not group.settings.elastic or not serves:
-        return None
-    members = range(group.settings.world_size) if group.active is None else group.active
-    return frozenset(members).difference(ranks) or None
-
-
-def _go_on(
-    group: Group, left: frozenset[int], gone: Sequence[Member], reason: str, ranks: Sequence[int], now: float
-) -> Group:
-    """The ranks `left` go on in a new epoch, with their regions; a loss among the others costs them nothing."""
-    lost = {member.rank for member in gone}
-    members = Members(member for member in group.members if member.rank not in lost)
-    if left == group.active:
-        return replace(group, members=members)
-    members = members.each(
-        lambda member: replace(member, ready=False, region=member.region if member.rank in left else b"")
-    )
-    return replace(
-        group,
-        epoch=group.epoch + 1,
-        phase=Phase.EXCHANGING,
-        since=now,
-        members=members,
-        active=left,
-        reason=reason,
-        broken_ranks=tuple(sorted(ranks)),
-    )
-
-
-def _those_that_count(group: Group) -> Sequence[Member]:
-    return [member for member in group.members if group.active is None or member.rank in group.active]
-
-
-def _missing(group: Group) -> str:
-    assert group.active is not None
-    return ", ".join(f"rank {rank}" for rank in range(group.settings.world_size) if rank not in group.active)
-
-
-def _raise_epoch(group: Group, epoch: int, now: float) -> Group:
-    """A new epoch: every region and every ready is void."""
-    members = group.members.each(lambda member: replace(member, region=b"", ready=False, loaded=False))
-    return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members, active=None)
 
 
 def _forgive_pause(group: Group, pause: float) -> Group:
@@ -395,4 +396,4 @@ def _rank(member: Member) -> int:
 def _visible(group: Group) -> tuple[Any, ...]:
     """What watchers are told of when it changes; leases, reports and single regions are not. Members are the same as
     long as their `places` are the same object."""
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, id(group.members.places)
+    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, id(group.members.places)

@@ -86,6 +86,22 @@ def check(table: Table, shape: Shape) -> None:
         raise ValueError(f"table: expected each of {shape.num_experts} experts and no others, got it wrong for {odd}")
 
 
+def filled(held: Sequence[Sequence[int] | None], shape: Shape) -> Table:
+    """A table of which some ranks (None) are not known: they get what nobody holds, then what has the fewest copies.
+    Where the known ranks hold what no table has, `check` of it fails."""
+    counts = [0] * shape.num_experts
+    for expert in (expert for experts in held if experts is not None for expert in experts):
+        counts[expert] += expert < shape.num_experts
+    table = [tuple(experts or ()) for experts in held]
+    for rank, experts in enumerate(held):
+        if experts is None:
+            rarest = sorted(range(shape.num_experts), key=counts.__getitem__)[: shape.capacity(rank)]
+            table[rank] = tuple(sorted(rarest))
+            for expert in rarest:
+                counts[expert] += 1
+    return tuple(table)
+
+
 def copies_of(table: Table, num_experts: int) -> list[int]:
     """Copies of each expert."""
     counts = [0] * num_experts

@@ -29,6 +29,7 @@ class Refusal(enum.Enum):
     MIXED_GROUP = "mixed group"
     GROUP_FULL = "group full"
     BAD_VALUE = "bad value"
+    BARRED = "barred"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,12 @@ class Settings:
     max_failed_epochs: int = 8
     """Epochs that may break one after the other, with unchanged members and without serving, before FAILED."""
     elastic: bool = False
-    """Ranks that are left go on without one that is lost; see group.py."""
+    """Ranks that are left go on without one that is lost; see elastic.py."""
+    blame_epochs: int = 3
+    """Epochs in which a rank is called silent within `blame_window_s` before it counts as sick."""
+    blame_window_s: float = 600.0
+    quarantine_s: float = 600.0
+    """How long a sick worker is kept out; 0: nobody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,53 @@ class Prior:
     rank: int
     region: bytes
     ready: bool
+    active: frozenset[int] | None = None
+    """The ranks that took part in that epoch; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A member called another one silent. Kept for `blame_window_s`, once for each pair and epoch."""
+
+    epoch: int
+    accuser: str
+    accused: str
+    at: float
+    told: str = ""
+    """The report in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A worker that is kept out, or (cordoned) not let in again once it is out.
+
+    Attributes:
+        cause: "cordoned" | "quarantined".
+        until: when it ends by itself; None: when an operator says so.
+        incarnation: that process and older ones of the uid; 0: every process.
+        drain: the worker is to leave by itself.
+    """
+
+    uid: str
+    hostname: str
+    cause: str
+    reason: str
+    until: float | None = None
+    incarnation: int = 0
+    drain: bool = False
+
+    def holds_for(self, worker: Worker) -> bool:
+        """Whether this process of the uid is kept out."""
+        return self.uid == worker.uid and (not self.incarnation or worker.incarnation <= self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A worker that found no place a moment ago, and asks again about once a second."""
+
+    uid: str
+    hostname: str
+    asked_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +226,11 @@ class Group:
     """Ranks that were lost, replaced or called silent when the epoch before ended, or since."""
     active: frozenset[int] | None = None
     """Ranks that go on with the regions of an earlier epoch while others are missing; None: all of this epoch's own."""
+    blames: tuple[Blame, ...] = ()
+    """Oldest first. A process that is gone takes what was said of it along."""
+    bars: tuple[Bar, ...] = ()
+    spares: tuple[Spare, ...] = ()
+    """The last to ask last."""
 
     @property
     def recovering(self) -> bool:
@@ -197,14 +255,44 @@ class Group:
         live = {member.rank: member.worker.place for member in self.members}
         return tuple(Slot(live.get(rank, owner), rank in live) for rank, owner in enumerate(self.owners))
 
+    @property
+    def taking_part(self) -> frozenset[int]:
+        """The ranks of this epoch, whether their members are there or not."""
+        return frozenset(range(self.settings.world_size)) if self.active is None else self.active
+
     def member(self, uid: str) -> Member | None:
         return self.members.find(uid)
+
+    def bar_of(self, worker: Worker) -> Bar | None:
+        """What keeps this process out."""
+        return next((bar for bar in self.bars if bar.holds_for(worker)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
     worker: Worker
     prior: Prior | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A worker of the right kind was refused because the group is full: it is a spare."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """Workers are kept out once they are out. A bar takes the place of the one that its uid had."""
+
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Uncordon:
+    """An operator lets workers in again."""
+
+    uids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +336,7 @@ class Tick:
     """Time has passed. Expected at least four times per lease."""
 
 
-Event = Register | PublishRegion | Ready | Heartbeat | Leave | Tick
+Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +354,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is gone. cause: "lease" | "left" | "replaced"."""
+    """A member is gone. cause: "lease" | "left" | "replaced" | "quarantined"."""
 
     rank: int
     uid: str

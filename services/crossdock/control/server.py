@@ -8,6 +8,7 @@ streams are conflated: a slow watcher skips views and gets the newest. Nothing i
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from crossdock.common import rpc
 from crossdock.common.access import VISIT, check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import discovery, views
+from crossdock.control import barred, blame, discovery, records, views
 from crossdock.control.experts import Experts
 from crossdock.control.group import new_group, step
 from crossdock.control.keys import LeaseKeys
 from crossdock.control.records import (
     Blamed,
+    Cordon,
     Effect,
     Event,
     Group,
@@ -33,6 +35,8 @@ from crossdock.control.records import (
     Refuse,
     Settings,
     Tick,
+    Uncordon,
+    Waits,
 )
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
@@ -61,6 +65,7 @@ REFUSALS: dict[Refusal, type[rpc.CallError]] = {
     Refusal.MIXED_GROUP: rpc.FailedPrecondition,
     Refusal.GROUP_FULL: rpc.ResourceExhausted,
     Refusal.BAD_VALUE: rpc.InvalidArgument,
+    Refusal.BARRED: rpc.ResourceExhausted,
 }
 """The status that tells a worker what to do next; rpc.py says what each one means."""
 
@@ -83,8 +88,16 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
     ) -> None:
         settings = Settings(
-            config.world_size, config.lease_s, config.form_timeout_s, config.recover_s, elastic=config.elastic
+            config.world_size,
+            config.lease_s,
+            config.form_timeout_s,
+            config.recover_s,
+            elastic=config.elastic,
+            blame_epochs=config.blame_epochs,
+            blame_window_s=config.blame_window_s,
+            quarantine_s=config.quarantine_s,
         )
+        self._id = secrets.randbits(63) | 1
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
@@ -118,12 +131,39 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
         kind = self._experts.kind_of(request)
-        self._take(event, lambda: self._experts.welcome(kind))
+        response = pb.RegisterResponse(lease_s=self._group.settings.lease_s)
+        if not self._let_in(event, request, response, lambda: self._experts.welcome(kind)):
+            return response
         self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
         self._topology = None
         self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
-        return pb.RegisterResponse(epoch=self._group.epoch, lease_s=self._group.settings.lease_s)
+        response.epoch = self._group.epoch
+        return response
+
+    def _let_in(
+        self,
+        event: records.Register,
+        request: pb.RegisterRequest,
+        response: pb.RegisterResponse,
+        accepted: Callable[[], None],
+    ) -> bool:
+        """False: the worker is barred, and told so in `response`."""
+        worker = event.worker
+        told = barred.remembered(self._group, worker, request.barred, self._clock(), self._id)
+        if told is not None:
+            self._take(Cordon((told,)))
+        try:
+            self._take(event, accepted)
+        except rpc.ResourceExhausted:
+            bar = self._group.bar_of(worker)
+            if bar is None:
+                self._take(Waits(worker))
+            if bar is None or not request.reads_barred:
+                raise
+            response.barred.CopyFrom(barred.message(bar, self._clock(), self._id))
+            return False
+        return True
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
         """Keep a member's region for this epoch."""
@@ -148,7 +188,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if request.HasField("stats"):
             request.stats.DiscardUnknownFields()  # whatever else was sent would be in every view
             self._stats[request.worker.uid] = request.stats
-        return pb.HeartbeatResponse(epoch=self._group.epoch)
+        response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
+        bar = self._group.bar_of(member.worker) if member is not None else None
+        if bar is not None:
+            response.barred.CopyFrom(barred.message(bar, self._clock(), self._id))
+        return response
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         """Go on purpose. Also answered well when the member is gone already."""
@@ -182,6 +226,20 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Move experts now."""
         return await self._experts.rebalance()
 
+    async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
+        """Keep workers out once they are out; with `drain`, their heartbeats are answered that they are to leave."""
+        bars = barred.bars_of(self._group, request)
+        self._take(Cordon(bars))
+        log.warning("cordoned", workers=[bar.uid for bar in bars], drain=request.drain, reason=bars[0].reason)
+        return pb.CordonResponse(barred=barred.messages(bars, self._clock(), self._id))
+
+    async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
+        """Let workers in again."""
+        bars = barred.to_lift(self._group, request)
+        self._take(Uncordon(frozenset(bar.uid for bar in bars)))
+        log.warning("uncordoned", workers=[bar.uid for bar in bars])
+        return pb.UncordonResponse(barred=barred.messages(bars, self._clock(), self._id))
+
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, at once and after each change, until the caller or this process goes."""
         worker, brief, table_once = _identity(request), request.brief, request.table_once
@@ -212,6 +270,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def tick(self) -> None:
         """Let time pass for the group."""
         self._take(Tick())
+        self._metrics.sick_ranks.set(len(blame.sick(self._group)))
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
@@ -241,6 +300,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if not (brief and inside):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
+            whole.barred.extend(barred.messages(group.bars, self._clock(), self._id))
             return whole, has_table
         table = group.sealed and not (table_once and _needs_no_table(group, has_table))
         return self._brief(worker, table), group.epoch if table else has_table
@@ -280,6 +340,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                     self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
+                self._metrics.blamed_total.labels(rank=str(rank)).inc()
                 log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
             case Publish():
                 self._publish(before)
@@ -327,6 +388,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._metrics.members.set(len(self._group.members))
         active = self._group.active
         self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
+        for cause in ("cordoned", "quarantined"):
+            self._metrics.barred_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
         for phase in Phase:
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
 

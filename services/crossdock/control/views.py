@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from crossdock.common.access import MAX_UID_CHARS, check_uid
 from crossdock.common.rpc import MOST_SENT_BYTES, FailedPrecondition, InvalidArgument
-from crossdock.control import discovery
+from crossdock.control import blame, discovery
 from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import topology_pb2
@@ -153,9 +153,11 @@ def group_view(
     """
     with_regions = regions and group.sealed
     view = _headline(group, version, placement)
+    sick = blame.sick(group)
     for member in group.members:
         age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
         message = _member(member, age_s, stats.get(member.uid))
+        message.sick = sick.get(member.uid, "")
         if with_regions:
             message.region = member.region
         view.members.append(message)
@@ -281,7 +283,11 @@ def _check_epoch(field: str, epoch: int, max_epoch: int, least: int = 0) -> None
 
 def _prior(prior: pb.PriorMembership, limits: Limits, max_epoch: int) -> Prior:
     _check_epoch("prior.epoch", prior.epoch, max_epoch, least=1)
-    return Prior(prior.epoch, prior.rank, _region("prior.region", prior.region, limits), prior.ready)
+    active = frozenset(prior.active_ranks[: limits.world_size])
+    if len(active) != len(prior.active_ranks) or not active <= frozenset(range(limits.world_size)):
+        raise InvalidArgument(f"prior.active_ranks: expected different ranks < {limits.world_size}, got others")
+    region = _region("prior.region", prior.region, limits)
+    return Prior(prior.epoch, prior.rank, region, prior.ready, active or None)
 
 
 def _region(field: str, region: bytes, limits: Limits) -> bytes:

@@ -84,6 +84,16 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Cordon',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.CordonRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.CordonResponse.FromString,
+                _registered_method=True)
+        self.Uncordon = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Uncordon',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.UncordonRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.UncordonResponse.FromString,
+                _registered_method=True)
 
 
 class ControlPlaneServicer(object):
@@ -159,6 +169,21 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cordon(self, request, context):
+        """Keep workers out of the group once they are out, and with `drain` make them finish what is queued and leave.
+        NOT_FOUND: no such rank, worker or host here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uncordon(self, request, context):
+        """Let workers in again: cordoned or quarantined ones. NOT_FOUND: none of that name is kept out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlPlaneServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +236,16 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Rebalance,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.CordonRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.CordonResponse.SerializeToString,
+            ),
+            'Uncordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncordon,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.UncordonRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.UncordonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -483,6 +518,60 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Rebalance',
             crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Cordon',
+            crossdock_dot_v1_dot_control__pb2.CordonRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.CordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uncordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Uncordon',
+            crossdock_dot_v1_dot_control__pb2.UncordonRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.UncordonResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,9 @@ _RETRY_S = (0.1, 2.0)
 _SPARE_S = 1.0
 """Longest pause of a spare before it asks again whether there is a place."""
 
+_COMPLAIN_S = 30.0
+"""Between two warnings that heartbeats are refused."""
+
 LEASE_KEY = "crossdock-lease-key"
 """Metadata of every call: a secret of this process, by which the control plane knows that it is the same again."""
 TERM_KEY = "crossdock-term"
@@ -69,7 +72,8 @@ class Link:
 
     Attributes:
         trouble: why there is no line just now, or empty.
-        spare: the group has no place for this worker just now; it goes on asking.
+        spare: the group has no place for this worker just now, or keeps it out; it goes on asking.
+        on_drain: called when an operator wants this worker to leave.
     """
 
     def __init__(
@@ -94,7 +98,10 @@ class Link:
         self._prior: control_pb2.PriorMembership | None = None
         self._fault: tuple[int, Fault] | None = None
         self._loaded = False
+        self._barred = control_pb2.Barred()
+        self._refusal, self._complained_at = "", -_COMPLAIN_S
         self._lease_s = 3.0
+        self.on_drain: Callable[[], None] = lambda: None
         self.trouble = ""
         self.spare = False
         self._beat_now = asyncio.Event()
@@ -188,7 +195,7 @@ class Link:
     def report(self, epoch: int, fault: Fault) -> None:
         """Say that `epoch` is broken, now and with every heartbeat until there is a newer one."""
         self._fault = (epoch, fault)
-        if self._prior is not None:
+        if self._prior is not None and self._prior.epoch <= epoch:
             self._prior.ready = False
         self._beat_now.set()
 
@@ -254,19 +261,26 @@ class Link:
         """Whether the group has a place for this worker. Raises rpc.CallError."""
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
+        request.reads_barred = True
+        request.barred.CopyFrom(self._barred)
         if self._prior is not None:
             request.prior.CopyFrom(self._prior)
         try:
             response: control_pb2.RegisterResponse = await self._call("Register", request, _CALL_S)
         except rpc.ResourceExhausted as error:
+            self._barred.Clear()
             await self._stand_by(str(error))
+            return False
+        if response.barred.cause:
+            self._barred.CopyFrom(response.barred)
+            await self._stand_by(_why_barred(response.barred))
             return False
         self.spare, self._lease_s = False, response.lease_s
         _log.info("registered", epoch=response.epoch, lease_s=response.lease_s)
         return True
 
     async def _stand_by(self, why: str) -> None:
-        if not self.spare:
+        if not self.spare or self.trouble.partition(":")[0] != why.partition(":")[0]:
             _log.info("waiting as a spare", why=why)
         async with self._changed:
             self.spare, self.trouble = True, why
@@ -323,7 +337,10 @@ class Link:
         if view.epoch <= seen or not final:
             return
         if me is not None:
-            self._prior = control_pb2.PriorMembership(epoch=view.epoch, rank=me.rank, region=me.region)
+            kept = self._prior.region if self._prior is not None and me.rank in view.active_ranks else b""
+            self._prior = control_pb2.PriorMembership(
+                epoch=view.epoch, rank=me.rank, region=me.region or kept, active_ranks=view.active_ranks
+            )
         elif self._prior is not None:  # lost, and not registered again yet: the newer epoch has no seat to remember
             self._prior.ready = False
 
@@ -337,19 +354,43 @@ class Link:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_now.wait(), self._lease_s / 3)
             self._beat_now.clear()
-            if not self.registered:
-                continue
-            try:
-                await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
-            except rpc.NotFound:
-                self._register_again.set()
-            except rpc.AlreadyExists as error:
-                await self._refuse(JoinRefused(str(error)))
-            except rpc.CallError as error:
-                _log.debug("heartbeat failed", error=error)
-                self._notice_silence()
-            else:
-                self._answered_at = time.monotonic()
+            if self.registered:
+                await self._beat_once()
+
+    async def _beat_once(self) -> None:
+        try:
+            response = await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
+        except rpc.NotFound as error:
+            if self._refusal:
+                _log.warning("lease lost", error=error, heartbeats_refused=self._refusal)
+            self._refusal = ""
+            self._register_again.set()
+        except rpc.AlreadyExists as error:
+            await self._refuse(JoinRefused(str(error)))
+        except rpc.CallError as error:
+            self._complain(error)
+            self._notice_silence()
+        else:
+            self._answered_at, self._refusal = time.monotonic(), ""
+            self._take_bar(response.barred)
+
+    def _complain(self, error: rpc.CallError) -> None:
+        """A control plane that is away mends itself; one that refuses does not: say so, now and then, and remember it
+        for when the lease is lost."""
+        if isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded | rpc.Cancelled):
+            _log.debug("heartbeat failed", error=error)
+            return
+        self._refusal = f"{error.code.name}: {error}"
+        if time.monotonic() - self._complained_at >= _COMPLAIN_S:
+            self._complained_at = time.monotonic()
+            _log.warning("heartbeat refused", error=self._refusal, lease_s=self._lease_s)
+
+    def _take_bar(self, barred: control_pb2.Barred) -> None:
+        """What an operator has said of this member. Another control plane is told of it by this worker."""
+        if barred.drain and not self._barred.drain:
+            _log.warning("to be drained", why=_why_barred(barred))
+            self.on_drain()
+        self._barred.CopyFrom(barred)
 
     def _notice_silence(self) -> None:
         """A control plane that is stopped or cut off breaks no connection: look for another one."""
@@ -369,3 +410,8 @@ class Link:
             request.silent_ranks.extend(fault.silent_ranks)
             request.fault = fault.reason
         return request
+
+
+def _why_barred(barred: control_pb2.Barred) -> str:
+    until = f"for {barred.left_s:.0f} s more" if barred.left_s else f"until `crossdock uncordon {barred.uid}`"
+    return f"{barred.cause}: {barred.reason}, {until}"

@@ -240,11 +240,12 @@ class Session:
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not steps.done():
+            witness = steps.done()
+            if not witness:  # what waits for a peer from here on ends because it is told to
                 self._end_epoch(newer, comm, seat)
             ended = await steps
             self._status.joining("re-forming: " + (ended.reason if isinstance(ended, Fault) else "ranks left"))
-            await self._follow_up(ended, seat, newer)
+            await self._follow_up(ended, seat, newer, witness=witness)
         finally:
             newer.cancel()
             moving.cancel()
@@ -267,18 +268,19 @@ class Session:
         self._aborted = True
         comm.abort(failure.message)
 
-    async def _follow_up(self, ended: Fault | Left, seat: Seat, newer: asyncio.Future[View]) -> None:
+    async def _follow_up(self, ended: Fault | Left, seat: Seat, newer: asyncio.Future[View], *, witness: bool) -> None:
         """After the engine has stopped: leave, or see to it that there will be a newer epoch, and wait for that."""
         if self._left.is_set() or (isinstance(ended, Left) and seat.rank in ended.ranks):
             self._left.set()
             return
         _log.warning("epoch ended", why=ended)
-        if isinstance(ended, Fault) and not newer.done():
-            self._report(seat.epoch, ended)
+        if isinstance(ended, Fault) and (witness or not newer.done()):
+            self._report(seat.epoch, ended, witness=witness)
         self._engine.close(failure_of(await newer))
 
-    def _report(self, epoch: int, fault: Fault) -> None:
-        if self._link.view.epoch > epoch:
+    def _report(self, epoch: int, fault: Fault, *, witness: bool = False) -> None:
+        """`witness`: found by this rank itself, so who is silent is news in the next epoch, too."""
+        if self._link.view.epoch > epoch and not (witness and fault.silent_ranks):
             return
         _log.warning("reporting a fault", reason=fault.reason, silent_ranks=list(fault.silent_ranks))
         self._status.faulty(fault)
