@@ -155,7 +155,7 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
     with pytest.raises(rpc.NotFound, match="service: expected"):
         await health.Check(health_pb2.HealthCheckRequest(service="x"), None)
     for watch in (deaf, hears, unknown):
-        await cast("AsyncGenerator[object]", watch).aclose()
+        await cast("AsyncGenerator[object, None]", watch).aclose()
 
 
 async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
@@ -242,7 +242,7 @@ async def test_a_watcher_does_not_keep_its_request() -> None:
     views = service.Watch(request, None)
     await anext(views)
     assert sys.getrefcount(request) == held
-    await cast("AsyncGenerator[object]", views).aclose()
+    await cast("AsyncGenerator[object, None]", views).aclose()
 
 
 @pytest.mark.parametrize("path", [FORWARD, TOPOLOGY])

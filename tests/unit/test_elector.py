@@ -71,7 +71,7 @@ def read_again(elector: Elector, leases: Leases) -> None:
     for _ in range(2):
         before = leases.reads
         elector._hurry.set()
-        wait(lambda before=before: leases.reads > before and not elector._hurry.is_set())  # type: ignore[misc]
+        wait(lambda before=before: leases.reads > before and not elector._hurry.is_set())
 
 
 @pytest.mark.parametrize("claimed", [NEAR + 4097, MOST_TERM - 5000, MOST_TERM, 10**18])
