@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from crossdock.cli_shared import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+
 if TYPE_CHECKING:
     from crossdock.v1.control_pb2 import Barred, GroupView
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown to whoever asks why.")]
-Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane, or several: a:1,b:1.")]
-SecurityFile = Annotated[
-    Path | None, typer.Option("--security", help="YAML file: certificates and token (docs/security.md).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")]
-DEFAULT_TARGET = "127.0.0.1:7400"
 LOOK_S = 0.25
 
 
@@ -65,7 +60,6 @@ def uncordon(
     security: SecurityFile = None,
 ) -> None:
     """Let workers in again: cordoned, drained or quarantined ones."""
-    from crossdock.cli import _security
     from crossdock.common import rpc
     from crossdock.common.line import ask
     from crossdock.v1.control_pb2 import UncordonRequest
@@ -74,7 +68,7 @@ def uncordon(
     request = UncordonRequest(name=name)
     answer = ask(
         target,
-        _security(security),
+        security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Uncordon, request, timeout_s=timeout_s),
     )
     _print(list(answer.barred), "may come back", as_json=as_json)
@@ -83,7 +77,6 @@ def uncordon(
 def _cordon(
     name: str, reason: str, target: str, timeout_s: float, security: Path | None, *, drain_too: bool
 ) -> list[Barred]:
-    from crossdock.cli import _security
     from crossdock.common import rpc
     from crossdock.common.line import ask
     from crossdock.v1.control_pb2 import CordonRequest
@@ -92,18 +85,17 @@ def _cordon(
     request = CordonRequest(name=name, reason=reason, drain=drain_too)
     answer = ask(
         target,
-        _security(security),
+        security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Cordon, request, timeout_s=timeout_s),
     )
     return list(answer.barred)
 
 
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
-    from crossdock.cli import _security
     from crossdock.common.line import ask
     from crossdock.supervisor import current_view
 
-    view: GroupView = ask(target, _security(security), lambda channel: current_view(channel, timeout_s))
+    view: GroupView = ask(target, security_of(security), lambda channel: current_view(channel, timeout_s))
     return [member.worker.uid for member in view.members]
 
 
@@ -113,7 +105,7 @@ def _print(barred: list[Barred], done: str, *, as_json: bool, stayed: list[str] 
             {"uid": one.uid, "hostname": one.hostname, "cause": one.cause, "reason": one.reason, "drain": one.drain}
             for one in barred
         ]
-        print(json.dumps({"workers": workers, **({} if stayed is None else {"stayed": stayed})}, indent=1))
+        show_json({"workers": workers, **({} if stayed is None else {"stayed": stayed})})
         return
     for one in barred:
         print(f"{one.uid} on {one.hostname}: {'still a member' if one.uid in (stayed or ()) else done}")

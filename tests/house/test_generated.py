@@ -31,6 +31,7 @@ def test_every_metric_that_people_watch_is_on_the_dashboard() -> None:
     left_out = known - shown - {"crossdock_build_info"}
     assert left_out == {
         "crossdock_rank", "crossdock_serving", "crossdock_experts_loaded_bytes", "crossdock_heartbeats_total",
+        "crossdock_event_loop_tasks",
     }  # fmt: skip
 
 
