@@ -138,3 +138,13 @@ def report_of(held: Goal, target: Goal, rank: int) -> pb.ExpertReport:
     for table in held.tables:
         report.layers.add(experts=table[rank])
     return report
+
+
+def takes(seen: int, term: int) -> bool:
+    """Whether a worker that has seen term `seen` acts on a view of `term`: link.py's `_show`."""
+    return term >= seen
+
+
+def drops(answer: Holding) -> bool:
+    """Whether a worker asks again: link.py's `placement`."""
+    return answer.stale

@@ -2,8 +2,7 @@
 and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
-Where the model has experts, a worker also fetches the placement, and fetches it again while it serves; its answers, and
-views of a control plane that another one has replaced, may come late. experts_model.py has the control plane's part.
+With experts, a worker fetches placements. Answers may come late, as may views of a control plane that was replaced.
 
 A region is named by (uid, process, how many it has made), so no two tables of regions are equal by chance.
 """
@@ -35,7 +34,7 @@ from crossdock.control.records import (
     Worker,
 )
 from crossdock.v1 import control_pb2 as pb
-from tests.unit.experts_model import Holding, Side, report_of
+from tests.unit.experts_model import Holding, Side, drops, report_of, takes
 
 LEASE_S, FORM_S, RECOVER_S = 4.0, 100.0, 50.0
 Table = tuple[tuple[int, str, int, bytes], ...]
@@ -209,10 +208,7 @@ def _anew(world: World) -> World:
 
 def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
     """What a worker that follows the protocol may do now."""
-    if world.former is not None and peer.view is not None and takes(peer, world.former[0]):
-        late = _seen(world.former[1], peer, world.former[0])
-        if late != peer.view:
-            yield "hears late", _put(world, _look(peer, late))
+    yield from _late(world, peer)
     if not peer.registered:
         yield "registers", _register(world, peer)
         return
@@ -236,34 +232,19 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
             yield "publishes", _publish(world, peer)
         elif peer.rank in peer.view.active:
             yield "goes on", _put(world, _go_on(peer))
-    if peer.stage == "asking" and peer.answer is not None:
-        if drops(peer.answer):
-            yield "asks again", _ask(world, peer)
-        elif not current or peer.rank is None:
-            yield "cannot publish", _put(world, _broken(peer, ()))
-        else:
-            yield "publishes", _publish(world, replace(peer, held=peer.answer, target=peer.answer, answer=None))
     if peer.stage == "published" and current and all(region for *_, region in peer.view.table):
         table = peer.view.table
         yield "maps", _put(world, replace(peer, stage="mapped", table=table, mapped=table))
     if peer.stage == "meeting" and _all_meet(world, peer):
         yield "meets the others", _put(world, replace(peer, stage="mapped"))
     if peer.stage == "mapped":
-        after, refused = _tell(world, Ready(peer.uid, peer.incarnation, peer.joined, _version(peer)))
+        after, refused = _tell(
+            world, Ready(peer.uid, peer.incarnation, peer.joined, peer.held and peer.held.goal.version)
+        )
         yield "gets ready", _put(after, replace(peer, stage="ready") if not refused else _broken(peer, ()))
     if peer.stage == "ready" and current and peer.view.phase is Phase.SERVING:
         prior = replace(peer.prior, ready=True) if peer.prior and peer.prior.epoch == peer.joined else peer.prior
         yield "serves", _put(world, replace(peer, stage="serving", prior=prior))
-
-
-def takes(peer: Peer, term: int) -> bool:
-    """Whether a worker acts on a view of that term: link.py's `_show`."""
-    return term >= peer.term
-
-
-def drops(answer: Holding) -> bool:
-    """Whether a worker asks again: link.py's `placement`."""
-    return answer.stale
 
 
 def _ask(world: World, peer: Peer) -> World:
@@ -272,12 +253,15 @@ def _ask(world: World, peer: Peer) -> World:
     return _put(world, replace(peer, stage="asking", answer=answer) if answer else _broken(peer, ()))
 
 
-def _version(peer: Peer) -> int | None:
-    return None if peer.held is None else peer.held.goal.version
-
-
 def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
-    """A worker that serves, and a newer placement: mover.py."""
+    """A worker and placements: at the begin of an epoch, and a newer one while it serves (mover.py)."""
+    if peer.stage == "asking" and peer.answer is not None:
+        if drops(peer.answer):
+            yield "asks again", _ask(world, peer)
+        elif peer.view is None or peer.view.epoch != peer.joined or peer.rank is None:
+            yield "cannot publish", _put(world, _broken(peer, ()))
+        else:
+            yield "publishes", _publish(world, replace(peer, held=peer.answer, target=peer.answer, answer=None))
     if world.side is None or peer.stage != "serving" or peer.target is None:
         return
     newest = peer.target.goal.version
@@ -298,6 +282,13 @@ def _all_can_switch(world: World) -> bool:
     told = {(peer.joined, peer.target.goal.version) for peer in world.serving if peer.target is not None}
     whole = len(world.serving) == len(world.peers)
     return whole and len(told) == 1 and any(peer.held != peer.target for peer in world.peers)
+
+
+def _late(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
+    if world.former is not None and peer.view is not None and takes(peer.term, world.former[0]):
+        late = _seen(world.former[1], peer, world.former[0])
+        if late != peer.view:
+            yield "hears late", _put(world, _look(peer, late))
 
 
 def _go_on(peer: Peer) -> Peer:

@@ -116,18 +116,14 @@ def test_an_epoch_that_begins_while_a_plan_is_made(unasked: bool) -> None:
         await group.serve()
         moving = asyncio.ensure_future(move(group))
 
-        async def next_epoch() -> None:
-            await loop.gate("epoch ends")
-            await group.break_epoch()
-            await group.publish()
-            await asyncio.gather(*(rejoin(group, uid, held) for uid in UIDS))
-
-        await next_epoch()
-        started = await moving
+        await loop.gate("epoch ends")
+        await group.break_epoch()
+        await group.publish()
+        await asyncio.gather(*(rejoin(group, uid, held) for uid in UIDS))
         assert group.control.group.phase is Phase.SERVING
         assert group.epoch == 2
         assert len(set(held.values())) == 1, f"{held} in one epoch"
-        ends.add(started)
+        ends.add(await moving)
 
     async def move(group: Group) -> str:
         if unasked:

@@ -81,7 +81,8 @@ class Node:
         )  # fmt: skip
         spec = SimpleNamespace(num_experts=E, moe_layers=LAYERS)
         self.link = Link("127.0.0.1:1", registration, pb.WorkerStats, experts=self._report)
-        self.link._stub = Calls(world.control, self.gate)
+        stub: Any = Calls(world.control, self.gate)
+        self.link._stub = stub
         model: Any = SimpleNamespace(node=self, spec=spec, num_bytes=0, load=self.load, connect=self.connect)
         self.mover = Mover(self.link, model, Mock(), Mock(take_rows=dict))
         engine: Any = Mock(run=self.step)
