@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.line import SERVICE_NAME
-from crossdock.control import server, views
+from crossdock.control import views
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import topology_pb2
 from tests.services.control_world import (
@@ -366,9 +366,9 @@ async def test_a_stranger_gets_no_regions_by_asking_for_a_brief_view(control: In
 
 async def test_many_changes_at_once_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large group: those who come and go before the table is complete; that all are there is told soon."""
-    size = 2 * server.QUIET_FROM
-    monkeypatch.setattr(server, "QUIET_S_PER_RANK", 3600.0 / size)
-    monkeypatch.setattr(server, "SHORT_QUIET_S_PER_RANK", 2.0 / size)
+    size = 2 * watchers.QUIET_FROM
+    monkeypatch.setattr(watchers, "QUIET_S_PER_RANK", 3600.0 / size)
+    monkeypatch.setattr(watchers, "SHORT_QUIET_S_PER_RANK", 2.0 / size)
     async with in_process(ControlConfig(world_size=size, lease_s=60, recover_s=0.01)) as control:
         control.clock.now += 1.0
         control.service.tick()

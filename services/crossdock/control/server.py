@@ -7,15 +7,14 @@ streams are conflated: a slow watcher skips views and gets the newest. Nothing i
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
-from crossdock.common.access import VISIT, check_uid
+from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import barred, blame, discovery, records, views
@@ -38,22 +37,12 @@ from crossdock.control.records import (
     Uncordon,
     Waits,
 )
+from crossdock.control.watchers import Watchers
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, topology_pb2
 
-WATCHES_PER_RANK = 2
-"""A stream that broke may not have ended here yet when the next one comes."""
-QUIET_S_PER_RANK, SHORT_QUIET_S_PER_RANK = 2e-3, 0.5e-3
-"""Changes that can wait (somebody comes or goes before the table of an epoch is complete) are told together, so long
-after the last time: each costs a message to every watcher, and a group that loses many members at once would drown in
-them. That the last one has come is told after a shorter while. Groups of up to QUIET_FROM ranks hear each at once."""
-QUIET_FROM = 32
 _LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
 """Plans of large models take seconds of a core, and anybody may ask: a tenth of the time goes there at most."""
-WOKEN_AT_ONCE = 32
-"""Watchers that are sent something in one turn of the event loop: a call that comes meanwhile waits for one turn or a
-few, and heartbeats that waited for thousands of tables to be written would be late."""
-
 log = logs.get(__name__)
 
 REFUSALS: dict[Refusal, type[rpc.CallError]] = {
@@ -107,12 +96,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = LeaseKeys()
-        self._watchers: set[asyncio.Event] = set()
-        self._num_watching = {True: 0, False: 0}  # members, onlookers
+        self._watchers = Watchers(config.world_size, metrics)
         self._told: dict[bool, tuple[int, bytes]] = {}
-        self._told_at = 0.0
-        self._telling: asyncio.TimerHandle | None = None
-        self._stopping = False
         self._experts = Experts(
             config.placement, config.world_size, metrics, clock, lambda: self._group, self._announce
         )
@@ -247,14 +232,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if worker.uid:
             self._keys.check(worker, context)
         inside = views.is_member(self._group, worker)
-        if inside:
-            self._admit_member()
-        changed, has_table = asyncio.Event(), 0
-        self._num_watching[inside] += 1
-        self._watchers.add(changed)
-        self._measure_watchers()
+        changed, has_table = self._watchers.enter(inside), 0
         try:
-            while not self._stopping:
+            while not self._watchers.stopped:
                 changed.clear()
                 if views.is_replaced(self._group, worker):
                     raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process has its place")
@@ -263,9 +243,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
         finally:
-            self._num_watching[inside] -= 1
-            self._watchers.discard(changed)
-            self._measure_watchers()
+            self._watchers.leave(changed, inside)
 
     def tick(self) -> None:
         """Let time pass for the group."""
@@ -275,22 +253,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     def stop(self) -> None:
         """End every Watch stream with UNAVAILABLE, so that watchers look for a successor. What it measured is void."""
-        self._stopping = True
+        self._watchers.stopped = True
         self._experts.stop()
         self._metrics.clear_group()
-        self._wake_watchers()
+        self._watchers.wake()
 
     def _max_epoch(self) -> int:
         return views.greatest_epoch(self._group, time.time())
-
-    def _admit_member(self) -> None:
-        """A member's stream keeps its place, whoever else calls. Raises ResourceExhausted."""
-        most = WATCHES_PER_RANK * self._group.settings.world_size
-        if self._num_watching[True] >= most:
-            raise rpc.ResourceExhausted(f"watch: expected at most {most} members, got one more")
-        visit = VISIT.get(None)
-        if visit is not None:
-            visit.keep()
 
     def _view(
         self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0
@@ -317,7 +286,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _announce(self) -> None:
         """Tell the watchers of another placement."""
         self._version += 1
-        self._wake_watchers()
+        self._watchers.wake()
 
     def _take(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
         """Let the group take an event; `accepted` is called where it does, before anybody is told."""
@@ -361,28 +330,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             regions="complete" if group.sealed else "missing",
             reason=group.reason,
         )
-        self._tell(wait=_is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch)
-
-    def _tell(self, *, wait: bool) -> None:
-        """Wake the watchers: at once, or where the change can `wait` together with others."""
-        size = self._group.settings.world_size
-        now = time.monotonic()
-        per_rank = SHORT_QUIET_S_PER_RANK if self._group.full else QUIET_S_PER_RANK
-        quiet_s = self._told_at + size * per_rank - now if size > QUIET_FROM else 0.0
-        if wait and quiet_s > 0:
-            loop = asyncio.get_running_loop()
-            if self._telling is None or self._telling.when() > loop.time() + quiet_s:
-                self._cancel_telling()
-                self._telling = loop.call_later(quiet_s, self._wake_watchers)
-            return
-        self._wake_watchers()
-
-    def _measure_watchers(self) -> None:
-        if not self._stopping:  # the gauge may be that of the next reign by now
-            self._metrics.watchers.set(len(self._watchers))
+        gathering = _is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch
+        self._watchers.tell(full=group.full, wait=gathering)
 
     def _measure(self) -> None:
-        if self._stopping:
+        if self._watchers.stopped:
             return
         self._metrics.epoch.set(self._group.epoch)
         self._metrics.members.set(len(self._group.members))
@@ -392,23 +344,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._metrics.barred_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
         for phase in Phase:
             self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
-
-    def _cancel_telling(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-
-    def _wake_watchers(self) -> None:
-        self._cancel_telling()
-        self._told_at = time.monotonic()
-        _wake(list(self._watchers))
-
-
-def _wake(watchers: Sequence[asyncio.Event]) -> None:
-    for changed in watchers[:WOKEN_AT_ONCE]:
-        changed.set()
-    if len(watchers) > WOKEN_AT_ONCE:
-        asyncio.get_running_loop().call_soon(_wake, watchers[WOKEN_AT_ONCE:])
 
 
 def _identity(request: pb.WatchRequest) -> pb.WorkerId:

@@ -22,6 +22,7 @@ from crossdock.common import log, rpc
 from crossdock.common.line import Line
 from crossdock.common.security import Security
 from crossdock.v1 import control_pb2, control_pb2_grpc
+from crossdock.worker.refusals import Refusals, why_barred
 from crossdock.worker.work import Fault
 
 _log = log.get(__name__)
@@ -36,9 +37,6 @@ _RETRY_S = (0.1, 2.0)
 """First and longest pause before a broken line is tried again."""
 _SPARE_S = 1.0
 """Longest pause of a spare before it asks again whether there is a place."""
-
-_COMPLAIN_S = 30.0
-"""Between two warnings that heartbeats are refused."""
 
 LEASE_KEY = "crossdock-lease-key"
 """Metadata of every call: a secret of this process, by which the control plane knows that it is the same again."""
@@ -99,7 +97,7 @@ class Link:
         self._fault: tuple[int, Fault] | None = None
         self._loaded = False
         self._barred = control_pb2.Barred()
-        self._refusal, self._complained_at = "", -_COMPLAIN_S
+        self._refusals = Refusals()
         self._lease_s = 3.0
         self.on_drain: Callable[[], None] = lambda: None
         self.trouble = ""
@@ -273,7 +271,7 @@ class Link:
             return False
         if response.barred.cause:
             self._barred.CopyFrom(response.barred)
-            await self._stand_by(_why_barred(response.barred))
+            await self._stand_by(why_barred(response.barred))
             return False
         self.spare, self._lease_s = False, response.lease_s
         _log.info("registered", epoch=response.epoch, lease_s=response.lease_s)
@@ -361,34 +359,22 @@ class Link:
         try:
             response = await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
         except rpc.NotFound as error:
-            if self._refusal:
-                _log.warning("lease lost", error=error, heartbeats_refused=self._refusal)
-            self._refusal = ""
+            self._refusals.lease_lost(error, _log)
             self._register_again.set()
         except rpc.AlreadyExists as error:
             await self._refuse(JoinRefused(str(error)))
         except rpc.CallError as error:
-            self._complain(error)
+            self._refusals.note(error, self._lease_s, _log)
             self._notice_silence()
         else:
-            self._answered_at, self._refusal = time.monotonic(), ""
+            self._answered_at = time.monotonic()
+            self._refusals.clear()
             self._take_bar(response.barred)
-
-    def _complain(self, error: rpc.CallError) -> None:
-        """A control plane that is away mends itself; one that refuses does not: say so, now and then, and remember it
-        for when the lease is lost."""
-        if isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded | rpc.Cancelled):
-            _log.debug("heartbeat failed", error=error)
-            return
-        self._refusal = f"{error.code.name}: {error}"
-        if time.monotonic() - self._complained_at >= _COMPLAIN_S:
-            self._complained_at = time.monotonic()
-            _log.warning("heartbeat refused", error=self._refusal, lease_s=self._lease_s)
 
     def _take_bar(self, barred: control_pb2.Barred) -> None:
         """What an operator has said of this member. Another control plane is told of it by this worker."""
         if barred.drain and not self._barred.drain:
-            _log.warning("to be drained", why=_why_barred(barred))
+            _log.warning("to be drained", why=why_barred(barred))
             self.on_drain()
         self._barred.CopyFrom(barred)
 
@@ -410,8 +396,3 @@ class Link:
             request.silent_ranks.extend(fault.silent_ranks)
             request.fault = fault.reason
         return request
-
-
-def _why_barred(barred: control_pb2.Barred) -> str:
-    until = f"for {barred.left_s:.0f} s more" if barred.left_s else f"until `crossdock uncordon {barred.uid}`"
-    return f"{barred.cause}: {barred.reason}, {until}"

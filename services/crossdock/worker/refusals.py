@@ -1,0 +1,47 @@
+"""What a worker says when the control plane refuses its heartbeats, or keeps it out of the group."""
+
+from __future__ import annotations
+
+import time
+
+from crossdock.common import rpc
+from crossdock.common.log import Log
+from crossdock.v1 import control_pb2
+
+WARN_EVERY_S = 30.0
+"""Between two warnings that heartbeats are refused."""
+
+
+class Refusals:
+    """Refused heartbeats since the last one that was taken."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._warned_at = -WARN_EVERY_S
+
+    def note(self, error: rpc.CallError, lease_s: float, log: Log) -> None:
+        """A heartbeat failed. A control plane that is away comes back by itself; a refusal does not end by itself: it
+        is logged now and then, and kept for when the lease is lost."""
+        if isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded | rpc.Cancelled):
+            log.debug("heartbeat failed", error=error)
+            return
+        self._last = f"{error.code.name}: {error}"
+        if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning("heartbeat refused", error=self._last, lease_s=lease_s)
+
+    def lease_lost(self, error: rpc.CallError, log: Log) -> None:
+        """The control plane does not know this worker any more."""
+        if self._last:
+            log.warning("lease lost", error=error, heartbeats_refused=self._last)
+        self.clear()
+
+    def clear(self) -> None:
+        """A heartbeat was taken."""
+        self._last = ""
+
+
+def why_barred(barred: control_pb2.Barred) -> str:
+    """Why a worker is kept out of the group, and until when."""
+    until = f"for {barred.left_s:.0f} s more" if barred.left_s else f"until `crossdock uncordon {barred.uid}`"
+    return f"{barred.cause}: {barred.reason}, {until}"
