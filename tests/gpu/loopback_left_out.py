@@ -72,7 +72,7 @@ def _told(loop: Loopback, kind: str) -> list[int]:
     """What rank 0 has been told by the others."""
     flags = loop.memory[0].data[: loop.engines[0].flag_bytes].view(torch.int64)
     at = abi.FLAGS.index(kind) * loop.size
-    return flags[at + 1 : at + loop.size].tolist()  # type: ignore[no-any-return]
+    return [int(word) for word in flags[at + 1 : at + loop.size]]
 
 
 @dataclass
@@ -92,7 +92,9 @@ class Step:
 
     def combine(self, loop: Loopback) -> tuple[list[Call], Callable[[], None]]:
         """Its combine by the survivors, and the check of what it brings."""
-        dtype, calls, zs = loop.configs[1].resolved_output_dtype, [], {}
+        dtype = loop.configs[1].resolved_output_dtype
+        calls: list[Call] = []
+        zs: dict[int, torch.Tensor] = {}
         for rank in SURVIVORS:
             y, engine = expert(self.outs[rank], dtype), loop.engines[rank]
             call, receive = engine.combine(CombineArgs(y, self.handles[rank], None, True))
@@ -112,7 +114,9 @@ def go_on(loop: Loopback, case: RoutingCase, mode: Mode) -> Step:
     """The survivors' next dispatch is what the reference says."""
     xs = [case.x(r, loop.configs[0].dtype) for r in range(3)]
     ids, weights = [case.topk_ids(r) for r in range(3)], [case.topk_weights(r) for r in range(3)]
-    steps, outs, handles = {}, {}, {}
+    steps: dict[int, Dispatch] = {}
+    outs: dict[int, DispatchOutput] = {}
+    handles: dict[int, DispatchHandle] = {}
     for r in SURVIVORS:
         args = DispatchArgs(
             x=loop.put(xs[r]), scales=None, topk_ids=loop.put(ids[r]), topk_weights=loop.put(weights[r]), mode=mode,
