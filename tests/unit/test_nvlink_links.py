@@ -10,8 +10,7 @@ import pytest
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.topology import Gpu, Peer, nvml
-from ep_kernels.transports.nvlink import links, transport
-from ep_kernels.transports.nvlink.transport import NvlinkTransport
+from ep_kernels.transports.nvlink import links
 from ep_kernels.types import Mode
 from tests.gpu.loopback_group import LoopGroup
 
@@ -68,11 +67,10 @@ def test_only_configurations_that_may_run_ll_are_refused(
         "max_tokens_per_rank": 16,
         "transport": "nvlink",
     }
-    made = NvlinkTransport(MoEConfig(group=LoopGroup(0, 2), **shape, **fields))
-    tickets = [transport._TICKET.pack(b"abi", b"vmm", 1, place, 0) for place in PLACES[:2]]
+    config = MoEConfig(group=LoopGroup(0, 2), **shape, **fields)
     monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
     if refused:
         with pytest.raises(TransportError, match="got none between rank 0"):
-            made._check_links(tickets)
+            links.check(config, PLACES[:2])
     else:
-        made._check_links(tickets)
+        links.check(config, PLACES[:2])

@@ -5,18 +5,32 @@ rest for written. NVLink, and a GPU's own memory, keep such a store whole; PCIe 
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 from itertools import combinations
+from pathlib import Path
 
+from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
-from ep_kernels.topology import Gpu
+from ep_kernels.topology import Gpu, nvml
+from ep_kernels.types import Mode
 
 log = logging.getLogger(__name__)
+
+TICKET = struct.Struct("<16s8sQQH")
+"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), length of the desk's address."""
 
 
 def pci_number(domain: int, bus: int, device: int) -> int:
     """A GPU's place on the PCI bus in one number; MIG instances of a GPU have its place."""
     return domain << 16 | bus << 8 | device
+
+
+def check(config: MoEConfig, places: Sequence[int]) -> None:
+    """Refuse LL (TransportError) where GPUs are not joined by NVLink. `places`: `pci_number` of each rank's GPU."""
+    runs_ll = config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0)
+    if runs_ll and len(set(places)) > 1:
+        require_nvlink(places, nvml.look(Path("/sys")).gpus)
 
 
 def require_nvlink(places: Sequence[int], gpus: Sequence[Gpu]) -> None:

@@ -11,10 +11,8 @@ import contextlib
 import importlib.util
 import os
 import select
-import struct
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,10 +23,10 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.routing import may_overflow
-from ep_kernels.topology import nvml
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import left_out, links, plan, sharing
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
+from ep_kernels.transports.nvlink.links import TICKET
 from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
@@ -36,7 +34,6 @@ from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Laten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 _kept_for_graphs: list[Any] = []
 """What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
-_TICKET = struct.Struct("<16s8sQQH")  # abi, kind, region bytes, GPU (links.pci_number), length of the desk's address
 
 
 def create(config: MoEConfig) -> NvlinkTransport:
@@ -108,12 +105,12 @@ class NvlinkTransport:
         address = self._desk.address
         gpu: Any = torch.cuda.get_device_properties(self._device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        head = _TICKET.pack(self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, place, len(address))
+        head = TICKET.pack(self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, place, len(address))
         return head + address + self._region.token
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
-        self._check_links(tickets)
+        links.check(self._config, [TICKET.unpack_from(ticket)[3] for ticket in tickets])
         pages, mappings, pids = [], [], {}
         try:
             for rank, ticket in enumerate(tickets):
@@ -131,20 +128,12 @@ class NvlinkTransport:
                 os.close(fd)
         self._watch(pids)
 
-    def _check_links(self, tickets: Sequence[bytes]) -> None:
-        """Refuse LL where GPUs are not joined by NVLink."""
-        config = self._config
-        if config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
-            places = [_TICKET.unpack_from(ticket)[3] for ticket in tickets]
-            if len(set(places)) > 1:
-                links.require_nvlink(places, nvml.look(Path("/sys")).gpus)
-
     def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink import memory
 
-        abi_, name, num_bytes, _, length = _TICKET.unpack_from(ticket)
-        address, token = ticket[_TICKET.size : _TICKET.size + length], ticket[_TICKET.size + length :]
+        abi_, name, num_bytes, _, length = TICKET.unpack_from(ticket)
+        address, token = ticket[TICKET.size : TICKET.size + length], ticket[TICKET.size + length :]
         if abi_.decode() != self.capabilities.abi:
             want = self.capabilities.abi
             raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from crossdock.common import rpc
-from crossdock.common.log import Log
+from crossdock.common.log import Logger
 from crossdock.v1 import control_pb2
 
 WARN_EVERY_S = 30.0
@@ -19,7 +19,7 @@ class Refusals:
         self._last = ""
         self._warned_at = -WARN_EVERY_S
 
-    def note(self, error: rpc.CallError, lease_s: float, log: Log) -> None:
+    def note(self, error: rpc.CallError, lease_s: float, log: Logger) -> None:
         """A heartbeat failed. A control plane that is away comes back by itself; a refusal does not end by itself: it
         is logged now and then, and kept for when the lease is lost."""
         if isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded | rpc.Cancelled):
@@ -30,7 +30,7 @@ class Refusals:
             self._warned_at = time.monotonic()
             log.warning("heartbeat refused", error=self._last, lease_s=lease_s)
 
-    def lease_lost(self, error: rpc.CallError, log: Log) -> None:
+    def lease_lost(self, error: rpc.CallError, log: Logger) -> None:
         """The control plane does not know this worker any more."""
         if self._last:
             log.warning("lease lost", error=error, heartbeats_refused=self._last)
