@@ -71,7 +71,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     columns, left_out = _fitting(rows, width)
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
     sick = [
-        Text(f"rank {member.rank} ({member.worker.uid}) is sick, and no spare waits: {member.sick}", style="red")
+        Text(f"rank {member.rank} ({member.worker.uid}) looks sick and keeps its place: {member.sick}", style="red")
         for member in view.members
         if member.sick
     ]

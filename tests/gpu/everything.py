@@ -61,7 +61,12 @@ class Stage:
 
 
 CONTRACT = ("tests/transports/test_contract.py", "tests/transports/test_contract_faults.py", "tests/transports")
-LOOPBACK = ("tests/gpu/test_loopback.py", "tests/gpu/test_loopback_faults.py", "tests/unit?")
+LOOPBACK = (
+    "tests/gpu/test_loopback.py",
+    "tests/gpu/test_loopback_faults.py",
+    "tests/gpu/test_loopback_left_out.py",
+    "tests/unit?",
+)
 GPUS = ("tests/gpu/test_losses.py", "tests/gpu/test_lives.py", "tests/gpu/test_torchrun.py", "tests/gpu")
 SHORT, LONG = ("-k", "not ten_thousand"), ("-k", "ten_thousand")
 """Ten thousand steps side by side with other groups of ranks take turns on the devices with each of their steps."""

@@ -125,6 +125,17 @@ def test_without_a_spare_a_sick_rank_keeps_its_place_and_is_named() -> None:
     assert not blame.sick(world.group)
 
 
+def test_two_that_disagree_are_named_though_neither_is_quarantined() -> None:
+    world = World(4)
+    world.a_spare_waits()
+    for number in range(world.group.settings.blame_epochs):
+        assert not blame.sick(world.group), number
+        world.says("h0/0", world.group.epoch, 2)
+        world.serve()
+    assert blame.sick(world.group) == {"h2/0": "called silent in 3 epochs by h0/0 alone: either of the two may be sick"}
+    assert not world.quarantined
+
+
 def test_a_group_that_serves_is_not_disturbed_for_what_was_said_before_a_spare_came() -> None:
     world = World(4)
     world.says("h0/0", 1, 2)

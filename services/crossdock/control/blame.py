@@ -7,7 +7,8 @@ than half of the other ranks silent. In a group of two there is no second witnes
     once        two members in the same epoch       its place goes to a spare, if one waits
     repeatedly  in `blame_epochs` epochs, by two    the same; an elastic group goes on without it in any case
 
-Where no spare waits and the group would have to stop, a sick rank keeps its place and is named (`sick`). Fewer than
+Where no spare waits and the group would have to stop, a sick rank keeps its place and is named (`sick`), as is one
+that a single member calls silent in `blame_epochs` epochs. Fewer than
 half of the ranks are ever in quarantine. A process that ends takes what was said of it along: a crash is no sickness.
 
 An elastic group hears the reports of HOLD_S before it goes on, or until every rank has been heard or named, and leaves
@@ -142,8 +143,21 @@ def verdicts(group: Group) -> list[Verdict]:
 
 
 def sick(group: Group) -> Mapping[str, str]:
-    """By uid, why a member that keeps its place counts as sick."""
-    return {verdict.member.uid: verdict.reason for verdict in verdicts(group) if verdict.repeated}
+    """By uid, why a member that keeps its place counts as sick, or as one of two of which one is."""
+    return _disputed(group) | {verdict.member.uid: verdict.reason for verdict in verdicts(group) if verdict.repeated}
+
+
+def _disputed(group: Group) -> dict[str, str]:
+    """Members that one other alone calls silent, in `blame_epochs` epochs: nobody is quarantined for that, since the
+    accuser may be the sick one, but people must see it."""
+    epochs: dict[tuple[str, str], set[int]] = {}
+    for blame in group.blames:
+        epochs.setdefault((blame.accused, blame.accuser), set()).add(blame.epoch)
+    return {
+        accused: f"called silent in {len(seen)} epochs by {accuser} alone: either of the two may be sick"
+        for (accused, accuser), seen in epochs.items()
+        if len(seen) >= group.settings.blame_epochs and group.member(accused) is not None
+    }
 
 
 def to_quarantine(group: Group) -> list[Verdict]:
