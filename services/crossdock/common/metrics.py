@@ -206,7 +206,7 @@ class ControlMetrics(GuardedMetrics):
             "blamed_total", "reports", "Times a member called that rank silent, once per member and epoch", "rank"
         )
         self.sick_ranks = self._gauge(
-            "sick_ranks", "ranks", "Members called silent again and again that keep their place: no spare waits"
+            "sick_ranks", "ranks", "Members called silent again and again that keep their place"
         )
         self.barred_workers = self._gauge(
             "barred_workers", "workers", "Workers kept out of the group: cordoned or quarantined", "cause"
