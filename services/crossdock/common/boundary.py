@@ -82,10 +82,12 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
                             call.progress()
                             yield response
                 except BaseException as error:
-                    await call.fail(error)
+                    if not call.fail(error):
+                        raise
+                else:
+                    call.tell(_code_name(context))
                 finally:
                     call.leave()
-                call.tell(_code_name(context))
 
             return stream
 
@@ -95,10 +97,12 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
             try:
                 response = await handler(await call.begin(requests, streams), context)
             except BaseException as error:
-                await call.fail(error)
+                if not call.fail(error):
+                    raise
+            else:
+                call.tell(_code_name(context))
             finally:
                 call.leave()
-            call.tell(_code_name(context))
             return response
 
         return unary
@@ -121,7 +125,7 @@ class _Call:
         if streams:
             if self._door is not None:
                 self._door.look(self._name, None, self._context)
-            return requests if self._visit is None else self._counted(requests)
+            return self._counted()
         request = await _only(self._context)
         if self._visit is not None:
             self._visit.has_read()
@@ -141,8 +145,10 @@ class _Call:
         if self._visit is not None:
             self._visit.leave()
 
-    async def fail(self, error: BaseException) -> None:
-        """Never returns normally: raises what ends the call."""
+    def fail(self, error: BaseException) -> bool:
+        """Give the call the status of an error. False: the error is to be raised on, grpc ends the call by itself.
+
+        `context.abort` is no way: grpc keeps what it raises beside the call, and that knows every frame and message."""
         if isinstance(error, asyncio.CancelledError) and self._visit is not None and self._visit.lost:
             task = asyncio.current_task()
             if task is not None:
@@ -150,25 +156,33 @@ class _Call:
             error = ResourceExhausted("calls: another call of this caller took the place of this one")
         if isinstance(error, grpc.aio.AbortError):
             self.tell(_code_name(self._context))
-            raise error
+            return False
         code, message = status_of(error)
         self.tell(code.name)
-        if not isinstance(error, Exception):  # cancelled, or the generator was closed: grpc ends the call itself
-            raise error
+        if not isinstance(error, Exception):  # cancelled, or the generator was closed
+            return False
         if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
             _log.error("handler failed method=%s", self._name.rpartition("/")[2], exc_info=error)
-        leader = error.leader if isinstance(error, Unavailable) else ""
-        await self._context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
+        self._context.set_code(code)
+        self._context.set_details(message)
+        if isinstance(error, Unavailable) and error.leader:
+            self._context.set_trailing_metadata(((LEADER_KEY, error.leader),))
+        return True
 
     def tell(self, code: str) -> None:
         """It has ended."""
         if self._observe is not None:
             self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)
 
-    async def _counted(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
+    async def _counted(self) -> AsyncIterator[Any]:
+        """The requests of a stream. grpc's own iterator keeps the last one while it waits for the next."""
+        while True:
+            request = await self._context.read()
+            if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                break
             self.progress()
             yield request
+            del request
         if self._visit is not None:
             self._visit.has_read()
 

@@ -114,6 +114,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 yield response
         finally:
             stream.reader.cancel()
+            stream.reader = None  # the task's error knows the stream, and the stream must not know the task: a cycle
             stream.hang_up()
             self._streams.discard(stream)
             if self._ended is not None and not self._streams:
@@ -169,6 +170,7 @@ class _Stream:
 
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Take requests until the client has no more. Bytes that are no message end the stream."""
+        request: expert_pb2.ForwardRequest | None = None
         try:
             async for request in requests:
                 while not (request.cancel or self._has_room(request)):
@@ -178,10 +180,12 @@ class _Stream:
                         async with asyncio.timeout(_STALLED_S):  # wait_for can lose the end of this task
                             await self._room.wait()
                 self._take(request)
-                del request  # the next one may be long in coming
+                request = None  # noqa: PLW2901  (the next one may be long in coming)
         except Exception as error:
             _log.warning("stream ended: unreadable request", error=error)
             self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
+        finally:
+            del request  # what is raised through here knows this frame
         self._read_all = True
         self._events.put_nowait(None)
 
