@@ -137,6 +137,18 @@ def yielding() -> Iterator[None]:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the supervisor's words of each death."""
+    ours = logging.getLogger("crossdock")
+    before = ours.level
+    ours.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
 def largest(before: dict[int, Meter], after: dict[int, Meter], *, peak: bool) -> float:
     """By how much the process that grew most did; one that was not there before has no growth."""
     return max(
@@ -211,9 +223,9 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     kinds = arguments.scene or ["plain", "mtls"]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    logging.getLogger("crossdock").setLevel(logging.CRITICAL)  # the supervisor's words of each death
     began = time.monotonic()
-    rows = run(kinds, chosen, console)
+    with quiet():
+        rows = run(kinds, chosen, console)
     console.print(show(rows))
     broken = [row for row in rows if row.trouble]
     console.print(

@@ -61,6 +61,7 @@ class Side:
             self.domains,
             None if self.way is None else _Way(self.way[0], 0.0, self.way[1]),
             dict(self.reports),
+            frozenset(),
             [] if self.kind is None else [[0.0] * self.kind.num_experts for _ in self.kind.layers],
         )
         return experts

@@ -144,6 +144,8 @@ class AnyEvents(RuleBasedStateMachine):
                 place = Place(uid, host, int(local))
                 assert self.take(Register(Worker(place, 1, "x:1", "x:2", "cpu", "abi", kind)))
         assert self.group.full
+        if self.group.recovering:  # some remember a group and some do not: it hears all who may still report
+            self.wait_while_all_beat(12)
         if self.group.phase is Phase.FAILED:
             first = self.group.members[0].worker
             assert self.take(Register(replace(first, incarnation=first.incarnation + 1)))

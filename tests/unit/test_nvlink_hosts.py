@@ -14,7 +14,7 @@ import pytest
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import sharing
+from ep_kernels.transports.nvlink import links, sharing
 from ep_kernels.transports.nvlink.mailbox import Mailbox
 from tests.cases import RoutingCase
 from tests.gpu.loopback_group import LoopGroup
@@ -226,11 +226,11 @@ def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
     transport._import = bring
     before = os.listdir("/proc/self/fd")
     if missing is None:
-        transport.import_regions([b""] * SIZE)
+        transport.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
         assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
     else:
         with pytest.raises(TransportError, match=f"rank {missing}"):
-            transport.import_regions([b""] * SIZE)
+            transport.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
 

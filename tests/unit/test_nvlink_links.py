@@ -68,9 +68,10 @@ def test_only_configurations_that_may_run_ll_are_refused(
         "transport": "nvlink",
     }
     config = MoEConfig(group=LoopGroup(0, 2), **shape, **fields)
+    tickets = [links.TICKET.pack(b"abi", b"vmm", 1, place, 0) for place in PLACES[:2]]
     monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
     if refused:
         with pytest.raises(TransportError, match="got none between rank 0"):
-            links.check(config, PLACES[:2])
+            links.check(config, tickets)
     else:
-        links.check(config, PLACES[:2])
+        links.check(config, tickets)

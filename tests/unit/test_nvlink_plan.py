@@ -435,7 +435,7 @@ def test_header_is_what_ctypes_says() -> None:
         assert f"static_assert(sizeof({record.__name__}) == {ctypes.sizeof(record)}" in text
         for field, _ in record._fields_:
             assert f" {field}" in text
-    assert f"MAX_RANKS = {abi.MAX_RANKS};" in text
+    assert f"MAX_RANKS = {abi.MAX_RANKS}, MOST_SEEN = {abi.MOST_SEEN};" in text
 
 
 @pytest.mark.parametrize(

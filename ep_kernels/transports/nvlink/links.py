@@ -26,11 +26,12 @@ def pci_number(domain: int, bus: int, device: int) -> int:
     return domain << 16 | bus << 8 | device
 
 
-def check(config: MoEConfig, places: Sequence[int]) -> None:
-    """Refuse LL (TransportError) where GPUs are not joined by NVLink. `places`: `pci_number` of each rank's GPU."""
-    runs_ll = config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0)
-    if runs_ll and len(set(places)) > 1:
-        require_nvlink(places, nvml.look(Path("/sys")).gpus)
+def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
+    """Refuse LL (TransportError) where GPUs are not joined by NVLink."""
+    if config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
+        places = [TICKET.unpack_from(ticket)[3] for ticket in tickets]
+        if len(set(places)) > 1:
+            require_nvlink(places, nvml.look(Path("/sys")).gpus)
 
 
 def require_nvlink(places: Sequence[int], gpus: Sequence[Gpu]) -> None:

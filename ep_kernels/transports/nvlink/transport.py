@@ -110,7 +110,7 @@ class NvlinkTransport:
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
-        links.check(self._config, [TICKET.unpack_from(ticket)[3] for ticket in tickets])
+        links.check(self._config, tickets)
         pages, mappings, pids = [], [], {}
         try:
             for rank, ticket in enumerate(tickets):
