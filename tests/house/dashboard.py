@@ -151,6 +151,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Security": (
         Panel("Calls turned away", "reqps", _rate("crossdock_calls_refused_total", "reason")),
+        Panel("Lines of gRPC's core", "cps", _rate("crossdock_grpc_core_lines_total", "about")),
         Panel(
             "Certificates end in",
             "s",

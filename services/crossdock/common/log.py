@@ -95,6 +95,13 @@ def setup(config: LogConfig, **bound: object) -> None:
             get(__name__).warning("log file left out", file=config.file, error=error.strerror)
 
 
+def write_to(stream: TextIO) -> None:
+    """Send events to `stream` from now on, which was stderr so far."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _ToStderr):
+            handler.setStream(stream)
+
+
 def _level(config: LogConfig) -> int:
     return {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}.get(config.level, logging.ERROR)
 

@@ -103,6 +103,12 @@ class GuardedMetrics(_Metrics):
         self.certificate_reloads_total = self._counter(
             "certificate_reloads_total", "readings", "Certificates read again after a change: ok or failed", "result"
         )
+        self.grpc_core_lines_total = self._counter(
+            "grpc_core_lines_total",
+            "lines",
+            "Lines of gRPC's core, by subject: handshake (a TLS handshake failed) or other",
+            "about",
+        )
         self.event_loop_tasks = self._gauge("event_loop_tasks", "tasks", "Tasks of this process's event loop")
 
     def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -19,6 +19,7 @@ from crossdock.common import rpc
 from crossdock.common.access import door_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
+from crossdock.common.grpc_lines import grpc_lines
 from crossdock.common.http import serve_http
 from crossdock.common.line import SERVICE_NAME
 from crossdock.common.liveness import Liveness
@@ -52,7 +53,9 @@ def run_control(config: ControlConfig) -> int:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
     try:
-        return asyncio.run(_serve(config))
+        metrics = ControlMetrics()
+        with grpc_lines(metrics.grpc_core_lines_total):
+            return asyncio.run(_serve(config, metrics))
     except rpc.ListenError as error:
         log.error("cannot listen", error=str(error))
         return EXIT_BAD_CONFIG
@@ -114,11 +117,10 @@ class _Reign:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _serve(config: ControlConfig) -> int:
+async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    metrics = ControlMetrics()
     metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
     nodes = await _nodes(config.kubernetes) if config.kubernetes else None

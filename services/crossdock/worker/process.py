@@ -24,6 +24,7 @@ from crossdock.common import log, rpc
 from crossdock.common.access import door_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
+from crossdock.common.grpc_lines import grpc_lines
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
@@ -80,7 +81,9 @@ def run_worker(config: WorkerConfig) -> int:
         _log.error("cannot use the device", error=str(error))
         return EXIT_DEVICE_LOST
     try:
-        return asyncio.run(_Process(config, identity, model, security).run())
+        metrics = WorkerMetrics()
+        with grpc_lines(metrics.grpc_core_lines_total):
+            return asyncio.run(_Process(config, identity, model, security, metrics).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))
         return EXIT_BAD_CONFIG
@@ -97,9 +100,16 @@ def run_worker(config: WorkerConfig) -> int:
 class _Process:
     """Wires the parts together and takes them apart again."""
 
-    def __init__(self, config: WorkerConfig, identity: Identity, model: Model, security: Security | None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: Identity,
+        model: Model,
+        security: Security | None,
+        metrics: WorkerMetrics,
+    ) -> None:
         self._config, self._identity, self._model, self._security = config, identity, model, security
-        self._metrics = WorkerMetrics()
+        self._metrics = metrics
         self._telemetry = Telemetry(self._metrics, model.row_bytes)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)

@@ -1,0 +1,77 @@
+"""A program of its own: reads the stderr of a server, tells it the lines of gRPC's core, and writes all others on.
+
+    python -I -S stderr_filter.py        stdin: what was written to fd 2; stdout: lines of gRPC's core; stderr: the rest
+
+`grpc_lines.py` starts it and says why it is a process. It ends when nobody holds the other end of stdin any more. The
+other end of stdout does not block, so that a server which stands still never stops who writes to its fd 2: lines of
+gRPC's core are dropped then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+
+CORE = re.compile(
+    rb"[IWE]\d{4} \d\d:\d\d:[\d.]+ +\d+ [\w.-]+:\d+\] |WARNING: All log messages before absl::InitializeLog\(\)"
+)
+"""How a line of gRPC's core begins. Fatal ones ("F...") are the last words of a process: they are written on."""
+_FIRST_LETTERS = b"IWE"
+_MAX_LINE = 65536
+_PIPE_BUF = 4096
+"""So much is written to a pipe as a whole or not at all."""
+
+
+def split(data: bytes, inside: bool) -> tuple[list[tuple[bool, bytes]], bytes, bool]:
+    """The pieces of `data`, each with whether it is a line of gRPC's core; what must wait for its end; and whether the
+    next byte continues a line that was written on already, as the first one does with `inside`."""
+    *whole, rest = data.split(b"\n")
+    pieces = []
+    for line in whole:
+        pieces.append((not inside and CORE.match(line) is not None, line + b"\n"))
+        inside = False
+    may_be_core = not inside and rest[:1] in {bytes([letter]) for letter in _FIRST_LETTERS} and len(rest) < _MAX_LINE
+    if rest and not may_be_core:
+        pieces.append((False, rest))
+        rest, inside = b"", True
+    return pieces, rest, inside
+
+
+def main() -> None:
+    """Until the end of stdin."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what the server still says must come through
+        signal.signal(number, signal.SIG_IGN)
+    waiting, inside = b"", False
+    while data := os.read(0, 65536):
+        pieces, waiting, inside = split(waiting + data, inside)
+        for is_core, piece in pieces:
+            if not (is_core and _tell(piece)):
+                _write_on(piece)
+    _write_on(waiting)
+
+
+def _tell(line: bytes) -> bool:
+    """False: the server is gone."""
+    try:
+        os.write(1, line if len(line) <= _PIPE_BUF else line[: _PIPE_BUF - 1] + b"\n")
+    except BlockingIOError:
+        pass
+    except OSError:
+        return False
+    return True
+
+
+def _write_on(data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(2, data) :]
+        except BlockingIOError:
+            select.select([], [2], [])
+        except OSError:  # nobody reads it, or the disk is full
+            return
+
+
+if __name__ == "__main__":
+    main()
