@@ -5,7 +5,8 @@
 
 Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
 address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
-the start; 4 the GPU was lost. Whoever started the process may start it again after a 1, a 3 or a 4.
+the start; 4 the GPU was lost; 5 the group can never take this worker, as both are configured. After a 1, a 3 or a 4 the
+process may be started again.
 """
 
 from __future__ import annotations
