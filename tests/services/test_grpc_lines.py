@@ -83,7 +83,8 @@ os.write(2, {(FATAL + chr(10) + "half a li").encode()!r})
 holding.abort()
 """)
     assert status == -6, errors
-    assert errors.splitlines() == ["double free", FATAL, "half a li"]
+    # A line of gRPC's that the dead process could not take any more comes out as it was.
+    assert [line for line in errors.splitlines() if line != CORE] == ["double free", FATAL, "half a li"]
 
 
 def test_a_full_pipe_stops_nobody_who_holds_the_interpreters_lock() -> None:
