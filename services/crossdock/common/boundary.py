@@ -82,7 +82,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
                             call.progress()
                             yield response
                 except BaseException as error:
-                    if not call.fail(error):
+                    if not await call.fail(error):
                         raise
                 else:
                     call.tell(_code_name(context))
@@ -97,7 +97,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
             try:
                 response = await handler(await call.begin(requests, streams), context)
             except BaseException as error:
-                if not call.fail(error):
+                if not await call.fail(error):
                     raise
             else:
                 call.tell(_code_name(context))
@@ -115,10 +115,12 @@ class _Call:
         self._door, self._name, self._context = door, name, context
         self._observe = observe if name.startswith(OUR_METHODS) else None
         self._visit: Visit | None = None
+        self._streams = False
         self._started = time.monotonic()
 
     async def begin(self, requests: AsyncIterator[Any], streams: bool) -> Any:
         """What the handler is given: its request, or the stream of them. Raises CallError, DecodeError."""
+        self._streams = streams
         if self._door is not None:
             self._visit = self._door.enter(self._name, self._context)
             await self._door.read(self._visit, self._name, self._context)
@@ -145,10 +147,11 @@ class _Call:
         if self._visit is not None:
             self._visit.leave()
 
-    def fail(self, error: BaseException) -> bool:
-        """Give the call the status of an error. False: the error is to be raised on, grpc ends the call by itself.
+    async def fail(self, error: BaseException) -> bool:
+        """End the call with the status of an error. False: the error is to be raised on, grpc ends the call by itself.
 
-        `context.abort` is no way: grpc keeps what it raises beside the call, and that knows every frame and message."""
+        A call of many requests is not aborted: grpc keeps what `context.abort` raises beside the call, and that knows
+        every frame and message, until the cycle collector comes."""
         if isinstance(error, asyncio.CancelledError) and self._visit is not None and self._visit.lost:
             task = asyncio.current_task()
             if task is not None:
@@ -163,10 +166,12 @@ class _Call:
             return False
         if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
             _log.error("handler failed method=%s", self._name.rpartition("/")[2], exc_info=error)
-        self._context.set_code(code)
-        self._context.set_details(message)
-        if isinstance(error, Unavailable) and error.leader:
-            self._context.set_trailing_metadata(((LEADER_KEY, error.leader),))
+        if self._streams:
+            self._context.set_code(code)
+            self._context.set_details(message)
+        else:
+            leader = error.leader if isinstance(error, Unavailable) else ""
+            await self._context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
         return True
 
     def tell(self, code: str) -> None:
