@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from crossdock.common.calls import ResourceExhausted
 
 IDLE_S = 1.0
-UNFINISHED_BYTES_OF_PEER = 32 << 20
+UNFINISHED_BYTES_OF_PEER = 48 << 20
 MIN_READING_OF_PEER = 12
 """A host of eight engines, and what looks after it."""
 _WAIT_S, _LOOK_S = 2 * IDLE_S, 0.02
