@@ -12,7 +12,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -72,59 +72,57 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
     def _guard(self, handler: Callable[..., Any], name: str, streams: bool) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(handler):
 
-            async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-                call = _Call(self._door, self._observe, name, context)
-                try:
-                    request = await call.begin(requests, streams)
-                    async with contextlib.aclosing(handler(request, context)) as responses:
-                        del request  # a call that lasts keeps of it what it needs
-                        async for response in responses:
-                            call.progress()
-                            yield response
-                except BaseException as error:
-                    if not await call.fail(error):
-                        raise
-                else:
-                    call.tell(_code_name(context))
-                finally:
-                    call.leave()
+            async def stream(_: object, context: Any) -> AsyncIterator[Any]:
+                async with (
+                    _Call(self._door, self._observe, name, context, streams) as call,
+                    contextlib.aclosing(handler(await call.request(), context)) as responses,
+                ):
+                    async for response in responses:
+                        call.progress()
+                        yield response
 
             return stream
 
-        async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
-            call = _Call(self._door, self._observe, name, context)
-            response = None
-            try:
-                response = await handler(await call.begin(requests, streams), context)
-            except BaseException as error:
-                if not await call.fail(error):
-                    raise
-            else:
-                call.tell(_code_name(context))
-            finally:
-                call.leave()
-            return response
+        async def unary(_: object, context: Any) -> Any:
+            async with _Call(self._door, self._observe, name, context, streams) as call:
+                return await handler(await call.request(), context)
+            return None  # its error is the call's status
 
         return unary
 
 
 class _Call:
-    """One call, from before its request until its end."""
+    """One call, from before its request until its end: what is raised in the block becomes its status.
 
-    def __init__(self, door: Door | None, observe: Observe | None, name: str, context: Any) -> None:
-        self._door, self._name, self._context = door, name, context
+    Args:
+        streams: it brings many requests.
+    """
+
+    def __init__(self, door: Door | None, observe: Observe | None, name: str, context: Any, streams: bool) -> None:
+        self._door, self._name, self._context, self._streams = door, name, context, streams
         self._observe = observe if name.startswith(OUR_METHODS) else None
         self._visit: Visit | None = None
-        self._streams = False
         self._started = time.monotonic()
 
-    async def begin(self, requests: AsyncIterator[Any], streams: bool) -> Any:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        try:
+            if error is not None:
+                return await self._fail(error)
+            self._tell(_code_name(self._context))
+            return False
+        finally:
+            if self._visit is not None:
+                self._visit.leave()
+
+    async def request(self) -> Any:
         """What the handler is given: its request, or the stream of them. Raises CallError, DecodeError."""
-        self._streams = streams
         if self._door is not None:
             self._visit = self._door.enter(self._name, self._context)
             await self._door.read(self._visit, self._name, self._context)
-        if streams:
+        if self._streams:
             if self._door is not None:
                 self._door.look(self._name, None, self._context)
             return self._counted()
@@ -142,12 +140,7 @@ class _Call:
         if self._visit is not None:
             self._visit.progress()
 
-    def leave(self) -> None:
-        """Give the places back."""
-        if self._visit is not None:
-            self._visit.leave()
-
-    async def fail(self, error: BaseException) -> bool:
+    async def _fail(self, error: BaseException) -> bool:
         """End the call with the status of an error. False: the error is to be raised on, grpc ends the call by itself.
 
         A call of many requests is not aborted: grpc keeps what `context.abort` raises beside the call, and that knows
@@ -158,10 +151,10 @@ class _Call:
                 task.uncancel()
             error = ResourceExhausted("calls: another call of this caller took the place of this one")
         if isinstance(error, grpc.aio.AbortError):
-            self.tell(_code_name(self._context))
+            self._tell(_code_name(self._context))
             return False
         code, message = status_of(error)
-        self.tell(code.name)
+        self._tell(code.name)
         if not isinstance(error, Exception):  # cancelled, or the generator was closed
             return False
         if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
@@ -174,7 +167,7 @@ class _Call:
             await self._context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
         return True
 
-    def tell(self, code: str) -> None:
+    def _tell(self, code: str) -> None:
         """It has ended."""
         if self._observe is not None:
             self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)

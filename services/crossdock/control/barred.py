@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from crossdock.common.rpc import InvalidArgument, NotFound, ResourceExhausted
 from crossdock.control import cordon
 from crossdock.control.records import Bar, Group, Worker
+from crossdock.control.views import MAX_NAME_CHARS, printable
 from crossdock.v1 import control_pb2 as pb
 
-MAX_NAME_CHARS = 256
 MOST_NAMED = 16
 """Workers named in an error."""
 
@@ -25,8 +25,7 @@ def bars_of(group: Group, request: pb.CordonRequest) -> tuple[Bar, ...]:
         raise NotFound(f"name: expected a rank, a worker or a host of this group ({named}{more}), got {request.name!r}")
     if len(group.bars) + len(found) > cordon.MOST_BARS:
         raise ResourceExhausted(f"cordon: expected at most {cordon.MOST_BARS} workers, got more")
-    reason = "".join(char if char.isprintable() else " " for char in request.reason[:MAX_NAME_CHARS]).strip()
-    reason = reason or "by an operator"
+    reason = printable(request.reason, MAX_NAME_CHARS) or "by an operator"
     return tuple(Bar(uid, hostname, "cordoned", reason, drain=request.drain) for uid, hostname in found)
 
 
@@ -47,7 +46,7 @@ def remembered(group: Group, worker: Worker, told: pb.Barred, now: float, told_b
         return None
     if group.bar_of(worker) is not None or len(group.bars) >= cordon.MOST_BARS:
         return None
-    reason = "".join(char if char.isprintable() else " " for char in told.reason[:MAX_NAME_CHARS]).strip()
+    reason = printable(told.reason, MAX_NAME_CHARS)
     if cordoned:
         return Bar(worker.uid, worker.place.hostname, told.cause, reason, drain=told.drain)
     if not (math.isfinite(told.left_s) and 0 < told.left_s <= group.settings.quarantine_s):

@@ -119,12 +119,12 @@ def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int
         raise InvalidArgument(f"silent_ranks: expected at most {limits.world_size} of them, got {got}")
     _check_epoch("epoch", request.epoch, max_epoch)
     silent = tuple(sorted(set(request.silent_ranks)))
-    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, _text(request.fault), request.loaded)
+    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, printable(request.fault), request.loaded)
 
 
 def leave_event(request: pb.LeaveRequest) -> Leave:
     """Check a LeaveRequest. Raises InvalidArgument."""
-    return Leave(*_worker_id(request.worker), _text(request.reason))
+    return Leave(*_worker_id(request.worker), printable(request.reason))
 
 
 def is_member(group: Group, worker: pb.WorkerId) -> bool:
@@ -304,6 +304,6 @@ def _name(field: str, text: str) -> str:
     return text
 
 
-def _text(text: str) -> str:
+def printable(text: str, most: int = MAX_TEXT_CHARS) -> str:
     """Free text for people: cut and made printable, never refused, because losing a fault report would be worse."""
-    return "".join(char if char.isprintable() else " " for char in text[:MAX_TEXT_CHARS]).strip()
+    return "".join(char if char.isprintable() else " " for char in text[:most]).strip()
