@@ -47,7 +47,15 @@ struct Groups {
   std::deque<std::vector<Copy>> committed;  // and not waited for
 };
 
+// A word that a warp has loaded: its lanes load at once, and all see the same.
+struct Early {
+  const void* at;
+  Word meeting, barrier;  // of the loading lanes: how often they had met before
+  Word value;
+};
+
 struct Warp {
+  std::vector<Early> early;
   Word values[2][32];  // of this meeting and of the one before, which some lanes still read
   int arrived[2] = {0, 0};
   Word meeting = 0;

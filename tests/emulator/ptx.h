@@ -17,7 +17,16 @@ inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_block(u64* at) { return polled(at); }
 inline u8* known(u8* address) { return address; }
-inline u64 load_cached(const u64* at) { return loaded(at); }
+// Words that are looked at when a kernel begins. The lanes of a warp load at once on a GPU, and decide alike; fibers come one
+// after the other while other blocks write, so the first of them reads for all.
+inline u64 load_cached(const u64* at) {
+  std::vector<emulated::Early>& early = emulated::block->warps[emulated::block->current / 32].early;
+  const emulated::Fiber& fiber = emulated::me();
+  for (const emulated::Early& word : early)
+    if (word.at == at && word.meeting == fiber.meeting && word.barrier == fiber.barrier) return word.value;
+  early.push_back({at, fiber.meeting, fiber.barrier, loaded(at)});
+  return early.back().value;
+}
 inline u64 load_volatile(const u64* at) { return loaded(at); }
 inline void store_release_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_sys(u64* at, u64 value) { stored(at, value); }
