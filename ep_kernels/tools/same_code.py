@@ -1,0 +1,196 @@
+"""Whether two versions of the sources compile to the same machine code, for every kernel variant. Needs no GPU.
+
+    python -m ep_kernels.tools.same_code v0.1.0 .                   a git revision against this checkout
+    python -m ep_kernels.tools.same_code ../before . --arch sm_100a --only ll_dispatch
+
+Both versions are compiled with the NVRTC of this environment. It compares the bytes of functions and compiler-made
+constants, registers and static shared memory. It does not compare names, line numbers and debug sections.
+
+Exit status: 0 = every variant of NEW is in OLD with the same code; 1 = differences, listed with the number of
+instructions that differ; 2 = a version that cannot be read or compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ep_kernels import jit
+from ep_kernels.transports.nvlink import inspection
+
+# Runs in processes of its own, which import the version's `ep_kernels`; `worker` of `num_workers` compiles its part.
+_COMPILE = """
+import pathlib, sys
+from ep_kernels import jit
+folder, arch, only, worker, num_workers = sys.argv[1:]
+variants = [variant for variant in jit.all_variants() if variant.name.startswith(only)]
+for variant in variants[int(worker) :: int(num_workers)]:
+    binary = jit.compile_source(jit.source(variant), variant.name, arch)
+    pathlib.Path(folder, variant.name).write_bytes(binary.cubin)
+"""
+_COMPARED = re.compile(r"\.text\.|\.nv\.constant[1-9]|\.nv\.global\.init|\.nv\.shared\.")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", re.MULTILINE)
+_NAME = re.compile(r"`\([^)]*\)")
+_PIPE_WIDTH = 120
+_NOBITS = 8
+
+
+class VersionError(Exception):
+    """A version that cannot be read or compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a cubin runs: (kind of section, registers, bytes) of every section that decides it, in the cubin's order."""
+
+    sections: tuple[tuple[str, int, bytes], ...]
+
+
+def code_of(cubin: bytes) -> Code:
+    """Read an ELF file of machine code. Raises VersionError where it is none."""
+    if cubin[:5] != b"\x7fELF\x02":
+        raise VersionError("expected a 64-bit ELF file of machine code")
+    table, entry_size, num_entries, names_at = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + entry_size * i) for i in range(num_entries)]
+    names_start = headers[names_at][4]
+    found = []
+    for name_at, kind, _, _, start, size, _, info, _, _ in headers:
+        name = cubin[names_start + name_at : cubin.index(b"\0", names_start + name_at)].decode()
+        if match := _COMPARED.match(name):
+            body = struct.pack("<Q", size) if kind == _NOBITS else cubin[start : start + size]
+            registers = info >> 24 if match.group() == ".text." else 0
+            found.append((match.group(), registers, body))
+    return Code(tuple(found))
+
+
+def instructions(cubin: bytes) -> list[str] | None:
+    """Instructions without addresses and names of labels; None where there is no nvdisasm."""
+    listing = inspection.disassemble(cubin)
+    return None if listing is None else [_NAME.sub("label", text) for text in _INSTRUCTION.findall(listing)]
+
+
+def difference(old: bytes, new: bytes) -> str:
+    """How two cubins differ, in words; "" = the same code."""
+    before, after = code_of(old), code_of(new)
+    if before == after:
+        return ""
+    (was, now) = (max((registers for _, registers, _ in code.sections), default=0) for code in (before, after))
+    parts = [] if was == now else [f"registers {was} -> {now}"]
+    then, since = instructions(old), instructions(new)
+    if then is None or since is None:
+        return ", ".join([*parts, "other code; no nvdisasm here to count instructions"])
+    removed, added = _changed_lines(then, since)
+    parts.append(f"{removed} instructions gone, {added} new")
+    return ", ".join([*parts, f"{len(then)} -> {len(since)} in all"])
+
+
+def _changed_lines(old: list[str], new: list[str]) -> tuple[str, str]:
+    """How many lines are gone and new; git counts, which is quick where difflib takes minutes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, lines in (("old", old), ("new", new)):
+            Path(folder, name).write_text("\n".join([*lines, ""]))
+        command = ["git", "diff", "--no-index", "--numstat", "old", "new"]
+        counted = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True).stdout
+    added, removed = counted.split()[:2] if counted else ("0", "0")
+    return removed, added
+
+
+def compile_version(sources: Path, arch: str, only: str, into: Path) -> dict[str, bytes]:
+    """Every variant of a checkout, by name. Raises VersionError with the compiler's or Python's words."""
+    into.mkdir()
+    num_variants = sum(variant.name.startswith(only) for variant in jit.all_variants())
+    num_workers = max(1, min(num_variants, len(os.sched_getaffinity(0))))
+    environment = {**os.environ, "PYTHONPATH": str(sources), "PYTHONSAFEPATH": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _COMPILE, str(into), arch, only, str(worker), str(num_workers)],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for worker in range(num_workers)
+    ]  # fmt: skip
+    errors = [worker.communicate()[1] for worker in workers]
+    for worker, error in zip(workers, errors, strict=True):
+        if worker.returncode:
+            raise VersionError(f"{sources}: {error.strip()[-2000:]}")
+    return {path.name: path.read_bytes() for path in sorted(into.iterdir())}
+
+
+def sources_of(version: str, scratch: Path) -> Path:
+    """The folder that holds a version's `ep_kernels`: a checkout as it is, a git revision unpacked into `scratch`."""
+    if (Path(version) / "ep_kernels").is_dir():
+        return Path(version).resolve()
+    scratch.mkdir()
+    archive = subprocess.run(["git", "archive", version, "ep_kernels"], check=False, capture_output=True)
+    if archive.returncode:
+        raise VersionError(f"expected a checkout or a git revision, got {version}: {archive.stderr.decode().strip()}")
+    subprocess.run(["tar", "-x", "-C", str(scratch)], input=archive.stdout, check=True)
+    return scratch
+
+
+def compare(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
+    """(variant, difference) of all variants of either; "" = the same code."""
+    for name in sorted({*old, *new}):
+        if name not in new:
+            yield name, "gone"
+        elif name not in old:
+            yield name, "new"
+        else:
+            yield name, difference(old[name], new[name])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Parse the command line, compile both versions, print the table; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ep_kernels.tools.same_code",
+        description="Compare the machine code of two versions of the kernels.",
+    )
+    parser.add_argument("old", help="a checkout, or a git revision")
+    parser.add_argument("new", help="a checkout, or a git revision")
+    parser.add_argument("--arch", default="sm_90a", help="default sm_90a")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only variants of such a name, as ll_dispatch")
+    chosen = parser.parse_args(words)
+    if chosen.arch not in jit.supported_archs():
+        parser.error(f"--arch: expected one of {', '.join(jit.supported_archs())}, got {chosen.arch}")
+    console = Console()
+    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    with tempfile.TemporaryDirectory(prefix="same-code-") as scratch, console.status("compiling both versions"):
+        try:
+            old, new = (
+                compile_version(sources_of(version, Path(scratch, name)), chosen.arch, chosen.only, Path(scratch, code))
+                for version, name, code in ((chosen.old, "old", "old-code"), (chosen.new, "new", "new-code"))
+            )
+            found = dict(compare(old, new))
+        except VersionError as error:
+            print(f"same_code: {error}", file=sys.stderr)
+            return 2
+    differing = {name: text for name, text in found.items() if text}
+    if differing:
+        table = Table(title=f"{chosen.old} -> {chosen.new}, {chosen.arch}", title_justify="left")
+        table.add_column("variant", no_wrap=True)
+        table.add_column("difference")
+        for name, text in differing.items():
+            table.add_row(name, text)
+        console.print(table)
+    num_gone = sum(text == "gone" for text in differing.values())
+    num_new = sum(text == "new" for text in differing.values())
+    num_same, num_differ = len(found) - len(differing), len(differing) - num_gone - num_new
+    console.print(
+        f"{len(found)} variants for {chosen.arch} by NVRTC {jit.compiler_version()}: "
+        f"{num_same} the same, {num_differ} differ, {num_gone} gone, {num_new} new"
+    )
+    return int(len(differing) > num_gone)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
