@@ -23,17 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ep_kernels import jit
 from ep_kernels.transports.nvlink import inspection
 
 # Runs in processes of its own, which import the version's `ep_kernels`; `worker` of `num_workers` compiles its part.
 _COMPILE = """
 import pathlib, sys
+sources, folder, arch, only, worker, num_workers = sys.argv[1:]
+sys.path.insert(0, sources)
 from ep_kernels import jit
-folder, arch, only, worker, num_workers = sys.argv[1:]
+assert pathlib.Path(jit.__file__).is_relative_to(sources), jit.__file__
 variants = [variant for variant in jit.all_variants() if variant.name.startswith(only)]
 for variant in variants[int(worker) :: int(num_workers)]:
     binary = jit.compile_source(jit.source(variant), variant.name, arch)
@@ -42,7 +41,6 @@ for variant in variants[int(worker) :: int(num_workers)]:
 _COMPARED = re.compile(r"\.text\.|\.nv\.constant[1-9]|\.nv\.global\.init|\.nv\.shared\.")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", re.MULTILINE)
 _NAME = re.compile(r"`\([^)]*\)")
-_PIPE_WIDTH = 120
 _NOBITS = 8
 
 
@@ -111,14 +109,11 @@ def compile_version(sources: Path, arch: str, only: str, into: Path) -> dict[str
     into.mkdir()
     num_variants = sum(variant.name.startswith(only) for variant in jit.all_variants())
     num_workers = max(1, min(num_variants, len(os.sched_getaffinity(0))))
-    environment = {**os.environ, "PYTHONPATH": str(sources), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-P", "-c", _COMPILE, str(sources), str(into), arch, only]
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _COMPILE, str(into), arch, only, str(worker), str(num_workers)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
+        subprocess.Popen([*command, str(worker), str(num_workers)], stderr=subprocess.PIPE, text=True)
         for worker in range(num_workers)
-    ]  # fmt: skip
+    ]
     errors = [worker.communicate()[1] for worker in workers]
     for worker, error in zip(workers, errors, strict=True):
         if worker.returncode:
@@ -149,6 +144,22 @@ def compare(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> Iterator[tupl
             yield name, difference(old[name], new[name])
 
 
+def show(found: Mapping[str, str], title: str, arch: str) -> None:
+    """Print the variants that differ, and the counts."""
+    differing = {name: text for name, text in found.items() if text}
+    if differing:
+        print(f"{title}, {arch}:")
+    width = max(map(len, differing), default=0)
+    for name, text in differing.items():
+        print(f"  {name:{width}}  {text}")
+    num_gone, num_new = (sum(text == word for text in differing.values()) for word in ("gone", "new"))
+    num_same, num_differ = len(found) - len(differing), len(differing) - num_gone - num_new
+    print(
+        f"{len(found)} variants for {arch} by NVRTC {jit.compiler_version()}: "
+        f"{num_same} the same, {num_differ} differ, {num_gone} gone, {num_new} new"
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Parse the command line, compile both versions, print the table; the exit status."""
     parser = argparse.ArgumentParser(
@@ -162,9 +173,7 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     if chosen.arch not in jit.supported_archs():
         parser.error(f"--arch: expected one of {', '.join(jit.supported_archs())}, got {chosen.arch}")
-    console = Console()
-    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
-    with tempfile.TemporaryDirectory(prefix="same-code-") as scratch, console.status("compiling both versions"):
+    with tempfile.TemporaryDirectory(prefix="same-code-") as scratch:
         try:
             old, new = (
                 compile_version(sources_of(version, Path(scratch, name)), chosen.arch, chosen.only, Path(scratch, code))
@@ -174,22 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
         except VersionError as error:
             print(f"same_code: {error}", file=sys.stderr)
             return 2
-    differing = {name: text for name, text in found.items() if text}
-    if differing:
-        table = Table(title=f"{chosen.old} -> {chosen.new}, {chosen.arch}", title_justify="left")
-        table.add_column("variant", no_wrap=True)
-        table.add_column("difference")
-        for name, text in differing.items():
-            table.add_row(name, text)
-        console.print(table)
-    num_gone = sum(text == "gone" for text in differing.values())
-    num_new = sum(text == "new" for text in differing.values())
-    num_same, num_differ = len(found) - len(differing), len(differing) - num_gone - num_new
-    console.print(
-        f"{len(found)} variants for {chosen.arch} by NVRTC {jit.compiler_version()}: "
-        f"{num_same} the same, {num_differ} differ, {num_gone} gone, {num_new} new"
-    )
-    return int(len(differing) > num_gone)
+    show(found, f"{chosen.old} -> {chosen.new}", chosen.arch)
+    return int(any(text not in ("", "gone") for text in found.values()))
 
 
 if __name__ == "__main__":
