@@ -152,7 +152,7 @@ class MoECommunicator(Member):
         step_tokens: int | None,
         at_once: bool,
     ) -> base.DispatchArgs:
-        self._ready()
+        self._ready("dispatch")
         config, device = self._config, self._device
         body, scales = checks.payload(x, config, device)
         rows = body.shape[0]
@@ -244,7 +244,7 @@ class MoECommunicator(Member):
         topk_weights: torch.Tensor | None,
         at_once: bool,
     ) -> base.CombineArgs:
-        self._ready()
+        self._ready("combine")
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
         weights = checks.home_weights(topk_weights, handle.num_tokens, self._config, self._device)
@@ -261,7 +261,7 @@ class MoECommunicator(Member):
             return ops.dispatch_input(self, num_tokens)
         if not 0 <= num_tokens <= self._config.max_tokens_per_rank:
             raise ArgumentError("num_tokens", f"0..{self._config.max_tokens_per_rank}", num_tokens)
-        self._ready()
+        self._ready("dispatch_input")
         return self._run(self._transport.dispatch_input, num_tokens)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
@@ -270,7 +270,7 @@ class MoECommunicator(Member):
         waits until they are done). HandleError once `max_in_flight` later dispatches have recycled it."""
         if torch.compiler.is_compiling():
             return ops.combine_input(self, handle)
-        self._ready()
+        self._ready("combine_input")
         handle = self._own(handle)
         if not self.is_current(handle):
             raise HandleError(f"handle: the buffers of dispatch {handle.seq} have been recycled")
@@ -286,7 +286,7 @@ class MoECommunicator(Member):
         """float32 [L, slots] | [N]: the weight of every row, for backward passes. Per-expert layouts only."""
         if torch.compiler.is_compiling():
             return ops.row_weights(self, handle)
-        self._ready()
+        self._ready("row_weights")
         handle = self._own(handle)
         if not self._config.resolved_layout.per_expert:
             raise ArgumentError("layout", "a per-expert layout", self._config.resolved_layout.value)
@@ -296,7 +296,7 @@ class MoECommunicator(Member):
         """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
         the device, in CUDA graphs that are captured from now on too. Nothing is read back. Idempotent. Call it outside
         captures. Raises as an operation does where the communicator is broken or closed."""
-        self._ready()
+        self._ready("count_received")
         if self._received is None:
             with torch.inference_mode(False):
                 device = self._transport.failed().device
@@ -357,7 +357,7 @@ class MoECommunicator(Member):
         def finish() -> T:
             if epoch != self._epoch:
                 raise HandleError(f"{kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
-            self._ready()
+            self._ready(kind)
             pending.remove(number)
             return self._run(wait)
 

@@ -5,7 +5,7 @@
     ├── ArgumentError      a call's argument is wrong: shape, dtype, stride, device, value
     ├── HandleError        a handle or view from another communicator, or whose buffer was recycled
     ├── CapacityError      more rows arrived than the receive buffer holds, and overflow is RAISE
-    ├── ClosedError        the communicator was closed, or its graph refused to run
+    ├── ClosedError        the communicator was closed, is the parent's of a forked child, or its graph refused to run
     └── TransportError     the transport could not be set up, or broke
         ├── AbortedError   this rank's waits were ended by abort(): the group is re-forming
         └── PeerTimeout    a peer stayed silent past the deadline, or its process is gone
@@ -71,7 +71,8 @@ class CapacityError(EpError):
 
 
 class ClosedError(EpError):
-    """The communicator was closed; no call works any more."""
+    """The communicator was closed, or belongs to the process of which this one is a forked child; no call works any
+    more."""
 
 
 class TransportError(EpError):

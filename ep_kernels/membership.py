@@ -4,13 +4,16 @@ Moves no tokens: `communicator.MoECommunicator` adds the operations.
 
 Three states: usable; broken (a TransportError ended an operation: every call raises that error at once, until
 `set_active` makes the survivors usable again; after `abort` only `close` is left); closed. An ArgumentError, a
-HandleError and a CapacityError break nothing.
+HandleError and a CapacityError break nothing. In a forked child every communicator is closed from the start, and the
+parent's goes on: nothing that the child does with its copy, dropping it included, reaches the group.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
@@ -27,6 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ids = itertools.count(1)
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
 class Member:
@@ -39,9 +43,10 @@ class Member:
         self._epoch: int = config.group.epoch
         self._active: tuple[bool, ...] = (True,) * config.group.size
         self._fault: TransportError | None = None
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._lock = threading.RLock()
         self._sampling = threading.RLock()  # its own: a driver may hold a copy up for as long as a kernel waits
+        _members.add(self)
 
     # What it is.
 
@@ -93,28 +98,28 @@ class Member:
             epoch: larger than the current one; equal on all survivors.
         """
         if self._closed or isinstance(self._fault, AbortedError):
-            self._ready()
+            self._ready("set_active")
         values = checks.active_mask(mask, epoch, self.rank, self.size, self._epoch)
         self._run(self._transport.set_active, values, epoch)
         if isinstance(self._fault, AbortedError):  # another thread's, while the survivors agreed
-            self._ready()
+            self._ready("set_active")
         self._active, self._epoch, self._fault = values, epoch, None
         self._forget()
 
     def barrier(self) -> None:
         """Meet all active ranks."""
-        self._ready()
+        self._ready("barrier")
         self._run(self._transport.barrier)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """All-gather of 8 int64 per rank on the host, in rank order; None for inactive ranks. Collective."""
         checks.int64_words(words, base.EXCHANGE_WORDS)
-        self._ready()
+        self._ready("exchange")
         return self._run(self._transport.exchange, words)
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """Sleep until a peer is in an `exchange` that this rank has not entered, or `wake()`: True. Timeout: False."""
-        self._ready()
+        self._ready("wait_for_peer")
         return self._run(self._transport.wait_for_peer, timeout_s)
 
     def wake(self) -> None:
@@ -152,7 +157,7 @@ class Member:
         """Raise what broke this communicator, if anything did, or what an operation that nobody waited for has found (a
         HandleError or CapacityError, once; it breaks nothing). Waits for nothing: on GPUs it says what kernels have met
         so far, so synchronise first to hear of all of them (after a graph's replay, say)."""
-        self._ready()
+        self._ready("check")
         self._transport.check_results()
 
     def failed(self) -> torch.Tensor:
@@ -187,6 +192,14 @@ class Member:
                 self._fault = None  # its traceback holds this object, and so the regions
                 self._transport.close()
 
+    def _forsake(self) -> None:
+        """This process is a forked child, which has copies of what the parent's rank is made of, and none of the
+        threads that may hold its locks: close the copies, and touch nothing that the two share."""
+        self._lock, self._sampling = threading.RLock(), threading.RLock()
+        if not self._closed:
+            self._closed, self._fault = True, None
+            self._transport.forsake()
+
     def __enter__(self) -> Self:
         return self
 
@@ -200,8 +213,13 @@ class Member:
     def _forget(self) -> None:
         """A new epoch has begun: what was under way is void."""
 
-    def _ready(self) -> None:
+    def _ready(self, op: str) -> None:
         """Raise what makes every call useless; asked before each operation."""
+        if self._closed and self._pid != os.getpid():
+            raise ClosedError(
+                f"{op}: the communicator is that of process {self._pid}, and this is a forked child of it; start "
+                "processes that are to be ranks by spawn or forkserver, and make a communicator there"
+            )
         if self._closed:
             raise ClosedError("the communicator is closed")
         fault = self._fault  # another thread may close
@@ -218,3 +236,11 @@ class Member:
                 if not self._closed and not isinstance(self._fault, AbortedError):
                     self._fault = error
             raise
+
+
+def _forsake_all() -> None:
+    for member in list(_members):
+        member._forsake()
+
+
+os.register_at_fork(after_in_child=_forsake_all)

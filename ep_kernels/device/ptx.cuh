@@ -72,7 +72,8 @@ __device__ __forceinline__ u8* known(u8* address) {
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }
 
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Orders a store before it and a load behind it, too: of two threads that store and then look, one sees the other's.
+__device__ __forceinline__ void fence_sc_gpu() { asm volatile("fence.sc.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

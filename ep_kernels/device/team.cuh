@@ -130,6 +130,13 @@ __device__ __forceinline__ void refill(Queue& queue) {
   if (lane_idx() == 0) queue.answer = ptx::take_relaxed_gpu(queue.taken, 1);
 }
 
+// Whether a thread of this block has found the rank stopped. All threads; a block barrier. The last block to send sets
+// the counters for the next operation, and a load that nobody has used may be answered later than that. So each thread
+// passes the counters that it loads, and has them when it arrives here. No counter is ~0.
+__device__ __forceinline__ bool is_stopped(u64 stop, u64 counter, u64 other) {
+  return __syncthreads_or((stop != STOP_RUNNING) | ((counter & other) == ~0ull)) != 0;
+}
+
 // One thread of every block calls it once per use of `ticket`, after a block barrier. True in the last block to arrive,
 // whose thread then sees all writes of all blocks. The ticket is used again by a later launch.
 __device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket) {

@@ -90,7 +90,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   Item* items = reinterpret_cast<Item*>(rows + (world.size + 3) / 4 * 4);
   const Rooms rooms = open_rooms(args, shared, items);
   const Desk desk = {reinterpret_cast<Ask*>(items + kMostItems), 0};
-  if (__syncthreads_or(begun.stop != STOP_RUNNING) != 0) {  // z is known where this launch receives
+  if (is_stopped(begun.stop, begun.seq, ~0ull)) {  // z is known where this launch receives
     if (receives) poison(args, team);
     return;
   }

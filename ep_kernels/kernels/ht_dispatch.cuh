@@ -188,7 +188,7 @@ __device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team 
   if (threadIdx.x < static_cast<u32>(world.size)) scratch.room[threadIdx.x] = room;
   keep_active(world, active);
   // One answer for the block: another block may stop the rank just now, and barriers want all threads.
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) {
+  if (is_stopped(stop, last & shared_last, number)) {
     drop_unit(sender);
     return deliver_nothing(args, team, scratch, false);
   }

@@ -356,7 +356,8 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
   note_end(world, team, number, waits);
 }
 
-// Every block has read the counters when the last one comes here: the next operation's are set at once. The thread that read.
+// One thread of a block. When the last comes here, every warp has its counters (is_stopped): the next operation's are
+// set at once.
 __device__ __forceinline__ void advance(const CombineArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_COMBINE_SEND)) return;
   args.world.state->taken[16] = 0;
@@ -417,7 +418,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
       });
   }
   const bool reads = receives && (!apart || !here);
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return reads ? poison_units(args, receiving) : void();
+  if (is_stopped(stop, last, record)) return reads ? poison_units(args, receiving) : void();
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
   if (reads) combine_receive(args, receiving, shared, &verdict, number, origin, seq);

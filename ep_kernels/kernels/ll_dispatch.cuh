@@ -270,7 +270,8 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
 
 // Receives this team's items, from `turn` on. One block `keeps`: it also writes the counts that the caller gets.
 // Nothing may look delivered after a failed wait, whoever finds out first: the keeper looks for a failure after it has
-// written, and whoever fails zeroes the counts after it has said so; both with a fence between.
+// written, and whoever fails zeroes the counts after it has said so. The fences between are sequentially consistent:
+// with weaker ones each could miss what the other did.
 __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared, i32* verdict,
                                            u64* heads_here, Turn turn, Turn step, bool keeps, u64 number, u64 origin,
                                            u64 seq) {
@@ -299,18 +300,18 @@ __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, 
                         [&](i32 peer) { return origin_told(ptx::load_pair<Vector>(head_at(args, world.rank, peer))); });
   }
   if (keeps) {
-    ptx::fence_gpu();
+    ptx::fence_sc_gpu();
     ok &= ptx::load_volatile(&world.state->aborted) == STOP_RUNNING;
   }
   if (__syncthreads_or(!ok) != 0) {
-    ptx::fence_sys();
+    ptx::fence_sc_gpu();
     write_no_counts(args);
   }
   note_end(world, team, number, waits);
 }
 
-// Every warp has asked for the counters before its block's last barrier, and when the last block comes here all have: the next
-// operation's are set at once. One thread.
+// One thread of a block. When the last comes here, every warp has its counters (is_stopped): the next operation's are
+// set at once.
 __device__ __forceinline__ void advance(const DispatchArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_DISPATCH_SEND)) return;
   args.world.state->taken[0] = 0;
@@ -401,7 +402,7 @@ __device__ __forceinline__ void ll_dispatch_team(const DispatchArgs& args, Team 
       if (wants && key >= 0) note_want(world, scratch, token, key);
       if (tells) count_entry(world, scratch, told, key, fresh);
     });
-  if (__syncthreads_or(stop != STOP_RUNNING) != 0) return keeps ? write_no_counts(args) : void();
+  if (is_stopped(stop, last, number)) return keeps ? write_no_counts(args) : void();
   if (tells && threadIdx.x == 0) *args.num_invalid_ids = told.invalid;
   if (tells && warp_idx() == 0 && granted)
     tell_heads(args, told.rows[lane_idx()], told.rows[lane_idx() + 32], origin, seq);

@@ -71,7 +71,7 @@ T load_pair_if(const u8* at, bool wanted) {
 }
 
 inline void fence_sys() {}
-inline void fence_gpu() {}
+inline void fence_sc_gpu() {}
 inline void fence_proxy_shared() {}
 inline void fence_proxy_global() {}
 inline void fence_barrier_init() {}

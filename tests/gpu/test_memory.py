@@ -267,6 +267,57 @@ def test_communicators_over_each_kind(world: World, kind: Kind, mode: Mode) -> N
         pytest.skip(f"refused here: {reason}")
 
 
+def closed_while_written_to(rank: int, size: int, store: Store, kind: Kind, case: RoutingCase) -> str:
+    """The owner closes while its peer goes on writing to its region: that is nobody else's memory yet, whatever the
+    owner allocates, and free once the peer has closed."""
+    place, usual = Place(rank, size, store, "nvlink"), memory.choose_kind
+    prepare(rank)
+    reason = memory.probe(kind, rank)
+    if reason:
+        return reason
+    memory.choose_kind = functools.partial(usual, kinds=[kind])
+    try:
+        comm = MoECommunicator(place.config(case, mode=Mode.LL, layout=Layout.RANK_MAJOR))
+        check_step(comm, case)
+    finally:
+        memory.choose_kind = usual
+    comm.barrier()
+    if rank == PEER:
+        address = comm._transport._mappings[OWNER].address  # type: ignore[attr-defined]
+        await_step(store, "owner closed")
+        for _ in range(200):
+            touch(address, PEER, 0, -1)
+        signal_step(store, "written")
+        comm.close()
+        signal_step(store, "peer closed")
+        return ""
+    region_bytes = comm._transport._region.mapping.num_bytes  # type: ignore[attr-defined]
+    assert region_bytes >= REGION_BYTES, "touch writes no further"
+    comm.close()
+    torch.cuda.empty_cache()
+    held = free_on_owner()
+    zeros = torch.zeros(WORDS, dtype=torch.int32, device=OWNER)  # where the region was, if that were free
+    torch.cuda.synchronize()
+    signal_step(store, "owner closed")
+    await_step(store, "written")
+    assert not bool(zeros.any()), "the peer wrote to what is no region any more"
+    await_step(store, "peer closed")
+    del zeros
+    torch.cuda.empty_cache()
+    memory.free_returned()
+    assert await_free(held + region_bytes - SLACK_BYTES) >= held + region_bytes - SLACK_BYTES, "it was not freed"
+    return ""
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_nobody_gets_a_region_that_is_still_written_to(world: World, kind: Kind) -> None:
+    case = RoutingCase(64, 8, 7168, (24, 19), "uniform", draw_seed(), max_tokens=4096)
+    reason = reason_of(world.run(closed_while_written_to, kind, case, timeout_s=120))
+    if reason:
+        assert kind is Kind.FABRIC, f"every machine has {kind}: {reason}"
+        pytest.skip(f"refused here: {reason}")
+
+
 def closed_and_kept(rank: int, size: int, store: Store, case: RoutingCase) -> None:
     """The caller keeps closed communicators, and yet their regions are free. The first turn loads kernels."""
     place, kept, before = Place(rank, size, store, "nvlink"), [], 0

@@ -14,7 +14,7 @@ import pytest
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import links, sharing
+from ep_kernels.transports.nvlink import links, sharing, watch
 from ep_kernels.transports.nvlink.mailbox import Mailbox
 from tests.cases import RoutingCase
 from tests.gpu.loopback_group import LoopGroup
@@ -202,7 +202,7 @@ def test_descriptors_travel() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 2, None])
-def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
+def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missing: int | None) -> None:
     """Of `SIZE` ranks, this one is 1; whether or not a peer's region cannot be had."""
     pytest.importorskip("cuda.bindings.driver")
     from ep_kernels.transports.nvlink.transport import NvlinkTransport
@@ -214,9 +214,9 @@ def test_no_descriptor_outlives_an_import(missing: int | None) -> None:
         fd=own, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
     )
     transport._region = SimpleNamespace(mapping=SimpleNamespace(address=1))
-    transport._engine = SimpleNamespace(attach=lambda mapping, addresses: None)
-    transport._watch = lambda pids: None
-    transport._check_links = lambda tickets: None
+    host = SimpleNamespace(mark_gone=None)
+    transport._engine = SimpleNamespace(attach=lambda mapping, addresses: None, tables=SimpleNamespace(host=host))
+    monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
 
     def bring(rank: int, ticket: bytes) -> tuple[int, Any, int]:
         if rank == missing:

@@ -106,6 +106,15 @@ class NativeComm:
         self.region: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
 
+    def forsake(self) -> None:
+        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+        self.__del__()
+        for buffers in self.buffers:
+            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
+        if self.region is not None:
+            self.region.close()
+            self.region = None
+
     def __del__(self) -> None:
         pointer, self.pointer = getattr(self, "pointer", None), None
         if pointer:
@@ -182,6 +191,13 @@ class CpuTransport:
         if comm.region is not None:
             comm.region.close()
         self._dispatches, self._combines = {}, {}  # an operation of another thread may be going through the old ones
+
+    def forsake(self) -> None:
+        """See `Transport.forsake`."""
+        comm, self.comm = self.comm, None
+        if comm is not None:
+            comm.forsake()
+        self._dispatches, self._combines = {}, {}
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -108,7 +109,7 @@ class Reader:
     def __init__(self, memory: object) -> None:
         self._context = call("cuCtxGetCurrent")
         self._stream = call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        weakref.finalize(self, _retire, self._context, self._stream, memory).atexit = False
+        weakref.finalize(self, _retire, os.getpid(), self._context, self._stream, memory).atexit = False
 
     def read(self, to: int, address: int, num_bytes: int, patience_s: float) -> bool:
         """Whether the bytes at `address` have come to pinned memory at `to` in time. If not they come later, but
@@ -145,10 +146,13 @@ _retired: deque[tuple[Any, Any, object]] = deque()
 """Context, stream and memory of readers that are gone, where a copy was still to come."""
 
 
-def _retire(context: Any, stream: Any, memory: object) -> None:
+def _retire(pid: int, context: Any, stream: Any, memory: object) -> None:
     """Ends the streams of retired readers, this one's among them, whose copies have come; the others' turn comes with a
-    later reader. A garbage collector calls this, in any thread, perhaps amid another call: nothing here waits."""
+    later reader. A garbage collector calls this, in any thread, perhaps amid another call: nothing here waits. In a
+    forked child of the process `pid` it only keeps them, for the driver does not work there."""
     _retired.append((context, stream, memory))
+    if os.getpid() != pid:
+        return
     for _ in range(len(_retired)):
         try:
             oldest = _retired.popleft()

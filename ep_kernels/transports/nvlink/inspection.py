@@ -169,6 +169,7 @@ MOST_REGISTERS = {jit.NUM_THREADS: 252, jit.WIDE_THREADS: 128}
 """65536 registers of an SM / threads of its one block; where that is more, what fits an instruction, less a few."""
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
+_SC_FENCE = "MEMBAR.SC.GPU"
 _TOLD = "STG.E.64.STRONG.SYS"
 _STORE_LINE, _PEEK_LINE = "STG.E.128.STRONG.SYS", "LDG.E.128.STRONG.SYS"
 _LOCAL_MEMORY = "LDL"
@@ -176,12 +177,14 @@ _LOCAL_MEMORY = "LDL"
 
 def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
     """What nvdisasm must show. LL: 16 bytes of a line, stored and loaded by one instruction each, in front of every
-    cache. HT: bulk copies from and to shared memory and the mbarrier that loads complete on; dispatch: the release of a
-    share at a peer, which is one reduction, ordered after all stores; combine: words of progress behind a fence."""
+    cache; dispatch: the fence between a failure and the counts. HT: bulk copies from and to shared memory and the
+    mbarrier that loads complete on; dispatch: the release of a share at a peer, which is one reduction, ordered after
+    all stores; combine: words of progress behind a fence."""
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
     if variant.kernel.startswith("ll_"):
-        return (_STORE_LINE, _PEEK_LINE)
+        lines = (_STORE_LINE, _PEEK_LINE)
+        return (*lines, _SC_FENCE) if variant.kernel == "ll_dispatch" else lines
     if variant.kernel == "ht_combine":
         return (_STORE, _TOLD, _FENCE, _LOAD, _WAIT)
     return (_STORE, _SHARE, _FENCE, _LOAD, _WAIT)

@@ -160,10 +160,12 @@ class Mailbox:
         self._given_up = self._given_up.union(ranks)
 
     def close(self) -> None:
-        """Give the page's descriptor back; the mappings die with the object. Idempotent."""
+        """Give the page's descriptor back; the mappings die with the object. Idempotent; also in a forked child."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    forsake = close
 
 
 def _mask_words(mask: Sequence[bool]) -> tuple[int, ...]:

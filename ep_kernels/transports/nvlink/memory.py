@@ -5,7 +5,8 @@ fabric handles cross hosts; POSIX file descriptors need one host and a socket be
 host and nothing else. What was refused, and why, is logged. Needs no privilege: no ptrace, no --privileged.
 
 Memory is freed when the last view of it is gone, here and at every peer: `close`, the death of a process and a garbage
-collector all end there.
+collector all end there. The driver counts who has it, but for CUDA IPC: there its owner keeps what peers still have
+mapped (`keep`), as long as it lives. In a forked child none of this calls the driver, which has no context there.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import enum
 import functools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ import torch
 from cuda.bindings import driver as cuda
 
 from ep_kernels.errors import TransportError
+from ep_kernels.transports.nvlink import sharing
 from ep_kernels.transports.nvlink.driver import call
 
 log = logging.getLogger(__name__)
@@ -60,12 +64,26 @@ class Mapping:
     Args:
         device: whose kernels may use it; they end before it is unmapped.
         release: unmaps it.
+        lease: given back then.
     """
 
-    def __init__(self, address: int, num_bytes: int, device: int, release: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        address: int,
+        num_bytes: int,
+        device: int,
+        release: Callable[[], Any],
+        lease: socket.socket | None = None,
+    ) -> None:
         self.address, self.num_bytes, self._device = address, num_bytes, torch.device("cuda", device)
-        self._finalizer = weakref.finalize(self, _release_idle, device, release)
+        self._lease = lease
+        self._finalizer = weakref.finalize(self, _release_idle, os.getpid(), device, release, lease)
         self._finalizer.atexit = False  # the process's end frees everything; the driver may be gone by then
+
+    def forsake(self) -> None:
+        """In a forked child: close its copy of the lease."""
+        if self._lease is not None:
+            self._lease.close()
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive."""
@@ -77,11 +95,15 @@ class Mapping:
         return torch.as_tensor(_Bytes(self, offset, num_bytes), device=self._device).view(dtype).view(shape)
 
 
-def _release_idle(device: int, release: Callable[[], Any]) -> None:
+def _release_idle(pid: int, device: int, release: Callable[[], Any], lease: socket.socket | None) -> None:
+    if os.getpid() != pid:  # a forked child: the mapping is its parent's
+        return
     with torch.cuda.device(device):
         with contextlib.suppress(RuntimeError):  # a device that broke is idle too
             torch.cuda.synchronize(device)
         release()
+    if lease is not None:
+        sharing.give_back(lease)
 
 
 class _Bytes:
@@ -165,12 +187,35 @@ class Region:
             self.token = bytes(exported.data)
 
     def close(self) -> None:
-        """Stop handing out the memory, which lives on in views of it only. Idempotent."""
+        """Stop handing out the memory, which lives on in views of it only. Idempotent; also in a forked child."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         if hasattr(self, "mapping"):
             del self.mapping
+
+    forsake = close
+
+
+_lent: deque[tuple[Mapping, Callable[[], bool]]] = deque()
+"""CUDA_IPC regions of closed communicators, and whether a peer has them mapped."""
+
+
+def keep(mapping: Mapping, is_lent: Callable[[], bool]) -> None:
+    """Do not free a CUDA_IPC region while peers have it mapped: what they write would go anywhere, says the driver's
+    manual. Whoever has closed a communicator looks again with `free_returned`, for nobody tells."""
+    _lent.append((mapping, is_lent))
+
+
+def free_returned() -> None:
+    """Free kept regions that no peer has any more. Waits for nobody but this process's own device."""
+    for _ in range(len(_lent)):
+        try:
+            mapping, is_lent = _lent.popleft()
+        except IndexError:  # another thread has taken it
+            return
+        if is_lent():
+            _lent.append((mapping, is_lent))
 
 
 def allocate(kind: Kind, num_bytes: int, device: int) -> Region:
@@ -189,14 +234,17 @@ def allocate(kind: Kind, num_bytes: int, device: int) -> Region:
         ) from error
 
 
-def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Mapping:
-    """Map a peer's region. `fd` (POSIX_FD) stays the caller's. Raises TransportError."""
+def redeem(
+    kind: Kind, num_bytes: int, device: int, fd: int, token: bytes, lease: socket.socket | None = None
+) -> Mapping:
+    """Map a peer's region. `fd` (POSIX_FD) stays the caller's; `lease` (CUDA_IPC: a connection to the peer's desk) is
+    the mapping's. Raises TransportError."""
     if kind is Kind.CUDA_IPC:
         packed = cuda.CUipcMemHandle()
         packed.reserved = token
         flag = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         pointer = call("cuIpcOpenMemHandle", packed, flag.value)
-        return Mapping(int(pointer), num_bytes, device, lambda: cuda.cuIpcCloseMemHandle(pointer))
+        return Mapping(int(pointer), num_bytes, device, lambda: cuda.cuIpcCloseMemHandle(pointer), lease)
     shared: Any = fd
     if kind is Kind.FABRIC:
         shared = cuda.CUmemFabricHandle()

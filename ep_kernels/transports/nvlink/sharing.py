@@ -5,8 +5,10 @@ Needs no ptrace and no file system; needs a network namespace in common (contain
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -23,10 +25,15 @@ class Desk:
 
     Attributes:
         address: name of the abstract socket (without its leading NUL) and nonce, as bytes for the ticket.
+
+    Args:
+        fds: descriptors; they stay the caller's.
+        lends: whether to hold on to the connections of those that were given, for `is_lent`.
     """
 
-    def __init__(self, fds: Sequence[int]) -> None:
-        self._fds = list(fds)
+    def __init__(self, fds: Sequence[int], lends: bool = False) -> None:
+        self._fds, self._lends = list(fds), lends
+        self._borrowers: list[socket.socket] = []
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         name = f"crossdock-{secrets.token_hex(16)}".encode()
         self.address = self._nonce + name
@@ -42,17 +49,34 @@ class Desk:
                 peer, _ = self._socket.accept()
             except OSError:
                 return
-            with peer:
-                self._answer(peer)
+            if self._answer(peer) and self._lends:
+                self._borrowers.append(peer)
+            else:
+                peer.close()
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _answer(self, peer: socket.socket) -> bool:
         try:
             peer.settimeout(5)
             _, uid = _peer_of(peer)
-            if uid == os.geteuid() and secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
-                socket.send_fds(peer, [b"\1"], self._fds)
+            if uid != os.geteuid() or not secrets.compare_digest(peer.recv(_NONCE_BYTES), self._nonce):
+                return False
+            socket.send_fds(peer, [b"\1"], self._fds)
         except OSError:
-            return
+            return False
+        return True
+
+    def is_lent(self) -> bool:
+        """Whether somebody still has what this desk, closed by now, gave: who is done hangs up, and so do the dead."""
+        for borrower in list(self._borrowers):
+            if _has_hung_up(borrower):
+                borrower.close()
+                self._borrowers.remove(borrower)
+        return bool(self._borrowers)
+
+    def forsake(self) -> None:
+        """In a forked child: close its copies. A shutdown would reach the parent."""
+        for connection in (self._socket, *self._borrowers):
+            connection.close()
 
     def close(self) -> None:
         """Stop giving. Idempotent."""
@@ -71,26 +95,47 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def _has_hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
 def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int]:
     """(descriptors from a peer's desk, which the caller owns; the peer's process id here, 0 = not visible).
 
     Raises TransportError naming the rank and the cure.
     """
+    fds, pid, lease = borrow(rank, address, num_fds, timeout_s)
+    lease.close()
+    return fds, pid
+
+
+def borrow(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int, socket.socket]:
+    """As `fetch`, and the connection: until `give_back` of it, the peer's desk knows that this process has them."""
     nonce, name = address[:_NONCE_BYTES], address[_NONCE_BYTES:]
     cure = "its process is gone, or it runs in another network namespace or as another user"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
+    desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
         desk.settimeout(timeout_s)
-        try:
-            desk.connect(b"\0" + name)
-            pid, uid = _peer_of(desk)
-            if uid != os.geteuid():
-                raise PermissionError(f"it runs as user {uid}, this rank as user {os.geteuid()}")
-            desk.send(nonce)
-            _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
-        except OSError as error:
-            raise TransportError(f"nvlink: rank {rank} gave no memory handle ({error}): {cure}") from error
+        desk.connect(b"\0" + name)
+        pid, uid = _peer_of(desk)
+        if uid != os.geteuid():
+            raise PermissionError(f"it runs as user {uid}, this rank as user {os.geteuid()}")
+        desk.send(nonce)
+        _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
+    except OSError as error:
+        desk.close()
+        raise TransportError(f"nvlink: rank {rank} gave no memory handle ({error}): {cure}") from error
     if len(fds) != num_fds:
-        for fd in fds:
+        for fd in (*fds, desk.detach()):
             os.close(fd)
         raise TransportError(f"nvlink: rank {rank} refused its memory handle: {cure}")
-    return fds, pid
+    return fds, pid, desk
+
+
+def give_back(lease: socket.socket) -> None:
+    """Hang up, for processes that were forked meanwhile and have copies of the connection too."""
+    with contextlib.suppress(OSError):  # the desk's process is gone
+        lease.shutdown(socket.SHUT_RDWR)
+    lease.close()

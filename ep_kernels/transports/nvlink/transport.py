@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import select
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +22,7 @@ from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.routing import may_overflow
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import left_out, links, plan, sharing
+from ep_kernels.transports.nvlink import left_out, links, plan, sharing, watch
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
 from ep_kernels.transports.nvlink.links import TICKET
 from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
@@ -65,7 +63,8 @@ class NvlinkTransport:
         self._exact = compact and config.exact_shapes
         self._functions: dict[jit.Variant, Any] = {}
         self._open: list[Any] = []  # what close() closes, in order of creation
-        self._closed = self._captured = False
+        self._mappings: list[Any] = []
+        self._closed = self._captured = self._lends = False
 
     # Life.
 
@@ -83,6 +82,7 @@ class NvlinkTransport:
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
         self._load(driver)
+        memory.free_returned()
         kind, _ = memory.choose_kind(self._device.index)
         self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
         self._open.append(self._region)
@@ -92,7 +92,8 @@ class NvlinkTransport:
         self._mailbox = mailbox.Mailbox(self._config.group.rank, self._engine.tables.host.is_gone)
         self._open.append(self._mailbox)
         fds = [self._mailbox.fd] + ([self._region.fd] if self._region.fd >= 0 else [])
-        self._desk = sharing.Desk(fds)
+        self._lends = kind is memory.Kind.CUDA_IPC
+        self._desk = sharing.Desk(fds, self._lends)
         self._open.append(self._desk)
         return self._ticket(kind.value.encode())
 
@@ -111,6 +112,10 @@ class NvlinkTransport:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         links.check(self._config, tickets)
+        if self._lends:  # all ranks are here, so what they had before is closed
+            from ep_kernels.transports.nvlink import memory
+
+            memory.free_returned()
         pages, mappings, pids = [], [], {}
         try:
             for rank, ticket in enumerate(tickets):
@@ -126,7 +131,8 @@ class NvlinkTransport:
         finally:
             for fd in pages:
                 os.close(fd)
-        self._watch(pids)
+        self._watch = watch.PeerWatch(pids, self._engine.tables.host.mark_gone)
+        self._open.append(self._watch)
 
     def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
@@ -138,41 +144,19 @@ class NvlinkTransport:
             want = self.capabilities.abi
             raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
         kind = memory.Kind(name.rstrip(b"\0").decode())
-        fds, pid = sharing.fetch(rank, address, 2 if kind is memory.Kind.POSIX_FD else 1, self._config.timeout_s)
+        num_fds = 2 if kind is memory.Kind.POSIX_FD else 1
+        fds, pid, lease = sharing.borrow(rank, address, num_fds, self._config.timeout_s)
+        if kind is not memory.Kind.CUDA_IPC:  # the driver itself counts who has the memory
+            lease.close()
         try:
-            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token), pid
+            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token, lease), pid
         except TransportError as error:
             os.close(fds[0])
+            lease.close()
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
         finally:
             for fd in fds[1:]:
                 os.close(fd)
-
-    def _watch(self, pids: Mapping[int, int]) -> None:
-        """A thread that sleeps until a peer's process dies, and tells the kernels."""
-        watched: dict[int, int] = {}
-        for rank, pid in pids.items():
-            with contextlib.suppress(OSError):  # 0, another PID namespace: only the deadline tells
-                watched[os.pidfd_open(pid)] = rank
-        self._watched = frozenset(watched.values())
-        end, self._end_watch = os.pipe()
-        host = self._engine.tables.host
-
-        def watch() -> None:
-            poll = select.poll()
-            for fd in (*watched, end):
-                poll.register(fd, select.POLLIN | select.POLLHUP)
-            while True:
-                for fd, _ in poll.poll():
-                    if fd == end:
-                        for each in (*watched, end):
-                            os.close(each)
-                        return
-                    host.mark_gone(watched[fd])
-                    poll.unregister(fd)
-
-        self._watcher = threading.Thread(target=watch, name="crossdock-peer-watch", daemon=True)
-        self._watcher.start()
 
     def drain(self) -> None:
         """See `base.Transport`. Of the whole device, since graphs are replayed on any stream."""
@@ -195,14 +179,22 @@ class NvlinkTransport:
                     self._engine.tables.stop()
                     torch.cuda.synchronize(self._device)
                     _kept_for_graphs.append((self._engine.tables, self._region.mapping))
-        if hasattr(self, "_end_watch"):
-            os.close(self._end_watch)
-            self._watcher.join()
+        if self._lends:
+            from ep_kernels.transports.nvlink import memory
+
+            memory.keep(self._region.mapping, self._desk.is_lent)
         for part in reversed(self._open):
             part.close()
         self._mappings = []
         if hasattr(self, "_engine"):
             self._engine.detach()
+        if self._lends:
+            memory.free_returned()
+
+    def forsake(self) -> None:
+        """See `base.Transport`."""
+        for part in (*self._open, *self._mappings):
+            part.forsake()
 
     # Operations.
 
@@ -349,7 +341,7 @@ class NvlinkTransport:
             torch.cuda.synchronize(self._device)
 
         def is_alive(rank: int) -> bool:
-            return rank in self._watched and not host.is_gone(rank)
+            return rank in self._watch.ranks and not host.is_gone(rank)
 
         if left_out.is_needed(mask, host.is_gone):
             left_out.leave_out(tell, lambda: self._engine.unsent(mask), is_alive)
