@@ -30,8 +30,8 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc, topology_pb2
-from tests.attack import http2
 from tests.attack.scene import Scene, all_closed
+from tests.services import http2
 from tests.services.cluster import Batch, E, H, K
 
 WATCH, REGISTER = "/crossdock.v1.ControlPlane/Watch", "/crossdock.v1.ControlPlane/Register"
@@ -113,7 +113,7 @@ def false_lengths(scene: Scene) -> str:
     answers = Counter[str]()
     for address, path in ((scene.control, REGISTER), (scene.worker(), FORWARD)):
         for prefix in (b"\0" + b"\xff" * 4, b"\1" + struct.pack(">I", 100), b"\0" + struct.pack(">I", 100)):
-            answers[http2.false_message(scene, address, path, prefix)] += 1
+            answers[http2.false_message(address, path, prefix, scene.connect)] += 1
     assert "status 0" not in answers, answers
     return counted(answers)
 
@@ -121,7 +121,7 @@ def false_lengths(scene: Scene) -> str:
 def rapid_reset(scene: Scene) -> str:
     """2,000 calls that are cancelled at once, to each server."""
     sent = [
-        http2.rapid_reset(scene, address, path, 2000)
+        http2.rapid_reset(address, path, 2000, scene.connect)
         for address, path in ((scene.control, WATCH), (scene.worker(), FORWARD))
     ]
     return ", ".join(sent)
@@ -129,7 +129,7 @@ def rapid_reset(scene: Scene) -> str:
 
 def huge_headers(scene: Scene) -> str:
     """Headers of 1 MB, 40 of them."""
-    return http2.huge_headers(scene, scene.control, WATCH, 40)
+    return http2.huge_headers(scene.control, WATCH, 40, scene.connect)
 
 
 def unfinished_messages(scene: Scene) -> str:
@@ -138,7 +138,7 @@ def unfinished_messages(scene: Scene) -> str:
     held = []
     for address, (path, largest) in sizes.items():
         for num_bytes in (largest, 4 * MIB - 1, MIB - 1):  # a server refuses a message over its limit at once
-            held.append(http2.Unfinished(scene, address, path, 20, num_bytes))
+            held.append(http2.Unfinished(address, path, 20, num_bytes, scene.connect))
     hold()
     for each in held:
         each.close()
