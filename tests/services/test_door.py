@@ -145,10 +145,10 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
     hears = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
     assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     async with asyncio.timeout(TIMEOUT_S):
-        await health.set(True)
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.SERVING
-        await health.shut_down()
-        await health.set(True)
+        health.shut_down()
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
     assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
