@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks import facts
 from crossdock.common import announce, rpc
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from crossdock.worker.link import Link
 from crossdock.worker.seat import seat_in
 from crossdock.worker.work import Fault

@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import torch
 
-from crossdock import wire
-from crossdock.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.experts import Experts
 
 Answer = expert_pb2.ForwardResponse

@@ -16,8 +16,8 @@ from torch import nn
 from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
 from crossdock.client.attach import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
-from crossdock.v1 import expert_pb2
-from crossdock.wire import NAMES
+from crossdock.protocol.v1 import expert_pb2
+from crossdock.protocol.wire import NAMES
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.experts import Experts
 from tests.services.fakes import FakeWorker, refuse, serve

@@ -12,8 +12,8 @@ import torch
 
 from crossdock.client import Client, InvalidRequest, Unavailable
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.supervisor import Supervisor
-from crossdock.v1.control_pb2 import FORMING
+from crossdock.host.supervisor import Supervisor
+from crossdock.protocol.v1.control_pb2 import FORMING
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.experts import Experts
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, without_successors

@@ -17,8 +17,8 @@ from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.line import SERVICE_NAME
 from crossdock.control import views, watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from tests.services.control_world import (
     TIMEOUT_S,
     FakeWorker,

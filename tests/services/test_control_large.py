@@ -11,8 +11,8 @@ import pytest
 
 from crossdock.common.config import ControlConfig
 from crossdock.control import watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from crossdock.worker.link import Link
 from tests.services.control_world import (
     TIMEOUT_S,

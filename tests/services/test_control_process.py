@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 from tests.services.control_world import (
     TIMEOUT_S,
     ControlProcess,

@@ -11,7 +11,7 @@ import pytest
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.link import Link
 from tests.services.control_world import TIMEOUT_S, FakeWorker, InProcess, exchange, form, in_process, newest_view
 

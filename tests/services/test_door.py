@@ -25,8 +25,8 @@ from crossdock.common.places import IDLE_S, CallLimits
 from crossdock.control import server, views
 from crossdock.control.experts import Experts
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from tests.services.control_world import TIMEOUT_S, FakeWorker
 from tests.services.http2 import Caller
 

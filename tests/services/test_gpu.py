@@ -21,11 +21,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from crossdock import wire
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.supervisor import Supervisor, SupervisorError
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.host.supervisor import Supervisor, SupervisorError
+from crossdock.protocol import wire
+from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, Answer, Batch, Cluster, check, cluster, write_model
 
 NUM_WORKERS, MAX_TOKENS = 2, 64

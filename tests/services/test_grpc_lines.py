@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from crossdock import certs
+from crossdock.cli import certs
 from crossdock.common import log
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig

@@ -15,8 +15,8 @@ import torch
 from crossdock.client import Client, stream
 from crossdock.common import rpc
 from crossdock.control.leader import TERM_KEY
-from crossdock.v1.control_pb2 import TopologyRequest
-from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+from crossdock.protocol.v1.control_pb2 import TopologyRequest
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Cluster
 from tests.services.control_world import TIMEOUT_S
 from tests.services.replicas import Replica, Replicas, leads, replicated_cluster, term_of, wait

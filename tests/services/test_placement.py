@@ -17,10 +17,10 @@ import torch
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
-from crossdock.supervisor import Supervisor
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.host.supervisor import Supervisor
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Batch, Cluster, E, check, cluster, write_model
 
 pytestmark = pytest.mark.timeout(TEST_S)

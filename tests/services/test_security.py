@@ -16,8 +16,8 @@ import grpc
 import msgspec
 import pytest
 
-from crossdock import certs
-from crossdock.cli import app
+from crossdock.cli import certs
+from crossdock.cli.app import app
 from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
 from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
@@ -30,10 +30,10 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server import ControlPlane
-from crossdock.host import readiness
-from crossdock.supervisor import current_view
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.host.run import readiness
+from crossdock.host.supervisor import current_view
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.link import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn

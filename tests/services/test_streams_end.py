@@ -19,7 +19,7 @@ import torch
 from crossdock.common import rpc
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import service as service_module
 from crossdock.worker.admission import Door
 from crossdock.worker.budget import Budget

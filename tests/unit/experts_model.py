@@ -14,7 +14,7 @@ from crossdock.control.curator import Curator, Goal, Kind, Report, _Way
 from crossdock.control.experts import Experts, _Made
 from crossdock.control.plans import Plan
 from crossdock.control.records import Group
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()
 

@@ -33,7 +33,7 @@ from crossdock.control.records import (
     Tick,
     Worker,
 )
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from tests.unit.experts_model import Holding, Side, drops, report_of, takes
 
 LEASE_S, FORM_S, RECOVER_S = 4.0, 100.0, 50.0

@@ -27,7 +27,7 @@ from crossdock.control.records import (
     Tick,
     Worker,
 )
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 UIDS = [f"{host}/{local}" for host in "ab" for local in range(3)]
 uids = st.sampled_from(UIDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.experts import Experts
 from crossdock.worker.holdings import Holdings, MoveEnded, Task

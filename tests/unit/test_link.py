@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker import link as links
 from crossdock.worker.link import Link
 from crossdock.worker.process import EXIT_BROKEN, _Process

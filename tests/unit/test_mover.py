@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.holdings import Holdings
 from crossdock.worker.mover import Mover
 from crossdock.worker.placement import Placement

@@ -14,8 +14,8 @@ from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.records import Phase
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from tests.stepper import StepLoop, every_order
 
 R, E, LAYERS = 2, 4, (1, 3)

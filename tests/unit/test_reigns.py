@@ -12,7 +12,7 @@ from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.leader import TERM_KEY, Replica
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 
 class Elector:

@@ -19,8 +19,8 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.records import Phase
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from crossdock.worker.holdings import Holdings
 from crossdock.worker.link import Link
 from crossdock.worker.mover import Mover

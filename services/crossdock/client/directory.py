@@ -16,7 +16,7 @@ from crossdock.common import rpc
 from crossdock.common.line import Line
 from crossdock.common.log import get
 from crossdock.common.security import Security
-from crossdock.v1 import control_pb2, control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
 

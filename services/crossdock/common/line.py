@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.common import rpc
 from crossdock.common.addresses import split_targets
 from crossdock.common.security import Security
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 
 Result = TypeVar("Result")
 

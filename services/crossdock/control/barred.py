@@ -9,7 +9,7 @@ from crossdock.common.rpc import InvalidArgument, NotFound, ResourceExhausted
 from crossdock.control import cordon
 from crossdock.control.records import Bar, Group, Worker
 from crossdock.control.views import MAX_NAME_CHARS, printable
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 MOST_NAMED = 16
 """Workers named in an error."""

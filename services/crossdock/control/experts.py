@@ -17,7 +17,7 @@ from crossdock.control.curator import Curator, Goal, Kind, Outcome, Report
 from crossdock.control.placement import Table, imbalance
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.records import Group, Phase
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 10

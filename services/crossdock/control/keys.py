@@ -15,7 +15,7 @@ from typing import Any
 
 from crossdock.common.access import CALLER, Caller, Role
 from crossdock.common.rpc import PermissionDenied
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 METADATA_KEY = "crossdock-lease-key"
 _NOBODY = Caller((), frozenset(Role), "", guarded=False)

@@ -23,8 +23,8 @@ from crossdock.common import rpc
 from crossdock.control import election
 from crossdock.control.election import RENEWALS_PER_LEASE, Lease, State
 from crossdock.control.records import Group
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 
 log = logs.get(__name__)
 

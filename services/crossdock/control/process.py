@@ -29,7 +29,7 @@ from crossdock.common.security import SecurityError, security_of, warn_of_plain_
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2_grpc
 
 if TYPE_CHECKING:
     from crossdock.control.nodes import Nodes

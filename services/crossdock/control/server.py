@@ -38,8 +38,8 @@ from crossdock.control.records import (
     Waits,
 )
 from crossdock.control.watchers import Watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 _LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
 """Plans of large models take seconds of a core, and anybody may ask: a tenth of the time goes there at most."""

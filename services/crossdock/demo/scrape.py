@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from crossdock.common.http import ask_http
 from crossdock.common.security import Security
-from crossdock.v1.control_pb2 import Member
+from crossdock.protocol.v1.control_pb2 import Member
 
 PHASES = ("dispatch", "experts", "combine")
 STEP_PHASES = "crossdock_step_phase_seconds"

@@ -16,7 +16,7 @@ from crossdock.common.line import ask
 from crossdock.common.security import Security
 from crossdock.control.discovery import CPU, Labels, Topology, join
 from crossdock.control.ranks import Place, assign_ranks
-from crossdock.v1 import control_pb2, control_pb2_grpc, topology_pb2
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
 
 FACTS = "crossdock-host-facts"
 """Key of a file of facts, so that other JSON is told apart."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from crossdock import wire
-from crossdock.v1 import expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common import log
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts import Experts
 from crossdock.worker.placement import Placement, Route
 

@@ -21,7 +21,7 @@ import grpc
 from crossdock.common import log, rpc
 from crossdock.common.line import Line
 from crossdock.common.security import Security
-from crossdock.v1 import control_pb2, control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 from crossdock.worker.refusals import Refusals, why_barred
 from crossdock.worker.work import Fault
 

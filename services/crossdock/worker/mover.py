@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from crossdock.common import log, rpc
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.engine import Engine
 from crossdock.worker.holdings import Holdings, MoveEnded, Task
 from crossdock.worker.link import Link

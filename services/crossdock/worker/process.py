@@ -32,9 +32,9 @@ from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.places import CallLimits
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
-from crossdock.facts import host_facts
-from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
-from crossdock.wire import NAMES
+from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
+from crossdock.protocol.wire import NAMES
+from crossdock.topo.facts import host_facts
 from crossdock.worker.admission import Door
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.link import JoinRefused, Link, View
 from ep_kernels import TransportError
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import grpc
 
-from crossdock import wire
 from crossdock.common import log, rpc
 from crossdock.common.access import CALLER, Limiter, host_of
 from crossdock.common.config import WorkerConfig
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import REQUEST_BYTES, Door, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine

@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine

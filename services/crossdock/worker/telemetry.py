@@ -19,7 +19,7 @@ import torch
 
 from crossdock.common import log
 from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from ep_kernels import LatencySample, MoECommunicator
 
 _log = log.get(__name__)

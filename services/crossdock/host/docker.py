@@ -21,13 +21,13 @@ import docker
 from docker.errors import DockerException, NotFound
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from crossdock.child import EXITS_FOR_GOOD, bound_log
 from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
 from crossdock.common.settings import DockerConfig
-from crossdock.parts import Owner, Part, changed, control_address, parts_of, with_ports
-from crossdock.supervisor import HopelessError, SupervisorError, Watched
+from crossdock.host.child import EXITS_FOR_GOOD, bound_log
+from crossdock.host.docker_plan import Owner, Part, changed, control_address, parts_of, with_ports
+from crossdock.host.supervisor import HopelessError, SupervisorError, Watched
 
 log = get(__name__)
 

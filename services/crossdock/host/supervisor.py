@@ -20,7 +20,6 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.child import EXITS_FOR_GOOD, Child, bound_log
 from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
@@ -29,8 +28,9 @@ from crossdock.common.cpus import usable_cpus
 from crossdock.common.line import BlockingLine
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
-from crossdock.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
-from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
 Progress = Callable[[GroupView], None]
 """Told of each group view while the group forms."""

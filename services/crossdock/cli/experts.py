@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.v1.control_pb2 import ExpertsResponse, LayerExperts
+from crossdock.protocol.v1.control_pb2 import ExpertsResponse, LayerExperts
 
 WELL, BADLY = 1.05, 1.25
 """Imbalances up to the first are green, past the second red."""

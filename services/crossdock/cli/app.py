@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from crossdock.cli_members import cordon, drain, uncordon
-from crossdock.cli_shared import (
+import crossdock
+from crossdock.cli.console import (
     DEFAULT_TARGET,
     ConfigFile,
     Json,
@@ -28,7 +28,8 @@ from crossdock.cli_shared import (
     security_override,
     show_json,
 )  # fmt: skip
-from crossdock.cli_tune import tune
+from crossdock.cli.members import cordon, drain, uncordon
+from crossdock.cli.tune import tune
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
 _USAGE_ERRORS = (
@@ -65,7 +66,7 @@ def up(
 ) -> None:
     """Run a control plane and its workers on this host. Ctrl-C drains them."""
     from crossdock.common.config import ConfigFileError, HostConfig, load
-    from crossdock.host import on_runtime, run_host
+    from crossdock.host.run import on_runtime, run_host
 
     if join and listen:
         raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
@@ -122,7 +123,7 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 @app.command("deep-ep")
 def deep_ep(as_json: Json = False) -> None:
     """Print the folder that makes `import deep_ep` mean Crossdock: PYTHONPATH="$(crossdock deep-ep)" PROGRAM."""
-    path = str(Path(__file__).parent / "deep_ep" / "path")
+    path = str(Path(crossdock.__file__).parent / "deep_ep" / "path")
     show_json({"path": path}) if as_json else print(path)
 
 
@@ -134,10 +135,10 @@ def status(
     security: SecurityFile = None,
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
+    from crossdock.cli.status import as_dict, as_table, plain_text
     from crossdock.common.line import ask
-    from crossdock.status import as_dict, as_table, plain_text
-    from crossdock.supervisor import current_view
-    from crossdock.v1.control_pb2 import SERVING
+    from crossdock.host.supervisor import current_view
+    from crossdock.protocol.v1.control_pb2 import SERVING
 
     guards = security_of(security)
     view = ask(target, guards, lambda channel: current_view(channel, timeout_s))
@@ -160,12 +161,12 @@ def experts(
     security: SecurityFile = None,
 ) -> None:
     """Show each expert's load and copies, how balanced the ranks are, and what would move."""
+    from crossdock.cli.experts import as_dict, as_tables
     from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
     from crossdock.common.line import ask
-    from crossdock.experts import as_dict, as_tables
-    from crossdock.v1.control_pb2 import ExpertsRequest
-    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+    from crossdock.protocol.v1.control_pb2 import ExpertsRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     found = ask(
         target,
@@ -191,8 +192,8 @@ def rebalance(
     """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
     from crossdock.common import rpc
     from crossdock.common.line import ask
-    from crossdock.v1.control_pb2 import RebalanceRequest
-    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+    from crossdock.protocol.v1.control_pb2 import RebalanceRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     started = ask(
         target,
@@ -238,7 +239,7 @@ def topo(
     Of this host, of hosts whose facts were written to files, or of a live group.
     """
     from crossdock.common.config import ConfigFileError
-    from crossdock.topo import picture, sources, words
+    from crossdock.topo import listing, picture, sources
 
     if bool(files) + bool(target) + only_facts > 1 or as_json + as_dot + as_svg > 1:
         raise ConfigFileError("expected at most one of FILES, --target, --facts, and of --json, --dot, --svg")
@@ -247,7 +248,7 @@ def topo(
     elif files:
         found = sources.of_hosts(sources.read_facts(files), None, "from files")
     else:
-        from crossdock.facts import host_facts
+        from crossdock.topo.facts import host_facts
 
         host = host_facts()
         if only_facts:
@@ -255,11 +256,11 @@ def topo(
             return
         found = sources.of_hosts([host], None, "this host")
     if as_json:
-        show_json(words.as_dict(found))
+        show_json(listing.as_dict(found))
     elif as_dot or as_svg:
         print(picture.as_dot(found) if as_dot else picture.as_svg(found), end="")
     else:
-        console().print(words.as_tables(found), soft_wrap=True)
+        console().print(listing.as_tables(found), soft_wrap=True)
 
 
 @app.command()
@@ -297,7 +298,7 @@ def memory(
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
 ) -> None:
     """Show the bytes of one rank's nvlink region, array by array."""
-    from crossdock import regions
+    from crossdock.cli import memory as regions
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
     show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
@@ -315,7 +316,7 @@ def certs(
     as_json: Json = False,
 ) -> None:
     """Make an authority and certificates for every part of a group. Run again: new ones of the same authority."""
-    from crossdock.certs import make_all
+    from crossdock.cli.certs import make_all
 
     made = [str(path) for path in make_all(folder, host or (), days)]
     show_json({"configs": made}) if as_json else print(*made, sep="\n")
@@ -327,8 +328,6 @@ def version(as_json: Json = False) -> None:
     import platform
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of
-
-    import crossdock
 
     found: dict[str, str | None] = {"crossdock": crossdock.__version__, "python": platform.python_version()}
     for name in ("grpcio", "protobuf", "torch", "transformers"):
@@ -344,7 +343,7 @@ def version(as_json: Json = False) -> None:
 
 def _die_with(parent_pid: int) -> None:
     if parent_pid:
-        from crossdock.child import die_with
+        from crossdock.host.child import die_with
 
         die_with(parent_pid)
 

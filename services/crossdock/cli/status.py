@@ -6,27 +6,17 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 from rich.console import Group, JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.addresses import is_loopback, split_targets
-from crossdock.common.announce import metrics_url
-from crossdock.v1.control_pb2 import (
-    EXCHANGING,
-    FAILED,
-    FORMING,
-    SERVING,
+from crossdock.host.group_table import format_bytes, headline, plain_text_warning, rank_table
+from crossdock.protocol.v1.control_pb2 import (
     Barred,
     GroupState,
     GroupView,
     Member,
     WorkerStats,
 )
-
-_STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_KIBI = 1024
-_NAMED = 2
 
 
 def plain_text(view: GroupView, target: str) -> list[str]:
@@ -51,15 +41,6 @@ def as_dict(view: GroupView, exposed: Sequence[str] = ()) -> dict[str, object]:
     }
 
 
-def plain_text_warning(exposed: Sequence[str]) -> list[Text]:
-    """One line, or none where no address is exposed."""
-    if not exposed:
-        return []
-    more = f" and {len(exposed) - _NAMED} more" if len(exposed) > _NAMED else ""
-    words = f"plain text without authentication at {', '.join(exposed[:_NAMED])}{more}: every host that reaches it"
-    return [Text(f"WARNING: {words} can use and change the group (docs/security.md)", style="bold yellow")]
-
-
 def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: int = 0) -> Group:
     """One headline, one row per rank (lost ones too), why the last change happened, and which addresses are exposed
     (see `plain_text`).
@@ -77,21 +58,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
     notes = [*left_out, *sick, *out, *reason, *plain_text_warning(exposed)]
-    return Group(_headline(view, target), Text(), _table(view, columns, rows), *notes)
-
-
-def as_address_table(view: GroupView, target: str) -> Group:
-    """The headline, and where each rank listens."""
-    rows = {
-        member.rank: [
-            Text(str(member.rank)),
-            Text(member.worker.uid),
-            Text(member.address),
-            Text(metrics_url(member.http_address, https=member.https)),
-        ]
-        for member in view.members
-    }
-    return Group(_headline(view, target), Text(), _table(view, _ADDRESS_COLUMNS, rows))
+    return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 
 _COLUMNS: dict[str, JustifyMethod] = {
@@ -108,7 +75,6 @@ _COLUMNS: dict[str, JustifyMethod] = {
 }
 _LEFT_OUT = ("tokens", "address", "memory", "heartbeat", "experts")
 _FOLDED, _GAP = 24, 2
-_ADDRESS_COLUMNS: dict[str, JustifyMethod] = {"rank": "right", "worker": "left", "address": "left", "metrics": "left"}
 
 
 def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, JustifyMethod], list[Text]]:
@@ -124,26 +90,6 @@ def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, Justify
         rows[rank] = [row[at[title]] for title in kept]
     words = f"not shown: {', '.join(left_out)} (wider terminal, or --json)"
     return kept, [Text(words, style="dim")] if left_out else []
-
-
-def _headline(view: GroupView, target: str) -> Text:
-    return Text.assemble(
-        (GroupState.Name(view.state), f"bold {_STYLE.get(view.state, '')}"),
-        f"  epoch {view.epoch}  {len(view.members)}/{view.world_size} ranks",
-        (f"  control plane {target}", "dim"),
-    )
-
-
-def _table(view: GroupView, columns: dict[str, JustifyMethod], rows: dict[int, list[Text]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title, justify in columns.items():
-        folds = title == "worker"  # a long one takes several lines, so that no head and no number is cut
-        table.add_column(title, justify=justify, no_wrap=not folds, overflow="fold", min_width=cell_len(title))
-    for rank in view.lost_ranks:
-        rows.setdefault(rank, [Text(str(rank)), Text("lost", style="red")])
-    for rank in sorted(rows):
-        table.add_row(*rows[rank])
-    return table
 
 
 def _barred(one: Barred) -> dict[str, object]:
@@ -213,12 +159,3 @@ def _experts(stats: WorkerStats) -> str:
     if stats.scattered:
         return f"{stats.num_experts} slots"
     return f"{stats.first_expert}-{stats.first_expert + stats.num_experts - 1}" if stats.num_experts else ""
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Four digits and a binary unit: "1.25 GiB"."""
-    for unit in _UNITS[:-1]:
-        if num_bytes < _KIBI:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= _KIBI
-    return f"{num_bytes:.4g} {_UNITS[-1]}"

@@ -22,9 +22,9 @@ from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
 from crossdock.common.http import ask_http, serve_http
 from crossdock.common.security import Security
 from crossdock.common.settings import DockerConfig
-from crossdock.status import as_address_table, format_bytes, plain_text_warning
-from crossdock.supervisor import CONTROL, Supervisor, Watched, describe
-from crossdock.v1.control_pb2 import SERVING, GroupView
+from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
+from crossdock.host.supervisor import CONTROL, Supervisor, Watched, describe
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 
 _PROBE_TIMEOUT_S = 1.0
 _LOOK_S = 5.0
@@ -101,7 +101,7 @@ def _processes(config: HostConfig, log_dir: Path) -> Watched:
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:
     try:
-        from crossdock.containers import Containers
+        from crossdock.host.docker import Containers
     except ModuleNotFoundError as error:
         if error.name != "docker":
             raise

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crossdock.cli_shared import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
 
 if TYPE_CHECKING:
-    from crossdock.v1.control_pb2 import Barred, GroupView
+    from crossdock.protocol.v1.control_pb2 import Barred, GroupView
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown to whoever asks why.")]
@@ -62,8 +62,8 @@ def uncordon(
     """Let workers in again: cordoned, drained or quarantined ones."""
     from crossdock.common import rpc
     from crossdock.common.line import ask
-    from crossdock.v1.control_pb2 import UncordonRequest
-    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+    from crossdock.protocol.v1.control_pb2 import UncordonRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = UncordonRequest(name=name)
     answer = ask(
@@ -79,8 +79,8 @@ def _cordon(
 ) -> list[Barred]:
     from crossdock.common import rpc
     from crossdock.common.line import ask
-    from crossdock.v1.control_pb2 import CordonRequest
-    from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+    from crossdock.protocol.v1.control_pb2 import CordonRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = CordonRequest(name=name, reason=reason, drain=drain_too)
     answer = ask(
@@ -93,7 +93,7 @@ def _cordon(
 
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
     from crossdock.common.line import ask
-    from crossdock.supervisor import current_view
+    from crossdock.host.supervisor import current_view
 
     view: GroupView = ask(target, security_of(security), lambda channel: current_view(channel, timeout_s))
     return [member.worker.uid for member in view.members]

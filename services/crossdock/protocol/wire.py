@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from crossdock.v1 import expert_pb2
+from crossdock.protocol.v1 import expert_pb2
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from crossdock.v1 import control_pb2 as crossdock_dot_v1_dot_control__pb2
+from crossdock.protocol.v1 import control_pb2 as crossdock_dot_v1_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from crossdock.cli_shared import Json, console, show_json
+from crossdock.cli.console import Json, console, show_json
 
 Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="By default every GPU here, or 4.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="Repeatable; by default grouped and flat.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossdock.v1 import topology_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2 as pb
 from ep_kernels import topology
 
 _MOST_CHARS = 256

@@ -1,8 +1,8 @@
 """`make kernels` and `make wheel`: every CUDA kernel compiled without a GPU, judged, and shown as a table.
 
-    python -m crossdock.kernels                       all variants for sm_90a and sm_100a; exit status 1 on any fault
-    python -m crossdock.kernels --arch sm_120a        for this architecture; may be repeated
-    python -m crossdock.kernels --ship                the cubins that travel in the wheel, for every known architecture
+    python -m ep_kernels.tools.kernels                  all variants for sm_90a and sm_100a; exit status 1 on any fault
+    python -m ep_kernels.tools.kernels --arch sm_120a   for this architecture; may be repeated
+    python -m ep_kernels.tools.kernels --ship           the cubins of the wheel, for every known architecture
 
 A fault: a spill, a stack frame, more registers than a block of 256 threads can have, a missing instruction. Columns:
 dynamic shared memory and blocks per SM are those of a step of serving size (H 7168, K 8, E 256, 8 ranks; 128 tokens in
@@ -90,7 +90,7 @@ def ship(archs: list[str], folder: Path, console: Console) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Parse the command line and do it; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m crossdock.kernels", description="Compile every CUDA kernel without a GPU."
+        prog="python -m ep_kernels.tools.kernels", description="Compile every CUDA kernel without a GPU."
     )
     parser.add_argument("--arch", action="append", help="sm_90a, sm_100a, ... Repeatable.")
     parser.add_argument("--ship", action="store_true", help="write the cubins that travel in the wheel")

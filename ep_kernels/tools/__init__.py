@@ -1,0 +1,1 @@
+"""Tools for those who build the kernels; nothing that runs imports them."""
