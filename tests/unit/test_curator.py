@@ -8,8 +8,9 @@ import pytest
 
 from crossdock.common.config import PlacementConfig
 from crossdock.control.curator import Curator, Kind, Report
-from crossdock.control.placement import Table, copies_of
+from crossdock.control.placement import copies_of
 from crossdock.control.plans import Plan, domain_imbalance, total_imbalance
+from crossdock.control.tables import Table
 
 R, E = 2, 4
 KIND = Kind(E, (1, 3))

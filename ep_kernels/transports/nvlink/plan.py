@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from ep_kernels import jit, quant
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
-from ep_kernels.routing import receive_rows
 from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
@@ -84,7 +83,7 @@ class Sizes:
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
         scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
-        capacity, capacities: receive capacity of this rank and of each rank (`routing.receive_rows`).
+        capacity, capacities: receive capacity of this rank and of each rank (`config.receive_rows`).
         output_rows: leading shape of `tokens` without trimming.
         shape: from which the byte map follows.
     """

@@ -13,10 +13,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from crossdock.control.placement import Load, Shape, Table
+from crossdock.control.tables import Change, Load, Shape, Table
 
 TINY = 1e-9
 """Loads that differ by so much of themselves are the same."""
@@ -24,18 +22,6 @@ _MOST_CHANGES_PER_SLOT = 4
 _TINIEST_GAIN = 1e-6
 _HEAVIEST = 4
 """Of the experts of the most loaded rank, for so many one more copy is tried."""
-
-
-class Change(NamedTuple):
-    """`taken` leaves `rank` for `other`, and `given` comes back; or (no `swap`) its copy on `other` becomes one more
-    of `taken`. `most`: load of the most loaded rank that is touched, afterwards."""
-
-    most: float
-    cost: int
-    taken: int
-    other: int
-    given: int
-    swap: bool
 
 
 class Board:

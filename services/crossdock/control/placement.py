@@ -17,53 +17,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from crossdock.control.board import TINY, Board
-
-Table = tuple[tuple[int, ...], ...]
-"""Experts by rank, by slot."""
-Load = Sequence[float]
-"""Rows per expert, in any unit; copies share an expert's rows evenly."""
+from crossdock.control.tables import Load, Shape, Table
 
 WORTH = 0.002
 """See `balance`: with 8 ranks of 36 slots, a table 10 % from balance is left alone unless 50 copies can mend it."""
 _GOOD = 10
 """A table that so many copies cannot mend is good: none is made from nothing to compare it with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is to be placed, and where.
-
-    Attributes:
-        num_experts: E.
-        num_slots: P.
-        domains: number of the NVLink domain of each rank; [R].
-
-    Raises ValueError unless R >= 1 and E <= P <= E * R.
-    """
-
-    num_experts: int
-    num_slots: int
-    domains: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.domains:
-            raise ValueError("domains: expected one for each rank, got none")
-        most = self.num_experts * self.num_ranks
-        if not 1 <= self.num_experts <= self.num_slots <= most:
-            raise ValueError(f"num_slots: expected {self.num_experts}..{most}, got {self.num_slots}")
-
-    @property
-    def num_ranks(self) -> int:
-        """R."""
-        return len(self.domains)
-
-    def capacity(self, rank: int) -> int:
-        """Slots of a rank."""
-        share, more = divmod(self.num_slots, self.num_ranks)
-        return share + (rank < more)
 
 
 def first_table(shape: Shape, min_copies: int = 1) -> Table:
