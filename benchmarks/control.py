@@ -29,7 +29,7 @@ from benchmarks import facts
 from crossdock.common import announce, rpc
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.link import Link
+from crossdock.worker.control_client import Link
 from crossdock.worker.seat import seat_in
 from crossdock.worker.work import Fault
 

@@ -18,7 +18,7 @@ import torch
 
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import Experts
 
 Answer = expert_pb2.ForwardResponse
 Behaviour = Callable[[expert_pb2.ForwardRequest], Answer | None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from crossdock.common import announce, rpc
 from crossdock.common.config import WorkerConfig
-from crossdock.common.line import ask
+from crossdock.common.control_channel import ask
 from crossdock.host.supervisor import Supervisor, current_view
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model

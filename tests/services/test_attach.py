@@ -19,7 +19,7 @@ from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.protocol.wire import NAMES
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import Experts
 from tests.services.fakes import FakeWorker, refuse, serve
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}

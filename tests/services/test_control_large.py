@@ -13,7 +13,7 @@ from crossdock.common.config import ControlConfig
 from crossdock.control import watchers
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.link import Link
+from crossdock.worker.control_client import Link
 from tests.services.control_world import (
     TIMEOUT_S,
     FakeWorker,

@@ -16,14 +16,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.client import stream as client_stream
-from crossdock.common import boundary, rpc
+from crossdock.common import interceptor, rpc
 from crossdock.common.access import MAX_UID_CHARS, Door, Limiter
 from crossdock.common.config import ControlConfig
-from crossdock.common.line import SERVICE_NAME
+from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.places import IDLE_S, CallLimits
+from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.control import server, views
-from crossdock.control.experts import Experts
+from crossdock.control.placement_service import Experts
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -292,7 +292,7 @@ async def test_a_stream_in_use_outlives_its_connections(monkeypatch: pytest.Monk
 
 
 async def test_a_request_that_never_comes_whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundary, "REQUEST_S", 0.1)
+    monkeypatch.setattr(interceptor, "REQUEST_S", 0.1)
     door = Door(None)
     async with served(door) as address:
         caller = await asyncio.to_thread(Caller, address)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker.engine import Engine
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 

@@ -17,7 +17,7 @@ from crossdock.cli import certs
 from crossdock.common import log
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
-from crossdock.common.grpc_lines import Teller
+from crossdock.common.grpc_core_log import Teller
 from crossdock.common.http import ask_http
 from crossdock.common.stderr_filter import split
 from tests.services.control_world import TIMEOUT_S, Clock, ControlProcess
@@ -31,7 +31,7 @@ HEAD = """
 import ctypes, os, time
 from crossdock.common import log
 from crossdock.common.config import LogConfig
-from crossdock.common.grpc_lines import grpc_lines
+from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.metrics import ControlMetrics
 log.setup(LogConfig())
 metrics = ControlMetrics()

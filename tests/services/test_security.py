@@ -25,7 +25,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.http import ask_http
-from crossdock.common.line import SERVICE_NAME, Line, ask
+from crossdock.common.control_channel import SERVICE_NAME, Line, ask
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
@@ -34,7 +34,7 @@ from crossdock.host.run import readiness
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.link import LEASE_KEY
+from crossdock.worker.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.curator import Curator, Goal, Kind, Report, _Way
-from crossdock.control.experts import Experts, _Made
+from crossdock.control.placement_manager import Curator, Goal, Kind, Report, _Way
+from crossdock.control.placement_service import Experts, _Made
 from crossdock.control.plans import Plan
-from crossdock.control.records import Group
+from crossdock.control.group_state import Group
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()

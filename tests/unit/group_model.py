@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from crossdock.control import blame
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Effect,
     Event,
     Group,

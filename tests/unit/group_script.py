@@ -30,7 +30,7 @@ from pathlib import Path
 from crossdock.control import cordon
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Bar,
     Blamed,
     Cordon,

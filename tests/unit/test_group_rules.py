@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from crossdock.control import views
 from crossdock.control.group import new_group, step
 from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Event,
     Group,
     Heartbeat,

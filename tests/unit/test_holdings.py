@@ -11,8 +11,8 @@ import torch
 
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings, MoveEnded, Task
+from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_tables import Holdings, MoveEnded, Task
 from crossdock.worker.placement import Placement, PlacementError, Route
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 

@@ -16,7 +16,7 @@ from crossdock.common.config import ControlConfig, ElectionConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import process
 from crossdock.control.election import Lease
-from crossdock.control.leases import ADDRESS, KubernetesLeases
+from crossdock.control.kube_lease import ADDRESS, KubernetesLeases
 from tests.services.lease_api import LeaseApi
 
 TIMEOUT_S = 60.0

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker import link as links
-from crossdock.worker.link import Link
+from crossdock.worker import control_client as links
+from crossdock.worker.control_client import Link
 from crossdock.worker.process import EXIT_BROKEN, _Process
 from crossdock.worker.work import Fault
 

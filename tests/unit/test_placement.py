@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import eplb
 from benchmarks.placement import CASES, Case, apart, drift, measure, zipf_load
-from crossdock.control.placement import balance, check, copies_of, first_table, imbalance, num_moved, rank_loads
+from crossdock.control.balancer import balance, check, copies_of, first_table, imbalance, num_moved, rank_loads
 from crossdock.control.tables import Shape, Table
 
 

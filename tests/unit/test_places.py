@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossdock.common.places import IDLE_S, MIN_READING_OF_PEER, UNFINISHED_BYTES_OF_PEER, CallLimits, Place, Places
+from crossdock.common.call_limits import IDLE_S, MIN_READING_OF_PEER, UNFINISHED_BYTES_OF_PEER, CallLimits, Place, Places
 from tests.services.control_world import Clock
 
 

@@ -17,13 +17,13 @@ from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.plans import Plan, Snapshot
-from crossdock.control.records import Phase
+from crossdock.control.group_state import Phase
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.link import Link
-from crossdock.worker.mover import Mover
+from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.control_client import Link
+from crossdock.worker.expert_mover import Mover
 from crossdock.worker.placement import Placement
 from crossdock.worker.session import Session
 from crossdock.worker.work import Fault
@@ -176,10 +176,10 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
     monkeypatch.setattr("crossdock.worker.session.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.worker.mover.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.control.experts.asyncio.to_thread", to_thread)
-    monkeypatch.setattr("crossdock.worker.link.Line", lambda target, security: Mock(has_choice=False))
-    monkeypatch.setattr("crossdock.worker.link.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
+    monkeypatch.setattr("crossdock.worker.expert_mover.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
+    monkeypatch.setattr("crossdock.worker.control_client.Line", lambda target, security: Mock(has_choice=False))
+    monkeypatch.setattr("crossdock.worker.control_client.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
 
 
 def test_a_worker_is_held_anywhere_while_experts_move_and_an_epoch_ends() -> None:

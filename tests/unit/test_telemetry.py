@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.worker import telemetry as telemetry_module
-from crossdock.worker.telemetry import StepRecord, Telemetry
+from crossdock.worker import worker_telemetry as telemetry_module
+from crossdock.worker.worker_telemetry import StepRecord, Telemetry
 from ep_kernels import LatencySample
 from ep_kernels.telemetry import MAX_RANKS, RECORD_BYTES, RING_SIZE, decode, quantile, slowest_peer
 from ep_kernels.transports.cpu import native

@@ -12,7 +12,7 @@ import torch
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
 from crossdock.worker.device import choose, enter
-from crossdock.worker.lane import HostLane, lane_of
+from crossdock.worker.device_stream import HostLane, lane_of
 from crossdock.worker.model import Model
 from ep_kernels import ConfigError
 from tests.groups import LonelyGroup

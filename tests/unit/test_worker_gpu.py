@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.worker import experts as experts_module
+from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts, has_grouped_mm
-from crossdock.worker.lane import GpuLane
+from crossdock.worker.expert_mlps import Experts, has_grouped_mm
+from crossdock.worker.device_stream import GpuLane
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup

@@ -136,7 +136,7 @@ def status(
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
     from crossdock.cli.status import as_dict, as_table, plain_text
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.host.supervisor import current_view
     from crossdock.protocol.v1.control_pb2 import SERVING
 
@@ -164,7 +164,7 @@ def experts(
     from crossdock.cli.experts import as_dict, as_tables
     from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.protocol.v1.control_pb2 import ExpertsRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -191,7 +191,7 @@ def rebalance(
 ) -> None:
     """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
     from crossdock.common import rpc
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.protocol.v1.control_pb2 import RebalanceRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 

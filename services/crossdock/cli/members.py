@@ -61,7 +61,7 @@ def uncordon(
 ) -> None:
     """Let workers in again: cordoned, drained or quarantined ones."""
     from crossdock.common import rpc
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.protocol.v1.control_pb2 import UncordonRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -78,7 +78,7 @@ def _cordon(
     name: str, reason: str, target: str, timeout_s: float, security: Path | None, *, drain_too: bool
 ) -> list[Barred]:
     from crossdock.common import rpc
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.protocol.v1.control_pb2 import CordonRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -92,7 +92,7 @@ def _cordon(
 
 
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
-    from crossdock.common.line import ask
+    from crossdock.common.control_channel import ask
     from crossdock.host.supervisor import current_view
 
     view: GroupView = ask(target, security_of(security), lambda channel: current_view(channel, timeout_s))

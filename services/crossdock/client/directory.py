@@ -13,7 +13,7 @@ import grpc
 
 from crossdock.client.errors import REFUSALS, NotAllowed, Unavailable
 from crossdock.common import rpc
-from crossdock.common.line import Line
+from crossdock.common.control_channel import Line
 from crossdock.common.log import get
 from crossdock.common.security import Security
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc

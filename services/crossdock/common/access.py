@@ -24,9 +24,9 @@ from typing import Any
 import grpc
 
 from crossdock.common import log as logs
-from crossdock.common.calls import CallError, InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
+from crossdock.common.call_errors import CallError, InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
 from crossdock.common.metrics import GuardedMetrics
-from crossdock.common.places import CallLimits, NoPlace, Places, Visit
+from crossdock.common.call_limits import CallLimits, NoPlace, Places, Visit
 from crossdock.common.security import Security
 
 log = logs.get(__name__)

@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha import reflection
 
 from crossdock.common.access import Door
 from crossdock.common.addresses import format_address, split_address
-from crossdock.common.boundary import Boundary, Observe
-from crossdock.common.calls import (
+from crossdock.common.interceptor import Boundary, Observe
+from crossdock.common.call_errors import (
     Aborted,
     AlreadyExists,
     CallError,

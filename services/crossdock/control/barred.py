@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from crossdock.common.rpc import InvalidArgument, NotFound, ResourceExhausted
 from crossdock.control import cordon
-from crossdock.control.records import Bar, Group, Worker
+from crossdock.control.group_state import Bar, Group, Worker
 from crossdock.control.views import MAX_NAME_CHARS, printable
 from crossdock.protocol.v1 import control_pb2 as pb
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.control import elastic
-from crossdock.control.records import Bar, Blame, Blamed, Group, Heartbeat, Member, Phase
+from crossdock.control.group_state import Bar, Blame, Blamed, Group, Heartbeat, Member, Phase
 
 HOLD_S = 0.1
 """Members that wait for the same peer notice its silence within milliseconds of each other."""

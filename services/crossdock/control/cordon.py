@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from crossdock.control.records import Bar, Group, Register, Spare, Worker
+from crossdock.control.group_state import Bar, Group, Register, Spare, Worker
 
 MOST_BARS = 4096
 MOST_SPARES = 1024

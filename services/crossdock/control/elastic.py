@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crossdock.control.records import Group, Member, Members, Phase
+from crossdock.control.group_state import Group, Member, Members, Phase
 
 
 def raise_epoch(group: Group, epoch: int, now: float) -> Group:

@@ -26,7 +26,7 @@ from typing import Any
 from crossdock.control import blame, cordon, elastic, recovery
 from crossdock.control.blame import Verdict
 from crossdock.control.elastic import raise_epoch
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Cordon,
     Effect,
     Event,

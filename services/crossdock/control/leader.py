@@ -22,7 +22,7 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.control import election
 from crossdock.control.election import RENEWALS_PER_LEASE, Lease, State
-from crossdock.control.records import Group
+from crossdock.control.group_state import Group
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 

@@ -19,12 +19,12 @@ from crossdock.common import rpc
 from crossdock.common.access import door_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
-from crossdock.common.grpc_lines import grpc_lines
+from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import serve_http
-from crossdock.common.line import SERVICE_NAME
+from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.places import CallLimits
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
@@ -78,7 +78,7 @@ class _Reign:
         if self._config.election is None:
             self._metrics.leading.set(1)
             return self._make()
-        from crossdock.control.leases import KubernetesLeases
+        from crossdock.control.kube_lease import KubernetesLeases
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname

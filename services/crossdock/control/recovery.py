@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from crossdock.control import elastic
 from crossdock.control.ranks import Slot, assign_rank, assign_ranks
-from crossdock.control.records import Group, Heartbeat, Member, Members, Phase, Prior
+from crossdock.control.group_state import Group, Heartbeat, Member, Members, Phase, Prior
 
 
 def arrange(members: Sequence[Member], world_size: int) -> Members:

@@ -17,11 +17,11 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, records, views
-from crossdock.control.experts import Experts
+from crossdock.control import barred, blame, discovery, group_state, views
+from crossdock.control.placement_service import Experts
 from crossdock.control.group import new_group, step
-from crossdock.control.keys import LeaseKeys
-from crossdock.control.records import (
+from crossdock.control.worker_keys import LeaseKeys
+from crossdock.control.group_state import (
     Blamed,
     Cordon,
     Effect,
@@ -128,7 +128,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     def _let_in(
         self,
-        event: records.Register,
+        event: group_state.Register,
         request: pb.RegisterRequest,
         response: pb.RegisterResponse,
         accepted: Callable[[], None],

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from crossdock.common.access import MAX_UID_CHARS, check_uid
 from crossdock.common.rpc import MOST_SENT_BYTES, FailedPrecondition, InvalidArgument
 from crossdock.control import blame, discovery
-from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
+from crossdock.control.group_state import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 

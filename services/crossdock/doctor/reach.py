@@ -10,7 +10,7 @@ import grpc
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
-from crossdock.common.line import ask
+from crossdock.common.control_channel import ask
 from crossdock.common.security import Security
 from crossdock.doctor.records import Finding, fail, good, judge, warn
 from crossdock.protocol.v1 import control_pb2 as pb

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.common.words import counted
+from crossdock.common.plural import counted
 from crossdock.control.discovery import CPU, Reach, gpu_trouble
 from crossdock.topo.sources import Picture
 

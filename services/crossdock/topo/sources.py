@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
-from crossdock.common.line import ask
+from crossdock.common.control_channel import ask
 from crossdock.common.security import Security
 from crossdock.control.discovery import CPU, Labels, Topology, join
 from crossdock.control.ranks import Place, assign_ranks

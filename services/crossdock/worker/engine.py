@@ -25,12 +25,12 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.lane import lane_of
+from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.device_stream import lane_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
 from ep_kernels import EpError, MoECommunicator, PeerTimeout
 

@@ -11,7 +11,7 @@ import torch
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.experts import Experts, Weights, activation
+from crossdock.worker.expert_mlps import Experts, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, Layout, Mode, MoECommunicator, MoEConfig, Overflow

@@ -25,11 +25,11 @@ from crossdock.common import log, rpc
 from crossdock.common.access import door_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
-from crossdock.common.grpc_lines import grpc_lines
+from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.common.places import CallLimits
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
@@ -40,13 +40,13 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
-from crossdock.worker.link import JoinRefused, Link
+from crossdock.worker.control_client import JoinRefused, Link
 from crossdock.worker.model import Model
-from crossdock.worker.mover import Mover
+from crossdock.worker.expert_mover import Mover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
-from crossdock.worker.status import Status
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_status import Status
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.threads import give_memory_back
 from ep_kernels import EpError
 

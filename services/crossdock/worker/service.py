@@ -33,7 +33,7 @@ from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import REQUEST_BYTES, Door, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Refused, Work
 
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name

@@ -28,15 +28,15 @@ from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.link import Link, View
+from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.control_client import Link, View
 from crossdock.worker.model import Model
-from crossdock.worker.mover import Mover
+from crossdock.worker.expert_mover import Mover
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import ControlGroup, Seat, is_outside, seat_in
-from crossdock.worker.status import Status
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_status import Status
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.threads import in_thread
 from crossdock.worker.work import Failure, Fault, Left
 from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError

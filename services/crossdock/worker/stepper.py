@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common import log
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.lane import Lane
-from crossdock.worker.telemetry import StepRecord
+from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.device_stream import Lane
+from crossdock.worker.worker_telemetry import StepRecord
 from crossdock.worker.work import Slice
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
 

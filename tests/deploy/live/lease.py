@@ -14,7 +14,7 @@ import pytest
 
 from crossdock.common.config import ElectionConfig
 from crossdock.control.election import Lease
-from crossdock.control.leases import KubernetesLeases
+from crossdock.control.kube_lease import KubernetesLeases
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.release import CHART
 

@@ -25,7 +25,7 @@ import torch
 
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import Experts
 from crossdock.worker.placement import Placement, Route
 
 _log = log.get(__name__)

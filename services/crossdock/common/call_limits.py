@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from crossdock.common.calls import ResourceExhausted
+from crossdock.common.call_errors import ResourceExhausted
 
 IDLE_S = 1.0
 UNFINISHED_BYTES_OF_PEER = 48 << 20

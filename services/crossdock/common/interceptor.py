@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from crossdock.common.access import OUR_METHODS, Door
-from crossdock.common.calls import (
+from crossdock.common.call_errors import (
     LEADER_KEY,
     CallError,
     DeadlineExceeded,
@@ -28,7 +28,7 @@ from crossdock.common.calls import (
     Unavailable,
     status_of,
 )
-from crossdock.common.places import Visit
+from crossdock.common.call_limits import Visit
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.common.line import Line
+from crossdock.common.control_channel import Line
 from crossdock.common.security import Security
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 from crossdock.worker.refusals import Refusals, why_barred

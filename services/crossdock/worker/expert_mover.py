@@ -7,12 +7,12 @@ import asyncio
 from crossdock.common import log, rpc
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.engine import Engine
-from crossdock.worker.holdings import Holdings, MoveEnded, Task
-from crossdock.worker.link import Link
+from crossdock.worker.expert_tables import Holdings, MoveEnded, Task
+from crossdock.worker.control_client import Link
 from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import Seat
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.threads import in_thread
 
 _log = log.get(__name__)

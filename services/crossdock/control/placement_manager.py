@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.placement import check, filled, first_table
+from crossdock.control.balancer import check, filled, first_table
 from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.tables import Shape, Table
 

@@ -13,10 +13,10 @@ from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import views
-from crossdock.control.curator import Curator, Goal, Kind, Outcome, Report
-from crossdock.control.placement import imbalance
+from crossdock.control.placement_manager import Curator, Goal, Kind, Outcome, Report
+from crossdock.control.balancer import imbalance
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
-from crossdock.control.records import Group, Phase
+from crossdock.control.group_state import Group, Phase
 from crossdock.control.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
 

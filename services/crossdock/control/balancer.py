@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from crossdock.control.board import TINY, Board
+from crossdock.control.placement_search import TINY, Board
 from crossdock.control.tables import Load, Shape, Table
 
 WORTH = 0.002
