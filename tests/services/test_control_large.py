@@ -144,7 +144,7 @@ async def test_a_workers_link_keeps_the_table_when_later_views_have_none(control
 
 
 async def test_every_watcher_is_woken_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "WOKEN_AT_ONCE", 3)
+    monkeypatch.setattr(watchers, "NOTIFY_BATCH", 3)
     async with in_process(ControlConfig(world_size=2, recover_s=0.01)) as control:
         streams = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(10)]
         for stream in streams:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.client import stream as client_stream
 from crossdock.common import interceptor, rpc
-from crossdock.common.access import MAX_UID_CHARS, Door, Limiter
+from crossdock.common.access import MAX_UID_CHARS, CallAuthorizer, RateLimiter
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
@@ -45,10 +45,10 @@ class Echo(expert_pb2_grpc.ExpertServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def served(door: Door, max_message_bytes: int = 2 * MIB) -> AsyncIterator[str]:
-    """A control plane and an expert service behind one door; yields the address."""
+async def served(authorizer: CallAuthorizer, max_message_bytes: int = 2 * MIB) -> AsyncIterator[str]:
+    """A control plane and an expert service behind one authorizer; yields the address."""
     service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
-    made = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), door=door)
+    made = await rpc.server(max_message_bytes, rpc.Health([SERVICE_NAME]), authorizer=authorizer)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, made)
     expert_pb2_grpc.add_ExpertServiceServicer_to_server(Echo(), made)
     address = rpc.bind(made, "127.0.0.1:0")
@@ -60,12 +60,12 @@ async def served(door: Door, max_message_bytes: int = 2 * MIB) -> AsyncIterator[
         await made.stop(0)
 
 
-def limited(rate: float) -> Door:
-    """A door for which no time passes."""
-    door = Door(None, rate)
-    for name in ("_limiter", "_hosts", "_others"):
-        setattr(door, name, Limiter(getattr(door, name).rate, lambda: 0.0))
-    return door
+def limited(rate: float) -> CallAuthorizer:
+    """A authorizer for which no time passes."""
+    authorizer = CallAuthorizer(None, rate)
+    for name in ("_rate_limiter", "_hosts", "_others"):
+        setattr(authorizer, name, RateLimiter(getattr(authorizer, name).rate, lambda: 0.0))
+    return authorizer
 
 
 def resident() -> int:
@@ -81,8 +81,8 @@ async def leave(stub: control_pb2_grpc.ControlPlaneStub, uid: str) -> None:
 @pytest.mark.parametrize("uid", ["u" * (MAX_UID_CHARS + 1), "a\x1b[2J", "a\nb"])
 async def test_a_uid_is_checked_before_it_is_kept(uid: str) -> None:
     reasons: list[str] = []
-    door = Door(None, 100.0, reasons.append)
-    async with served(door) as address, rpc.aio_channel(address) as channel:
+    authorizer = CallAuthorizer(None, 100.0, reasons.append)
+    async with served(authorizer) as address, rpc.aio_channel(address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         with pytest.raises(rpc.InvalidArgument, match=r"worker\.uid: expected"):
             await leave(stub, uid)
@@ -90,7 +90,7 @@ async def test_a_uid_is_checked_before_it_is_kept(uid: str) -> None:
             await stub.Watch(pb.WatchRequest(worker=pb.WorkerId(uid=uid))).read()
         assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
         assert reasons == ["value", "value"]
-        assert not door._limiter._left
+        assert not authorizer._rate_limiter._left
 
 
 async def test_a_new_uid_for_each_call_does_not_void_the_rate() -> None:
@@ -114,8 +114,8 @@ async def test_the_limit_of_one_uid_leaves_calls_to_the_others_of_its_host() -> 
 
 
 async def test_health_is_limited_and_takes_no_calls_from_the_service() -> None:
-    door = limited(5.0)
-    async with served(door) as address, rpc.aio_channel(address) as channel:
+    authorizer = limited(5.0)
+    async with served(authorizer) as address, rpc.aio_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         for _ in range(10):
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
@@ -126,11 +126,11 @@ async def test_health_is_limited_and_takes_no_calls_from_the_service() -> None:
 
 async def test_health_watchers_shut_nobody_out() -> None:
     """Not from the service, and not from health: the connection that has most gives way."""
-    door = Door(None)
-    async with served(door) as address, rpc.aio_channel(address) as first, rpc.aio_channel(address) as second:
+    authorizer = CallAuthorizer(None)
+    async with served(authorizer) as address, rpc.aio_channel(address) as first, rpc.aio_channel(address) as second:
         calls = [health_pb2_grpc.HealthStub(first).Watch(health_pb2.HealthCheckRequest()) for _ in range(100)]
         await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
-        assert (len(door.others), len(door.calls)) == (door.others.most_of_peer, 0)
+        assert (len(authorizer.others), len(authorizer.calls)) == (authorizer.others.max_per_peer, 0)
         await leave(control_pb2_grpc.ControlPlaneStub(second), "a")
         check = health_pb2_grpc.HealthStub(second).Check
         await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
@@ -159,8 +159,8 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
 
 
 async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
-    door = Door(None, limits=CallLimits(64, 16, 16, 16))
-    async with served(door) as address, contextlib.AsyncExitStack() as stack:
+    authorizer = CallAuthorizer(None, limits=CallLimits(64, 16, 16, 16))
+    async with served(authorizer) as address, contextlib.AsyncExitStack() as stack:
         stubs = [
             control_pb2_grpc.ControlPlaneStub(await stack.enter_async_context(rpc.aio_channel(address)))
             for _ in range(3)
@@ -171,7 +171,7 @@ async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
         await watch.read()
         flood = [stubs[1].Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(50)]
         await asyncio.gather(*(call.read() for call in flood), return_exceptions=True)
-        assert len(door.calls) == 16
+        assert len(authorizer.calls) == 16
         onlooker = stubs[2].Watch(pb.WatchRequest(), timeout=TIMEOUT_S)
         assert isinstance(await onlooker.read(), pb.GroupView)
         lost = [call for call in flood if call.done()]
@@ -184,7 +184,7 @@ async def test_watchers_of_one_connection_give_way_and_members_stay() -> None:
 
 async def test_an_incarnation_from_the_future_takes_no_seat() -> None:
     now, second = time.time_ns(), 10**9
-    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+    async with served(CallAuthorizer(None)) as address, rpc.aio_channel(address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         honest = FakeWorker(stub, "a/0", incarnation=now)
         await honest.register()
@@ -202,7 +202,7 @@ async def test_the_topology_is_made_once_for_all_who_ask(monkeypatch: pytest.Mon
     made: list[int] = []
     real = views.topology_response
     monkeypatch.setattr(views, "topology_response", lambda *args: made.append(1) or real(*args))  # type: ignore[func-returns-value]
-    async with served(Door(None)) as address, rpc.aio_channel(address) as channel:
+    async with served(CallAuthorizer(None)) as address, rpc.aio_channel(address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         for number, uid in enumerate(("a/0", "b/0"), 1):
             await FakeWorker(stub, uid).register()
@@ -249,14 +249,14 @@ async def test_a_watcher_does_not_keep_its_request() -> None:
 async def test_unfinished_messages_cost_little_and_shut_nobody_out(path: str) -> None:
     """Sixty connections of one host, each with all of the largest message but its last byte."""
     size = 2 * MIB
-    door = Door(None, limits=CallLimits.of(size, 1024))
-    async with served(door, size) as address, rpc.aio_channel(address) as channel:
+    authorizer = CallAuthorizer(None, limits=CallLimits.of(size, 1024))
+    async with served(authorizer, size) as address, rpc.aio_channel(address) as channel:
         before = resident()
         with ThreadPoolExecutor(60) as threads:
             loop = asyncio.get_running_loop()
             attacks = [loop.run_in_executor(threads, _attack, address, path, size) for _ in range(60)]
             callers = await asyncio.gather(*attacks)
-        assert len(door.reading) == door.reading.most_of_peer == 24
+        assert len(authorizer.reading) == authorizer.reading.max_per_peer == 24
         assert resident() - before < 64 * MIB
         await leave(control_pb2_grpc.ControlPlaneStub(channel), "a")
         late = expert_pb2_grpc.ExpertServiceStub(channel).Forward()
@@ -280,7 +280,7 @@ async def test_a_stream_in_use_outlives_its_connections(monkeypatch: pytest.Monk
     options = {**dict(rpc._guard_options()), **ages}
     monkeypatch.setattr(rpc, "_guard_options", lambda: list(options.items()))
     monkeypatch.setattr(client_stream, "_STREAM_S", 0.1)
-    async with served(Door(None)) as address:
+    async with served(CallAuthorizer(None)) as address:
         stream = client_stream.WorkerStream(address, None, 0, 2 * MIB)
         connections = set()
         until = time.monotonic() + 2.0
@@ -293,11 +293,11 @@ async def test_a_stream_in_use_outlives_its_connections(monkeypatch: pytest.Monk
 
 async def test_a_request_that_never_comes_whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interceptor, "REQUEST_S", 0.1)
-    door = Door(None)
-    async with served(door) as address:
+    authorizer = CallAuthorizer(None)
+    async with served(authorizer) as address:
         caller = await asyncio.to_thread(Caller, address)
         caller.call(1, TOPOLOGY)
         await asyncio.to_thread(caller.send_part, 1, 100, 99, TIMEOUT_S)
         assert await asyncio.to_thread(caller.wait_ended, 1, TIMEOUT_S)
         await asyncio.to_thread(caller.close)
-        assert (len(door.calls), len(door.reading)) == (0, 0)
+        assert (len(authorizer.calls), len(authorizer.reading)) == (0, 0)

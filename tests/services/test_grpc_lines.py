@@ -17,7 +17,7 @@ from crossdock.cli import certs
 from crossdock.common import log
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
-from crossdock.common.grpc_core_log import Teller
+from crossdock.common.grpc_core_log import CoreLogRelay
 from crossdock.common.http import ask_http
 from crossdock.common.stderr_filter import split
 from tests.services.control_world import TIMEOUT_S, Clock, ControlProcess
@@ -118,7 +118,7 @@ os.write(2, b"as ever\\n")
 def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogConfig())
     clock, counter = Clock(), Counter("lines", "Lines.", ["about"], registry=CollectorRegistry())
-    teller = Teller(counter, clock)
+    teller = CoreLogRelay(counter, clock)
     for _ in range(3):
         teller.hear(CORE)
     teller.hear("E0000 00:00:1764003372.123456   12 fork_posix.cc:71] Other threads are calling into gRPC")

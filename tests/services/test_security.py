@@ -20,7 +20,7 @@ from crossdock.cli import certs
 from crossdock.cli.app import app
 from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
-from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
+from crossdock.common.access import ANYBODY, METHODS, Caller, RateLimiter, Role, authorizer_of, matches
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
@@ -65,9 +65,9 @@ async def served(guard: Security, rate: float = 0.0) -> AsyncIterator[tuple[str,
     """A guarded control plane on this event loop."""
     metrics = ControlMetrics()
     service = ControlPlane(ControlConfig(world_size=2), metrics)
-    door = door_of(guard, rate, metrics)
-    door._limiter = Limiter(rate, lambda: 0.0)  # however long it takes to make the calls
-    server = await rpc.server(1 << 16, rpc.Health([SERVICE_NAME]), door=door)
+    authorizer = authorizer_of(guard, rate, metrics)
+    authorizer._rate_limiter = RateLimiter(rate, lambda: 0.0)  # however long it takes to make the calls
+    server = await rpc.server(1 << 16, rpc.Health([SERVICE_NAME]), authorizer=authorizer)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
     address = rpc.bind(server, "127.0.0.1:0", guard)
     await server.start()
@@ -283,12 +283,12 @@ def test_a_caller_without_the_role_speaks_for_nobody() -> None:
 
 def test_the_limiter_refills_and_forgets() -> None:
     now = [0.0]
-    limiter = Limiter(2.0, lambda: now[0])
+    limiter = RateLimiter(2.0, lambda: now[0])
     assert [limiter.allow("a") for _ in range(5)] == [True] * 4 + [False]
     assert limiter.allow("b")
     now[0] = 0.5
     assert [limiter.allow("a") for _ in range(2)] == [True, False]
-    assert all(Limiter(0.0).allow("a") for _ in range(1000))
+    assert all(RateLimiter(0.0).allow("a") for _ in range(1000))
     for caller in range(10_000):
         limiter.allow(caller)
     assert len(limiter._left) <= 8192

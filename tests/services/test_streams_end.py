@@ -21,7 +21,7 @@ from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import service as service_module
-from crossdock.worker.admission import Door
+from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
@@ -38,9 +38,9 @@ def service_of(
     folder: Path, engine: Engine, telemetry: Telemetry, max_bytes_per_client: int = 1 << 20, **settings: float
 ) -> ExpertService:
     write_model(folder)
-    door = Door(Checkpoint.open(folder).spec, torch.float32)
+    validator = RequestValidator(Checkpoint.open(folder).spec, torch.float32)
     config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
-    backend = Backend(config, door, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
+    backend = Backend(config, validator, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
 
     async def drain() -> None:
         raise AssertionError("nobody asks for it")

@@ -1,4 +1,4 @@
-"""The experts' side of the control plane as values, for the search of group_model.py: the real `Experts` and `Curator`,
+"""The experts' side of the control plane as values, for the search of group_model.py: the real `Experts` and `PlacementManager`,
 made anew from a frozen state for each move. The model has one MoE layer and two experts per rank; a plan of an even
 term turns those of rank 0 round, one of an odd term those of rank 1.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.placement_manager import Curator, Goal, Kind, Report, _Way
+from crossdock.control.placement_manager import PlacementManager, Goal, Kind, Report, _Move
 from crossdock.control.placement_service import Experts, _Made
 from crossdock.control.plans import Plan
 from crossdock.control.group_state import Group
@@ -49,7 +49,7 @@ class Side:
         """The real thing in this state."""
         size = group.settings.world_size
         experts = Experts(CONFIG, size, METRICS, lambda: 0.0, lambda: group, lambda: None)
-        experts._curator = Curator(
+        experts._curator = PlacementManager(
             CONFIG,
             size,
             self.kind,
@@ -59,7 +59,7 @@ class Side:
             self.highest,
             self.tables,
             self.domains,
-            None if self.way is None else _Way(self.way[0], 0.0, self.way[1]),
+            None if self.way is None else _Move(self.way[0], 0.0, self.way[1]),
             dict(self.reports),
             frozenset(),
             [] if self.kind is None else [[0.0] * self.kind.num_experts for _ in self.kind.layers],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.placement_manager import Curator, Kind, Report
+from crossdock.control.placement_manager import PlacementManager, Kind, Report
 from crossdock.control.balancer import copies_of
 from crossdock.control.plans import Plan, domain_imbalance, total_imbalance
 from crossdock.control.tables import Table
@@ -18,14 +18,14 @@ CONFIG = PlacementConfig(redundant_experts=2, rebalance_s=60, load_half_life_s=1
 HOT = (10, 10, 10, 100)
 
 
-def made(config: PlacementConfig = CONFIG) -> Curator:
-    curator = Curator(config, R)
+def made(config: PlacementConfig = CONFIG) -> PlacementManager:
+    curator = PlacementManager(config, R)
     curator.welcome(KIND)
     curator.form(["a", "b"], 0.0)
     return curator
 
 
-def report(curator: Curator, rank: int, loads: tuple[int, ...] | None = None, **fields: object) -> Report:
+def report(curator: PlacementManager, rank: int, loads: tuple[int, ...] | None = None, **fields: object) -> Report:
     """As a rank tells that holds what it should; each copy computes its share."""
     held = tuple(table[rank] for table in curator.tables)
     counts = [copies_of(table, E) for table in curator.tables]
@@ -37,13 +37,13 @@ def report(curator: Curator, rank: int, loads: tuple[int, ...] | None = None, **
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-def plan(curator: Curator, now: float = 1.0) -> Plan:
+def plan(curator: PlacementManager, now: float = 1.0) -> Plan:
     snapshot = curator.snapshot(now)
     assert snapshot is not None
     return snapshot.plan()
 
 
-def hot(curator: Curator) -> Plan:
+def hot(curator: PlacementManager) -> Plan:
     """Expert 3, of which there is one copy, is asked for most; the plan to mend that."""
     for rank in range(R):
         assert curator.hear(rank, report(curator, rank, HOT), 1.0) is None
@@ -138,7 +138,7 @@ def test_a_new_control_plane_learns_where_everything_is() -> None:
     old = made()
     better = hot(old)
     old.start(better, 2.0)
-    new = Curator(CONFIG, R)
+    new = PlacementManager(CONFIG, R)
     new.welcome(KIND)
     new.recovered(["a", "b"])
     assert new.version == 0
@@ -154,7 +154,7 @@ def test_a_new_control_plane_learns_where_everything_is() -> None:
 
 def test_a_new_control_plane_of_a_group_without_a_rank_fills_its_slots() -> None:
     """Else the rank's successor never hears what to load, and is never taken in."""
-    old, new = made(), Curator(CONFIG, R)
+    old, new = made(), PlacementManager(CONFIG, R)
     new.welcome(KIND)
     new.recovered(["a", "b"], frozenset({1}))
     new.hear(0, report(old, 0), 1.0)
@@ -219,6 +219,6 @@ def test_odd_reports_are_refused(fields: dict[str, object], said: str) -> None:
 
 
 def test_copies_that_no_rank_could_hold_are_refused() -> None:
-    curator = Curator(PlacementConfig(redundant_experts=5), R)
+    curator = PlacementManager(PlacementConfig(redundant_experts=5), R)
     with pytest.raises(ValueError, match="redundant_experts: expected at most 4"):
         curator.check_kind(KIND)

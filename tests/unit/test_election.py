@@ -16,9 +16,9 @@ import pytest
 
 from crossdock.control.election import (
     FENCE,
-    FEW_TERMS,
-    LEAPS,
-    MOST_TERM,
+    LAST_LEAPING_TERM,
+    MAX_LEAP,
+    MAX_TERM,
     NEAR,
     Lease,
     State,
@@ -120,7 +120,7 @@ class Candidate:
         self.state = observe(self.state, seen, self.now)
         if self.state.term and near(self.state, told):
             self.state = hear(self.state, told)
-        lease = wanted(self.state, self.now, self.world.random.randrange(LEAPS))
+        lease = wanted(self.state, self.now, self.world.random.randrange(MAX_LEAP))
         if lease is None:
             return self.rest()
         began = self.now
@@ -220,20 +220,20 @@ def test_a_term_far_above_the_lease_is_nobodys() -> None:
     """Whoever claims one cannot use up the terms that the API can keep."""
     leader = written(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
     assert [near(leader, term) for term in (3, 4, 3 + NEAR, 4 + NEAR, 10**18)] == [False, True, True, False, False]
-    late = replace(leader, heard=FEW_TERMS - 1)
-    assert (near(late, FEW_TERMS), near(late, FEW_TERMS + 1)) == (True, False)
+    late = replace(leader, heard=LAST_LEAPING_TERM - 1)
+    assert (near(late, LAST_LEAPING_TERM), near(late, LAST_LEAPING_TERM + 1)) == (True, False)
 
 
-@pytest.mark.parametrize("kept", [FEW_TERMS, MOST_TERM - 3000, MOST_TERM - 1, MOST_TERM])
+@pytest.mark.parametrize("kept", [LAST_LEAPING_TERM, MAX_TERM - 3000, MAX_TERM - 1, MAX_TERM])
 def test_terms_never_leave_what_the_api_can_keep(kept: int) -> None:
     """Whatever is in the lease: somebody leads, and its term grows for as long as there are any."""
     state = observe(State("b", "b:1", LEASE_S), Lease("a", "a:1", kept, LEASE_S, "7"), 0.0)
-    lease = wanted(state, LEASE_S, LEAPS - 1)
+    lease = wanted(state, LEASE_S, MAX_LEAP - 1)
     assert lease is not None
-    assert min(kept + 1, MOST_TERM) <= lease.term <= MOST_TERM
-    missing = wanted(observe(state, None, 1.0), 1.0, LEAPS - 1)
+    assert min(kept + 1, MAX_TERM) <= lease.term <= MAX_TERM
+    missing = wanted(observe(state, None, 1.0), 1.0, MAX_LEAP - 1)
     assert missing is not None
-    assert kept <= missing.term <= MOST_TERM
+    assert kept <= missing.term <= MAX_TERM
 
 
 def test_a_lease_that_was_given_back_is_taken_after_a_second() -> None:

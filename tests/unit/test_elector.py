@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from crossdock.control import leader
-from crossdock.control.election import MOST_TERM, NEAR, Lease, State
+from crossdock.control.election import MAX_TERM, NEAR, Lease, State
 from crossdock.control.leader import Elector
 
 TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class Leases:
 
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
         with self._lock:
-            if not 0 <= lease.term <= MOST_TERM:
+            if not 0 <= lease.term <= MAX_TERM:
                 self.refused.append(lease.term)
                 raise ValueError("leaseTransitions: cannot decode a number beyond int32")
             if (self.lease.version if self.lease else None) != (seen.version if seen else None):
@@ -74,7 +74,7 @@ def read_again(elector: Elector, leases: Leases) -> None:
         wait(lambda before=before: leases.reads > before and not elector._hurry.is_set())
 
 
-@pytest.mark.parametrize("claimed", [NEAR + 4097, MOST_TERM - 5000, MOST_TERM, 10**18])
+@pytest.mark.parametrize("claimed", [NEAR + 4097, MAX_TERM - 5000, MAX_TERM, 10**18])
 def test_a_term_that_cannot_be_true_changes_nothing(elector: Elector, leases: Leases, claimed: int) -> None:
     before, lease = elector.term, leases.lease
     elector.hear(before + claimed)

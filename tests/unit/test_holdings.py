@@ -12,7 +12,7 @@ import torch
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import Experts
-from crossdock.worker.expert_tables import Holdings, MoveEnded, Task
+from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, Task
 from crossdock.worker.placement import Placement, PlacementError, Route
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
@@ -23,11 +23,11 @@ SECOND = Placement(2, R, {1: (0, 1, 3, 2, 3, 0), 3: (1, 1, 2, 2, 3, 0)})
 THIRD = Placement(3, R, {1: (0, 1, 3, 2, 3, 0), 3: (0, 1, 2, 2, 3, 0)})
 
 
-def tables(holdings: Holdings) -> list[tuple[int, ...]]:
+def tables(holdings: ExpertTables) -> list[tuple[int, ...]]:
     return [holdings.held(layer) for layer in LAYERS]
 
 
-def exchange(*ranks: Holdings) -> None:
+def exchange(*ranks: ExpertTables) -> None:
     """What all of them do before a step."""
     words = [rank.word() for rank in ranks]
     for rank in ranks:
@@ -35,8 +35,8 @@ def exchange(*ranks: Holdings) -> None:
 
 
 @pytest.fixture
-def ranks() -> list[Holdings]:
-    return [Holdings(FIRST, E, rank, None) for rank in range(R)]
+def ranks() -> list[ExpertTables]:
+    return [ExpertTables(FIRST, E, rank, None) for rank in range(R)]
 
 
 def test_slots_of_tokens_take_the_copies_in_turn() -> None:
@@ -60,7 +60,7 @@ def test_no_expert_is_none_whichever_experts_are_lost(live: tuple[bool, ...]) ->
     assert route.slots(ids, 1).tolist() == ids.tolist()
 
 
-def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[Holdings]) -> None:
+def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
         rank.aim(SECOND)
         assert rank.has_news()
@@ -83,7 +83,7 @@ def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[Holdings]) -> N
     assert [list(layer.experts) for layer in report.layers] == [[0, 1, 3], [1, 1, 2]]
 
 
-def test_who_cannot_load_keeps_all_others_where_they_are(ranks: list[Holdings]) -> None:
+def test_who_cannot_load_keeps_all_others_where_they_are(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
         rank.aim(SECOND)
     exchange(*ranks)
@@ -102,13 +102,13 @@ def test_who_cannot_load_keeps_all_others_where_they_are(ranks: list[Holdings]) 
     assert (report.version, report.to_switch, report.error) == (3, 0, "")
 
 
-def test_what_is_loaded_for_a_former_plan_is_dropped(ranks: list[Holdings]) -> None:
+def test_what_is_loaded_for_a_former_plan_is_dropped(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
         rank.aim(SECOND)
     exchange(*ranks)
     old = ranks[0].task()
     ranks[0].aim(THIRD)
-    with pytest.raises(MoveEnded):
+    with pytest.raises(MoveCancelled):
         ranks[0].check(old)
     exchange(*ranks)
     ranks[0].offer(old, None)
@@ -116,11 +116,11 @@ def test_what_is_loaded_for_a_former_plan_is_dropped(ranks: list[Holdings]) -> N
     assert tables(ranks[0])[0] == (0, 1, 2)
 
 
-def test_the_loader_is_let_go_when_the_epoch_ends(ranks: list[Holdings]) -> None:
+def test_the_loader_is_let_go_when_the_epoch_ends(ranks: list[ExpertTables]) -> None:
     ended = threading.Event()
 
     def wait() -> None:
-        with pytest.raises(MoveEnded):
+        with pytest.raises(MoveCancelled):
             ranks[0].task()
         ended.set()
 
@@ -143,7 +143,7 @@ def _wander(rng: random.Random) -> int:
         return Placement(version, 3, {layer: tuple(row) for layer, row in rows.items()})
 
     plan, switches = drawn(1), 0
-    ranks = [Holdings(plan, E, rank, None) for rank in range(3)]
+    ranks = [ExpertTables(plan, E, rank, None) for rank in range(3)]
     for _ in range(120):
         rank = rng.choice(ranks)
         match rng.choice(["plan", "hear", "hear", "load", "load", "load", "fail", "exchange", "exchange"]):
@@ -174,7 +174,7 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
     tokens, offsets, counts = torch.randn(4, 16), torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([2, 2])
     before = experts.forward(1, tokens, offsets, counts)
     loaded: list[int] = []
-    holdings = Holdings(
+    holdings = ExpertTables(
         Placement(1, 1, {0: (0, 1), 1: (0, 1)}), 4, 0, experts, lambda copies, took_ns: loaded.append(copies)
     )
     holdings.aim(Placement(2, 1, {0: (0, 1), 1: (3, 0)}))
@@ -192,7 +192,7 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
 
 def test_a_report_names_a_placement_that_is_not_taken_up_yet() -> None:
     """Else a new control plane that hears the report gives the same number to other tables."""
-    rank = Holdings(FIRST, E, 0, None)
+    rank = ExpertTables(FIRST, E, 0, None)
     rank.aim(SECOND)
     report = rank.report()
     assert (report.version, report.switched, report.to_switch) == (2, 0, 1)

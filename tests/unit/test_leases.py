@@ -16,7 +16,7 @@ from crossdock.common.config import ControlConfig, ElectionConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import process
 from crossdock.control.election import Lease
-from crossdock.control.kube_lease import ADDRESS, KubernetesLeases
+from crossdock.control.kube_lease import ADDRESS, KubernetesLeaseStore
 from tests.services.lease_api import LeaseApi
 
 TIMEOUT_S = 60.0
@@ -38,8 +38,8 @@ def of_the_chart() -> dict[str, Any]:
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
 
 
-def leases(api: LeaseApi, folder: Path) -> KubernetesLeases:
-    return KubernetesLeases(
+def leases(api: LeaseApi, folder: Path) -> KubernetesLeaseStore:
+    return KubernetesLeaseStore(
         ElectionConfig(lease_name="moe", namespace="default", kubeconfig=str(api.kubeconfig(folder)))
     )
 
@@ -90,7 +90,7 @@ async def test_others_are_sent_to_an_address_that_they_reach(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node-a")
     monkeypatch.delenv("NODE_NAME", raising=False)
-    reign = process._Reign(ControlConfig(election=ElectionConfig()), ControlMetrics(), rpc.Health([]), None)
+    reign = process.Leadership(ControlConfig(election=ElectionConfig()), ControlMetrics(), rpc.Health([]), None)
     reign.service(listens)
     assert reign.elector is not None
     assert reign.elector._state.address == leads_at

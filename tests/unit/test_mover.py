@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker.expert_tables import Holdings
-from crossdock.worker.expert_mover import Mover
+from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import Seat
 
@@ -51,9 +51,9 @@ class Quiet:
         self._loop.call_soon_threadsafe(self.nudged.set)
 
 
-def moving() -> Holdings:
+def moving() -> ExpertTables:
     """Of a rank whose engine has taken up the next placement."""
-    holdings = Holdings(BEFORE, E, 0, None)
+    holdings = ExpertTables(BEFORE, E, 0, None)
     holdings.aim(AFTER)
     holdings.word()
     return holdings
@@ -69,7 +69,7 @@ async def test_an_epoch_ends_while_a_read_hangs_and_the_next_one_moves_when_that
     disk, quiet = Disk(), Quiet()
     given: Any = quiet
     model: Any = disk
-    mover = Mover(given, model, given, given)
+    mover = ExpertMover(given, model, given, given)
     async with asyncio.timeout(DEADLINE_S):
         former = moving()
         task = asyncio.create_task(mover.run(Seat(1, 0, R), former))
@@ -98,7 +98,7 @@ async def test_an_epoch_ends_while_a_read_hangs_and_the_next_one_moves_when_that
 async def test_a_placement_that_is_not_newer_is_not_aimed_at(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another control plane may have answered than the one that named the version."""
     given: Any = Quiet()
-    mover, holdings = Mover(given, given, given, given), moving()
+    mover, holdings = ExpertMover(given, given, given, given), moving()
 
     async def fetch(seat: Seat) -> Placement:
         return Placement(version, R, {1: (3, 2, 1, 0)})

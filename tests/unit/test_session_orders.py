@@ -21,9 +21,9 @@ from crossdock.control.group_state import Phase
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.control_client import Link
-from crossdock.worker.expert_mover import Mover
+from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.placement import Placement
 from crossdock.worker.session import Session
 from crossdock.worker.work import Fault
@@ -84,7 +84,7 @@ class Node:
         stub: Any = Calls(world.control, self.gate)
         self.link._stub = stub
         model: Any = SimpleNamespace(node=self, spec=spec, num_bytes=0, load=self.load, connect=self.connect)
-        self.mover = Mover(self.link, model, Mock(), Mock(take_rows=dict))
+        self.mover = ExpertMover(self.link, model, Mock(), Mock(take_rows=dict))
         engine: Any = Mock(run=self.step)
         self.session = Session(self.link, model, engine, Mock(), Mock(), self.mover)
         self.comm = Mock()
@@ -109,7 +109,7 @@ class Node:
         self.comm.ended, self.comm.abort = ended, lambda reason: ended.set()
         return self.comm
 
-    async def step(self, comm: Any, experts: Any, epoch: int, holdings: Holdings) -> Fault:
+    async def step(self, comm: Any, experts: Any, epoch: int, holdings: ExpertTables) -> Fault:
         """The engine: steps until the communicator is aborted."""
         await self.gate("steps")
         assert self.loaded is not None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import Experts, has_grouped_mm
-from crossdock.worker.device_stream import GpuLane
+from crossdock.worker.device_stream import GpuStream
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup
@@ -119,7 +119,7 @@ def pieces(num_tokens: int) -> list[Slice]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype: torch.dtype) -> None:
-    lane = GpuLane(torch.device("cuda", torch.cuda.current_device()))
+    lane = GpuStream(torch.device("cuda", torch.cuda.current_device()))
     kept = []
     for number in range(1, M):
         slices = pieces(number)
@@ -141,7 +141,7 @@ def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype:
 
 
 def test_a_lane_copies_what_several_requests_bring() -> None:
-    lane = GpuLane(torch.device("cuda", 0))
+    lane = GpuStream(torch.device("cuda", 0))
     parts = [[torch.randn(3, 8), torch.randn(5, 8)], [torch.arange(6).view(2, 3)], [torch.empty(0, 4)]]
     with lane.running():
         there = lane.bring(parts)

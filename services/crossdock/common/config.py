@@ -178,7 +178,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
-    home_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """In which expert rows come home and are summed. Empty: float32 on a CPU; on GPUs `dtype`, which is half the bytes
     and rounds each rank's share of a token once more."""
     max_tokens_per_step: Count = 512

@@ -1,6 +1,6 @@
 """The way to the control plane: to whoever decides among several, with the certificates of now.
 
-    line = Line("a:7400,b:7400", security)      asyncio; BlockingLine is the same for threads
+    line = Line("a:7400,b:7400", security)      asyncio; BlockingControlPlaneChannel is the same for threads
     line.channel                                to be used for the next calls
     await line.turn(error)                      after a call went wrong: perhaps somebody else leads, or keys changed
 
@@ -116,7 +116,7 @@ class Line:
             await channel.close(None)
 
 
-class BlockingLine:
+class BlockingControlPlaneChannel:
     """`Line` for threads. `turn` tries the next address, without asking who leads."""
 
     def __init__(self, target: str, security: Security | None = None) -> None:
@@ -125,7 +125,7 @@ class BlockingLine:
         self.channel = self._dial()
         self._version = security.version if security is not None else 0
 
-    def __enter__(self) -> BlockingLine:
+    def __enter__(self) -> BlockingControlPlaneChannel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,7 +169,7 @@ class _Rounds:
     """Each address once."""
 
     def __init__(self, target: str, security: Security | None) -> None:
-        self.line = BlockingLine(target, security)
+        self.line = BlockingControlPlaneChannel(target, security)
         self._asked: set[str] = set()
 
     def go_on(self, error: rpc.CallError) -> bool:

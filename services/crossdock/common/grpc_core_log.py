@@ -63,7 +63,7 @@ def _is_to_be_taken() -> bool:
     return False
 
 
-class Teller:
+class CoreLogRelay:
     """Counts lines of gRPC's core, and says one a second.
 
     Args:
@@ -103,7 +103,7 @@ class _Taken:
     """fd 2, while it is a pipe. Raises OSError where the filter cannot be started."""
 
     def __init__(self, counter: Counter) -> None:
-        self._teller, self._lock, self._closing = Teller(counter), threading.Lock(), False
+        self._teller, self._lock, self._closing = CoreLogRelay(counter), threading.Lock(), False
         read, write = os.pipe()
         told, tell = os.pipe()
         os.set_blocking(tell, False)

@@ -1,7 +1,7 @@
-"""Around every handler of a server: the door before it, its errors become statuses, each finished call is counted.
+"""Server interceptor: authorizes each call, turns handler errors into statuses, and counts finished calls.
 
-Handlers of one request are served as if they took a stream: so the door is asked before anything of the request is
-read, and a request of which only a part comes holds its place for `REQUEST_S`, not for ever.
+Unary handlers are registered as streaming ones, so that the authorizer runs before the request is read and an
+incomplete request holds its permit for at most `REQUEST_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from crossdock.common.access import OUR_METHODS, Door
+from crossdock.common.access import OUR_METHODS, CallAuthorizer
 from crossdock.common.call_errors import (
     LEADER_KEY,
     CallError,
@@ -28,34 +28,34 @@ from crossdock.common.call_errors import (
     Unavailable,
     status_of,
 )
-from crossdock.common.call_limits import Visit
+from crossdock.common.call_limits import CallPermits
 
 _log = logging.getLogger(__name__)
 
 Observe = Callable[[str, str, float], None]
-"""(method, status name, seconds): called once for each finished call of a server."""
+"""(method, status name, seconds), called once for each finished call."""
 
 REQUEST_S = 10.0
-"""Longest that the one request of a call may take to come."""
+"""Longest time for the request of a unary call to arrive."""
 
 
-class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
-    """See the module's head.
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when run
+    """Interceptor of one server.
 
     Args:
-        observe: told of each finished call of our own services.
-        door: None: everybody may call everything.
+        observe: called for each finished call of Crossdock's own services.
+        authorizer: None: all calls are allowed.
     """
 
-    def __init__(self, observe: Observe | None, door: Door | None) -> None:
-        self._observe, self._door = observe, door
+    def __init__(self, observe: Observe | None, authorizer: CallAuthorizer | None) -> None:
+        self._observe, self._authorizer = observe, authorizer
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler as it is served."""
+        """Wrap the handler of a call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -65,8 +65,8 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
         make = getattr(grpc, f"stream_{answers}_rpc_method_handler")
         parse, plain = handler.request_deserializer, handler.response_serializer
         if parse is not None and not handler.request_streaming:
-            parse = _keep_failure(parse)
-        # a handler may also give bytes, made once for many callers
+            parse = _returning_failure(parse)
+        # a handler may return bytes, serialized once for many callers
         return make(guarded, parse, lambda made: made if isinstance(made, bytes) else plain(made))
 
     def _guard(self, handler: Callable[..., Any], name: str, streams: bool) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
 
             async def stream(_: object, context: Any) -> AsyncIterator[Any]:
                 async with (
-                    _Call(self._door, self._observe, name, context, streams) as call,
+                    _Call(self._authorizer, self._observe, name, context, streams) as call,
                     contextlib.aclosing(handler(await call.request(), context)) as responses,
                 ):
                     async for response in responses:
@@ -84,7 +84,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
             return stream
 
         async def unary(_: object, context: Any) -> Any:
-            async with _Call(self._door, self._observe, name, context, streams) as call:
+            async with _Call(self._authorizer, self._observe, name, context, streams) as call:
                 return await handler(await call.request(), context)
             return None  # its error is the call's status
 
@@ -92,16 +92,16 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not sub
 
 
 class _Call:
-    """One call, from before its request until its end: what is raised in the block becomes its status.
+    """One call, from before its request to its end: an error raised in the block becomes its status.
 
     Args:
-        streams: it brings many requests.
+        streams: the client sends a stream of requests.
     """
 
-    def __init__(self, door: Door | None, observe: Observe | None, name: str, context: Any, streams: bool) -> None:
-        self._door, self._name, self._context, self._streams = door, name, context, streams
+    def __init__(self, authorizer: CallAuthorizer | None, observe: Observe | None, name: str, context: Any, streams: bool) -> None:
+        self._authorizer, self._name, self._context, self._streams = authorizer, name, context, streams
         self._observe = observe if name.startswith(OUR_METHODS) else None
-        self._visit: Visit | None = None
+        self._permits: CallPermits | None = None
         self._started = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -111,50 +111,50 @@ class _Call:
         try:
             if error is not None:
                 return await self._fail(error)
-            self._tell(_code_name(self._context))
+            self._finish(_code_name(self._context))
             return False
         finally:
-            if self._visit is not None:
-                self._visit.leave()
+            if self._permits is not None:
+                self._permits.release()
 
     async def request(self) -> Any:
-        """What the handler is given: its request, or the stream of them. Raises CallError, DecodeError."""
-        if self._door is not None:
-            self._visit = self._door.enter(self._name, self._context)
-            await self._door.read(self._visit, self._name, self._context)
+        """The argument of the handler: one request, or the stream of requests. Raises CallError, DecodeError."""
+        if self._authorizer is not None:
+            self._permits = self._authorizer.authorize(self._name, self._context)
+            await self._authorizer.acquire_reading(self._permits, self._name, self._context)
         if self._streams:
-            if self._door is not None:
-                self._door.look(self._name, None, self._context)
+            if self._authorizer is not None:
+                self._authorizer.check_request(self._name, None, self._context)
             return self._counted()
-        request = await _only(self._context)
-        if self._visit is not None:
-            self._visit.has_read()
-        if self._door is not None:
-            self._door.look(self._name, request, self._context)
+        request = await _single_request(self._context)
+        if self._permits is not None:
+            self._permits.release_reading()
+        if self._authorizer is not None:
+            self._authorizer.check_request(self._name, request, self._context)
         if isinstance(request, DecodeError):
             raise request
         return request
 
     def progress(self) -> None:
-        """Something was sent or received."""
-        if self._visit is not None:
-            self._visit.progress()
+        """Record traffic on the call."""
+        if self._permits is not None:
+            self._permits.progress()
 
     async def _fail(self, error: BaseException) -> bool:
-        """End the call with the status of an error. False: the error is to be raised on, grpc ends the call by itself.
+        """End the call with the status of an error. False: re-raise the error, grpc ends the call itself.
 
-        A call of many requests is not aborted: grpc keeps what `context.abort` raises beside the call, and that knows
-        every frame and message, until the cycle collector comes."""
-        if isinstance(error, asyncio.CancelledError) and self._visit is not None and self._visit.lost:
+        A call with a stream of requests is not aborted: grpc would keep the exception of `context.abort`, and through
+        it every frame and message, until the cycle collector runs."""
+        if isinstance(error, asyncio.CancelledError) and self._permits is not None and self._permits.revoked:
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
-            error = ResourceExhausted("calls: another call of this caller took the place of this one")
+            error = ResourceExhausted("calls: another call of this caller took the permit of this one")
         if isinstance(error, grpc.aio.AbortError):
-            self._tell(_code_name(self._context))
+            self._finish(_code_name(self._context))
             return False
         code, message = status_of(error)
-        self._tell(code.name)
+        self._finish(code.name)
         if not isinstance(error, Exception):  # cancelled, or the generator was closed
             return False
         if code is grpc.StatusCode.INTERNAL and not isinstance(error, CallError):
@@ -167,13 +167,13 @@ class _Call:
             await self._context.abort(code, message, ((LEADER_KEY, leader),) if leader else ())
         return True
 
-    def _tell(self, code: str) -> None:
-        """It has ended."""
+    def _finish(self, code: str) -> None:
+        """Report the end of the call to `observe`."""
         if self._observe is not None:
             self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)
 
     async def _counted(self) -> AsyncIterator[Any]:
-        """The requests of a stream. grpc's own iterator keeps the last one while it waits for the next."""
+        """The requests of a stream. grpc's own iterator would keep the last request alive while it waits for the next."""
         while True:
             request = await self._context.read()
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
@@ -181,24 +181,24 @@ class _Call:
             self.progress()
             yield request
             del request
-        if self._visit is not None:
-            self._visit.has_read()
+        if self._permits is not None:
+            self._permits.release_reading()
 
 
-async def _only(context: Any) -> Any:
-    """The one request of a call."""
+async def _single_request(context: Any) -> Any:
+    """Read the request of a unary call."""
     try:
         async with asyncio.timeout(REQUEST_S):
             request = await context.read()
     except TimeoutError:
-        raise DeadlineExceeded(f"request: expected a whole one within {REQUEST_S:g} s, got a part or none") from None
+        raise DeadlineExceeded(f"request: expected a complete one within {REQUEST_S:g} s, got a part or none") from None
     if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
         raise InvalidArgument("request: expected one, got none")
     return request
 
 
-def _keep_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Hand a parse failure to the handler as its request: grpc alone would call it an UNKNOWN error."""
+def _returning_failure(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a parse failure as the request: grpc alone would end the call with UNKNOWN."""
 
     def parse_or_keep(data: bytes) -> Any:
         try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from crossdock.control.placement_search import TINY, Board
+from crossdock.control.placement_search import TINY, PlacementSearch
 from crossdock.control.tables import Load, Shape, Table
 
 WORTH = 0.002
@@ -128,7 +128,7 @@ def balance(
     if current is None:
         return _anew(even, shape, least)
     check(current, shape)
-    board = Board(even, shape, [set(held) for held in current], least)
+    board = PlacementSearch(even, shape, [set(held) for held in current], least)
     board.restore_copies()
     board.search(worth)
     kept = _keep_slots(current, board.table())
@@ -139,7 +139,7 @@ def balance(
 
 
 def _anew(load: Load, shape: Shape, least: int) -> Table:
-    board = Board(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
+    board = PlacementSearch(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
     board.search(worth=0.0)
     return board.table()
 

@@ -11,7 +11,7 @@ from crossdock.control.group_state import Bar, Group, Worker
 from crossdock.control.views import MAX_NAME_CHARS, printable
 from crossdock.protocol.v1 import control_pb2 as pb
 
-MOST_NAMED = 16
+MAX_NAMED = 16
 """Workers named in an error."""
 
 
@@ -20,11 +20,11 @@ def bars_of(group: Group, request: pb.CordonRequest) -> tuple[Bar, ...]:
     found = cordon.named(group, _checked(request.name))
     if not found:
         known = sorted({member.uid for member in group.members} | {spare.uid for spare in group.spares})
-        more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
-        named = ", ".join(known[:MOST_NAMED]) or "none"
+        more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+        named = ", ".join(known[:MAX_NAMED]) or "none"
         raise NotFound(f"name: expected a rank, a worker or a host of this group ({named}{more}), got {request.name!r}")
-    if len(group.bars) + len(found) > cordon.MOST_BARS:
-        raise ResourceExhausted(f"cordon: expected at most {cordon.MOST_BARS} workers, got more")
+    if len(group.bars) + len(found) > cordon.MAX_BARS:
+        raise ResourceExhausted(f"cordon: expected at most {cordon.MAX_BARS} workers, got more")
     reason = printable(request.reason, MAX_NAME_CHARS) or "by an operator"
     return tuple(Bar(uid, hostname, "cordoned", reason, drain=request.drain) for uid, hostname in found)
 
@@ -34,7 +34,7 @@ def to_lift(group: Group, request: pb.UncordonRequest) -> tuple[Bar, ...]:
     uids = {uid for uid, _ in cordon.named(group, _checked(request.name))}
     found = tuple(bar for bar in group.bars if bar.uid in uids)
     if not found:
-        known = ", ".join(bar.uid for bar in group.bars[:MOST_NAMED]) or "none"
+        known = ", ".join(bar.uid for bar in group.bars[:MAX_NAMED]) or "none"
         raise NotFound(f"name: expected a worker that is kept out ({known}), got {request.name!r}")
     return found
 
@@ -44,7 +44,7 @@ def remembered(group: Group, worker: Worker, told: pb.Barred, now: float, told_b
     cordoned = told.cause == "cordoned"
     if told.told_by == told_by or not (cordoned or told.cause == "quarantined"):
         return None
-    if group.bar_of(worker) is not None or len(group.bars) >= cordon.MOST_BARS:
+    if group.bar_of(worker) is not None or len(group.bars) >= cordon.MAX_BARS:
         return None
     reason = printable(told.reason, MAX_NAME_CHARS)
     if cordoned:

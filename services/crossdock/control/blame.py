@@ -26,9 +26,9 @@ from crossdock.control.group_state import Bar, Blame, Blamed, Group, Heartbeat, 
 
 HOLD_S = 0.1
 """Members that wait for the same peer notice its silence within milliseconds of each other."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Members named in one sentence."""
-_MOST_BLAMES = 1 << 16
+_MAX_BLAMES = 1 << 16
 _TWO = 2
 
 
@@ -60,7 +60,7 @@ def note(group: Group, event: Heartbeat, told: str, now: float) -> tuple[Group, 
     members = group.members.each(lambda m: replace(m, num_blamed=m.num_blamed + 1) if m.uid in uids else m)
     more = tuple(Blame(event.epoch, event.uid, member.uid, now, told) for member in accused)
     effects = tuple(Blamed(m.rank, accuser.rank, m.num_blamed) for m in members if m.uid in uids)
-    return replace(group, members=members, blames=(*group.blames, *more)[-_MOST_BLAMES:]), effects
+    return replace(group, members=members, blames=(*group.blames, *more)[-_MAX_BLAMES:]), effects
 
 
 def forget(group: Group, uids: Iterable[str]) -> Group:
@@ -113,8 +113,8 @@ def left_out(group: Group) -> tuple[int, ...]:
 def words(group: Group) -> str:
     """The held reports as one sentence."""
     told = list(dict.fromkeys(blame.told for blame in held(group)))
-    more = f"; and {len(told) - MOST_NAMED} more reports" if len(told) > MOST_NAMED else ""
-    return "; ".join(told[:MOST_NAMED]) + more
+    more = f"; and {len(told) - MAX_NAMED} more reports" if len(told) > MAX_NAMED else ""
+    return "; ".join(told[:MAX_NAMED]) + more
 
 
 def verdicts(group: Group) -> list[Verdict]:
@@ -220,4 +220,4 @@ def _partners(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
 
 def _names(uids: Iterable[str]) -> str:
     names = sorted(uids)
-    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from crossdock.control.group_state import Bar, Group, Register, Spare, Worker
 
-MOST_BARS = 4096
-MOST_SPARES = 1024
-MOST_RANKS = 1 << 30
+MAX_BARS = 4096
+MAX_SPARES = 1024
+MAX_RANK_NUMBER = 1 << 30
 
 
 def named(group: Group, name: str) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def wait(group: Group, worker: Worker, now: float) -> Group:
     if group.member(worker.uid) is not None:
         return group
     spare = Spare(worker.uid, worker.place.hostname, now)
-    return replace(group, spares=(*_without(group, worker.uid), spare)[-MOST_SPARES:])
+    return replace(group, spares=(*_without(group, worker.uid), spare)[-MAX_SPARES:])
 
 
 def seat(group: Group, uid: str) -> Group:
@@ -78,7 +78,7 @@ def _without(group: Group, uid: str) -> tuple[Spare, ...]:
 
 
 def _in_slot(group: Group, name: str) -> str:
-    rank = int(name) if len(name) < len(str(MOST_RANKS)) else MOST_RANKS
+    rank = int(name) if len(name) < len(str(MAX_RANK_NUMBER)) else MAX_RANK_NUMBER
     member = next((member for member in group.members if member.rank == rank), None)
     owner = group.owners[rank] if rank < len(group.owners) else None
     return member.uid if member is not None else owner.uid if owner is not None else ""

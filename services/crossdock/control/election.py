@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 FENCE = 2 / 3
 """Part of `lease_s` for which a leader that cannot renew goes on."""
 RENEWALS_PER_LEASE = 5
-GIVEN_BACK_S = 1.0
+RELEASED_LEASE_S = 1.0
 """So long a lease that was given back is left alone; the API takes no shorter time."""
-LEAPS = 1 << 12
+MAX_LEAP = 1 << 12
 """A leap is less than this; the API keeps terms below 2^31, which is a million reigns."""
-NEAR = 4 * LEAPS
+NEAR = 4 * MAX_LEAP
 """A reign that this process has not seen in the lease, because it was deleted meanwhile, is not further ahead."""
-MOST_TERM = (1 << 31) - 1
-FEW_TERMS = MOST_TERM - (1 << 20)
+MAX_TERM = (1 << 31) - 1
+LAST_LEAPING_TERM = MAX_TERM - (1 << 20)
 """From here on reigns leap no more, and nobody's word counts."""
 
 
@@ -97,11 +97,11 @@ def hear(state: State, term: int) -> State:
 
 def near(state: State, term: int) -> bool:
     """Whether a term that a member has seen may be true, and is later than all that were in the lease."""
-    return state.heard < term <= min(state.heard + NEAR, FEW_TERMS)
+    return state.heard < term <= min(state.heard + NEAR, LAST_LEAPING_TERM)
 
 
 def wanted(state: State, now: float, leap: int) -> Lease | None:
-    """The lease to write in the place of `seen`; None: wait. `leap`: random, 0..LEAPS - 1."""
+    """The lease to write in the place of `seen`; None: wait. `leap`: random, 0..MAX_LEAP - 1."""
     seen = state.seen
     mine = seen is not None and seen.holder == state.identity
     if mine and state.term:
@@ -125,11 +125,11 @@ def written(state: State, lease: Lease, began: float, now: float) -> State:
 
 
 def _later(term: int, leap: int) -> int:
-    return min(MOST_TERM, term + (leap if term < FEW_TERMS else min(leap, 1)))
+    return min(MAX_TERM, term + (leap if term < LAST_LEAPING_TERM else min(leap, 1)))
 
 
 def given_back(state: State) -> Lease | None:
     """The lease to write when it stops on purpose; None: it does not hold it."""
     if state.seen is None or state.seen.holder != state.identity:
         return None
-    return replace(state.seen, holder="", address="", lease_s=GIVEN_BACK_S, version="")
+    return replace(state.seen, holder="", address="", lease_s=RELEASED_LEASE_S, version="")

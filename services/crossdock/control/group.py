@@ -52,7 +52,7 @@ from crossdock.control.group_state import (
 
 Result = tuple[Group, tuple[Effect, ...]]
 
-ARRANGED_AT_ONCE = 64
+MAX_SORTED_ON_ARRIVAL = 64
 """While the first group gathers, each arrival is given its place among so many. In larger groups the others have ranks
 in the order of arrival until all are there: to sort at each arrival would cost R^2 log R."""
 
@@ -198,7 +198,7 @@ def _quarantine(group: Group, verdicts: Sequence[Verdict], now: float) -> Result
     """Keep sick members out for a while."""
     if not verdicts:
         return group, ()
-    reason = "; ".join(f"{verdict.member} quarantined: {verdict.reason}" for verdict in verdicts[: blame.MOST_NAMED])
+    reason = "; ".join(f"{verdict.member} quarantined: {verdict.reason}" for verdict in verdicts[: blame.MAX_NAMED])
     bars = [blame.bar(group, verdict, now) for verdict in verdicts]
     group = _remove(group, [verdict.member for verdict in verdicts], reason, now)
     lost = tuple(Lost(verdict.member.rank, verdict.member.uid, "quarantined") for verdict in verdicts)
@@ -291,7 +291,7 @@ def _add(group: Group, event: Register, now: float) -> Group:
         members = sorted((*group.members, replace(member, rank=rank)), key=_rank)
         owners = (*group.owners[:rank], worker.place, *group.owners[rank + 1 :])
         group = replace(group, owners=owners, members=Members(members))
-    elif len(group.members) < ARRANGED_AT_ONCE:
+    elif len(group.members) < MAX_SORTED_ON_ARRIVAL:
         group = replace(group, members=recovery.arrange((*group.members, member), group.settings.world_size))
     else:
         members = [*group.members, replace(member, rank=len(group.members))]

@@ -25,7 +25,7 @@ _FORBIDDEN, _NOT_FOUND, _CONFLICT = 403, 404, 409
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class KubernetesLeases:
+class KubernetesLeaseStore:
     """See the module's head; `Leases` of leader.py.
 
     Args:

@@ -1,6 +1,6 @@
 """A control plane that is one of several: it decides while it holds a Kubernetes Lease, and sends callers on otherwise.
 
-    elector = Elector(state, KubernetesLeases(config), changed)      a thread: reads and renews the Lease
+    elector = Elector(state, KubernetesLeaseStore(config), changed)      a thread: reads and renews the Lease
     replica = Replica(make, elector)                                 the service: a fresh ControlPlane for each reign
 
 A reign begins with empty soft state, exactly as a control plane that was restarted: workers tell it what they know, and
@@ -31,7 +31,7 @@ log = logs.get(__name__)
 TERM_KEY = "crossdock-term"
 """Metadata of workers' calls: the greatest term that they have seen in a view."""
 _MAX_TERM_CHARS = 10
-_LEASES_PER_TURN = 10
+_LEASES_PER_NEW_TERM = 10
 """A member's word ends a reign once in so many leases at most."""
 
 
@@ -102,7 +102,7 @@ class Elector:
         state = self._state
         if state.term and election.near(state, term) and boot_clock() >= self._deaf_until:
             self._told = term
-            self._deaf_until = boot_clock() + _LEASES_PER_TURN * state.lease_s
+            self._deaf_until = boot_clock() + _LEASES_PER_NEW_TERM * state.lease_s
             self._hurry.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -144,7 +144,7 @@ class Elector:
             told, self._told = self._told, 0
             if self._state.term and election.near(self._state, told):
                 self._state = election.hear(self._state, told)
-            lease = election.wanted(self._state, boot_clock(), secrets.randbelow(election.LEAPS))
+            lease = election.wanted(self._state, boot_clock(), secrets.randbelow(election.MAX_LEAP))
         if lease is None:
             return
         began = boot_clock()
@@ -251,13 +251,13 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
             raise self._elsewhere() from None
 
 
-_MEMBERS_CALLS = frozenset({"Register", "PublishRegion", "Ready", "Heartbeat"})
+_MEMBER_CALLS = frozenset({"Register", "PublishRegion", "Ready", "Heartbeat"})
 
 
 def _delegate(name: str) -> Callable[[Replica, Any, Any], Any]:
     async def method(self: Replica, request: Any, context: Any) -> Any:
         answer = await getattr(self._reign(), name)(request, context)
-        if name in _MEMBERS_CALLS:  # that were taken: it is a member, and has its key
+        if name in _MEMBER_CALLS:  # that were taken: it is a member, and has its key
             self._elector.hear(_term_of(context))
         return answer
 

@@ -26,7 +26,7 @@ from crossdock.control.balancer import check, filled, first_table
 from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.tables import Shape, Table
 
-_MOST_WEIGHT = 1e9
+_MAX_WEIGHT = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Goal:
 
 
 @dataclass(slots=True)
-class _Way:
+class _Move:
     """A move that is under way."""
 
     before: tuple[Table, ...]
@@ -81,7 +81,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Curator:
+class PlacementManager:
     """See the module's head. One per control plane.
 
     Args:
@@ -104,7 +104,7 @@ class Curator:
     _highest: int = 0
     _tables: tuple[Table, ...] = ()
     _domains: tuple[int, ...] = ()
-    _way: _Way | None = None
+    _way: _Move | None = None
     _reports: dict[int, Report] = field(default_factory=dict)
     _missing: frozenset[int] = frozenset()
     """Ranks that take no part in the group that was taken over, until all form anew."""
@@ -248,7 +248,7 @@ class Curator:
         """Aim at a plan. False if it is of a former placement, or moves nothing."""
         if plan.base != self.version or self.is_moving or not plan.moves:
             return False
-        self._way = _Way(self._tables, now)
+        self._way = _Move(self._tables, now)
         self._aim(self._highest + 1, plan.after)
         self.last_change = (
             f"moving {plan.moves} copies: imbalance {plan.imbalance:.3f}, then {plan.imbalance_after:.3f}"
@@ -286,7 +286,7 @@ class Curator:
             self._way = None
             return None
         reached = self._reached()
-        self._way = _Way(reached, now, retreat=True)
+        self._way = _Move(reached, now, retreat=True)
         self._aim(self._highest + 1, reached)
         self.last_change = f"turned back: {why}"
         return Outcome("turned back", self.last_change)
@@ -341,7 +341,7 @@ class Curator:
         if self._weighed_at:
             self._weight *= 2 ** ((now - self._weighed_at) / self.config.load_half_life_s)
         self._weighed_at = now
-        if self._weight > _MOST_WEIGHT:
+        if self._weight > _MAX_WEIGHT:
             self._loads = [[one / self._weight for one in load] for load in self._loads]
             self._weight = 1.0
 

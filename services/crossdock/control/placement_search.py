@@ -18,13 +18,13 @@ from crossdock.control.tables import Change, Load, Shape, Table
 
 TINY = 1e-9
 """Loads that differ by so much of themselves are the same."""
-_MOST_CHANGES_PER_SLOT = 4
+_MAX_CHANGES_PER_SLOT = 4
 _TINIEST_GAIN = 1e-6
 _HEAVIEST = 4
 """Of the experts of the most loaded rank, for so many one more copy is tried."""
 
 
-class Board:
+class PlacementSearch:
     """A table under search. What a search asks for again and again is kept, and renewed where a change touches it: each
     expert's share on a rank, each rank's load, and its experts by share."""
 
@@ -49,7 +49,7 @@ class Board:
     def search(self, worth: float) -> None:
         """Change until no change pays."""
         mean = sum(self._loads) / len(self._loads)
-        for _ in range(_MOST_CHANGES_PER_SLOT * self._shape.num_slots):
+        for _ in range(_MAX_CHANGES_PER_SLOT * self._shape.num_slots):
             hottest = max(range(len(self._loads)), key=self._loads.__getitem__)
             load, least = self._loads[hottest], max(worth, _TINIEST_GAIN / 2) * mean
             change = self._swap(hottest, load - 2 * least)

@@ -13,7 +13,7 @@ from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import views
-from crossdock.control.placement_manager import Curator, Goal, Kind, Outcome, Report
+from crossdock.control.placement_manager import PlacementManager, Goal, Kind, Outcome, Report
 from crossdock.control.balancer import imbalance
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.group_state import Group, Phase
@@ -61,7 +61,7 @@ class Experts:
         group: Callable[[], Group],
         announce: Callable[[], None],
     ) -> None:
-        self._curator = Curator(config, world_size)
+        self._curator = PlacementManager(config, world_size)
         self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
         self._made: _Made | None = None
         self._stopped = False

@@ -16,7 +16,7 @@ import grpc.aio
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
-from crossdock.common.access import door_of
+from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.grpc_core_log import grpc_lines
@@ -64,7 +64,7 @@ def run_control(config: ControlConfig) -> int:
         return EXIT_BAD_CONFIG
 
 
-class _Reign:
+class Leadership:
     """Whether this process decides: always, or while it holds the lease. Make it inside the running loop."""
 
     def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
@@ -78,13 +78,13 @@ class _Reign:
         if self._config.election is None:
             self._metrics.leading.set(1)
             return self._make()
-        from crossdock.control.kube_lease import KubernetesLeases
+        from crossdock.control.kube_lease import KubernetesLeaseStore
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
-        self.elector = Elector(state, KubernetesLeases(chosen), failed=self._metrics.lease_failures_total.inc)
+        self.elector = Elector(state, KubernetesLeaseStore(chosen), failed=self._metrics.lease_failures_total.inc)
         replica = Replica(self._make, self.elector, self._told)
         self.elector.changed = lambda: self._soon(replica)
         return replica
@@ -126,10 +126,10 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
     nodes = await _nodes(config.kubernetes) if config.kubernetes else None
     health = rpc.Health([SERVICE_NAME])
     limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
-    door = door_of(security, config.max_calls_per_s, metrics, limits)
-    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
+    authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
+    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
     address = rpc.bind(server, config.listen, security)
-    reign = _Reign(config, metrics, health, nodes)
+    reign = Leadership(config, metrics, health, nodes)
     service = reign.service(address)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
     alive = Liveness()
@@ -168,7 +168,7 @@ async def _shut_down(
     service: ControlPlane | Replica,
     health: rpc.Health,
     ticking: asyncio.Task[None],
-    reign: _Reign,
+    reign: Leadership,
 ) -> None:
     await health.shut_down()
     ticking.cancel()
@@ -185,7 +185,7 @@ async def _tick_forever(service: ControlPlane | Replica, interval_s: float) -> N
         await asyncio.sleep(interval_s)
 
 
-def _readiness(service: ControlPlane | Replica, reign: _Reign, stopping: bool) -> tuple[bool, str]:
+def _readiness(service: ControlPlane | Replica, reign: Leadership, stopping: bool) -> tuple[bool, str]:
     """The control plane is ready when it listens, whatever the group does, and whoever leads: workers must find it to
     form one, and are sent on."""
     if stopping:

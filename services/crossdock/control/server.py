@@ -20,7 +20,7 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.control import barred, blame, discovery, group_state, views
 from crossdock.control.placement_service import Experts
 from crossdock.control.group import new_group, step
-from crossdock.control.worker_keys import LeaseKeys
+from crossdock.control.worker_keys import WorkerKeys
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -95,7 +95,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
-        self._keys = LeaseKeys()
+        self._keys = WorkerKeys()
         self._watchers = Watchers(config.world_size, metrics)
         self._told: dict[bool, tuple[int, bytes]] = {}
         self._experts = Experts(
@@ -256,7 +256,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._watchers.stopped = True
         self._experts.stop()
         self._metrics.clear_group()
-        self._watchers.wake()
+        self._watchers.notify_now()
 
     def _max_epoch(self) -> int:
         return views.greatest_epoch(self._group, time.time())
@@ -286,7 +286,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _announce(self) -> None:
         """Tell the watchers of another placement."""
         self._version += 1
-        self._watchers.wake()
+        self._watchers.notify_now()
 
     def _take(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
         """Let the group take an event; `accepted` is called where it does, before anybody is told."""
@@ -331,7 +331,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             reason=group.reason,
         )
         gathering = _is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch
-        self._watchers.tell(full=group.full, wait=gathering)
+        self._watchers.notify(full=group.full, wait=gathering)
 
     def _measure(self) -> None:
         if self._watchers.stopped:

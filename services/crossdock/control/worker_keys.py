@@ -21,7 +21,7 @@ METADATA_KEY = "crossdock-lease-key"
 _NOBODY = Caller((), frozenset(Role), "", guarded=False)
 
 
-class LeaseKeys:
+class WorkerKeys:
     """The keys of the members."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from crossdock.common.addresses import family_of, format_address, reachable_from
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.cpus import usable_cpus
-from crossdock.common.control_channel import BlockingLine
+from crossdock.common.control_channel import BlockingControlPlaneChannel
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
 from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
@@ -84,7 +84,7 @@ class Watched(ABC):
         Raises:
             SupervisorError: a part gave up.
         """
-        with BlockingLine(self.control_address, self.security) as line:
+        with BlockingControlPlaneChannel(self.control_address, self.security) as line:
             while True:
                 self.check()
                 problem = yield from _views(ControlPlaneStub(line.channel), look_s)

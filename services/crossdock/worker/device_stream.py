@@ -22,7 +22,7 @@ PHASES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class StepResult:
     """What a step brought home.
 
     Attributes:
@@ -36,7 +36,7 @@ class Landed:
     phases_ns: tuple[int, int, int]
 
 
-class Lane(Protocol):
+class DeviceStream(Protocol):
     """One step at a time, from the thread that entered last: running(bring, mark, mark, send_home, wait)."""
 
     device: torch.device
@@ -56,16 +56,16 @@ class Lane(Protocol):
     def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """Start the way home; the last phase ends with it."""
 
-    def wait(self) -> Landed:
+    def wait(self) -> StepResult:
         """What was sent home, when it is there. The step is over then."""
 
 
-def lane_of(device: torch.device) -> Lane:
+def stream_of(device: torch.device) -> DeviceStream:
     """The lane of a device. Raises DeviceLost."""
-    return GpuLane(device) if device.type == "cuda" else HostLane()
+    return GpuStream(device) if device.type == "cuda" else CpuStream()
 
 
-class HostLane:
+class CpuStream:
     """Everything is where it is needed."""
 
     def __init__(self) -> None:
@@ -74,33 +74,33 @@ class HostLane:
         self._home: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
 
     def running(self) -> AbstractContextManager[object]:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         return nullcontext()
 
     def bring(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """See `Lane`. A single piece is not copied."""
+        """See `DeviceStream`. A single piece is not copied."""
         joined = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for pieces in parts]
         self._marks_ns = [time.monotonic_ns()]
         return joined
 
     def mark(self) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         self._marks_ns.append(time.monotonic_ns())
 
     def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         self.mark()
         self._home = z, rows_per_expert.clone()
 
-    def wait(self) -> Landed:
-        """See `Lane`."""
+    def wait(self) -> StepResult:
+        """See `DeviceStream`."""
         assert self._home is not None
         (z, rows_per_expert), self._home = self._home, None
         first, second, third, last = self._marks_ns
-        return Landed(z, rows_per_expert, (second - first, third - second, last - third))
+        return StepResult(z, rows_per_expert, (second - first, third - second, last - third))
 
 
 _in_flight: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ _in_flight: list[torch.Tensor] = []
 holds ends the process (torch before 2.15 lets an exception out of a destructor), and it has to say first why."""
 
 
-class GpuLane:
+class GpuStream:
     """A stream and its clock, kept over epochs: torch caches device memory for each stream apart. Pinned memory comes
     from torch's cache too, which gives a block out again only when the copy that used it is through, so rows that are
     home may be kept for as long as their client needs to read them.
@@ -126,31 +126,31 @@ class GpuLane:
         self._home: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         devices.enter(self.device)
 
     def running(self) -> AbstractContextManager[object]:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         return torch.cuda.stream(self._stream)
 
     def bring(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         self._num_marks = 0
         self.mark()
         return [self._copy_in(pieces) for pieces in parts]
 
     def mark(self) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         self._marks[self._num_marks].record(self._stream)
         self._num_marks += 1
 
     def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
-        """See `Lane`."""
+        """See `DeviceStream`."""
         self._home = _copy_out(z), _copy_out(rows_per_expert)
         self.mark()
 
-    def wait(self) -> Landed:
-        """See `Lane`."""
+    def wait(self) -> StepResult:
+        """See `DeviceStream`."""
         assert self._home is not None
         (z, rows_per_expert), self._home = self._home, None
         self._stream.synchronize()
@@ -158,7 +158,7 @@ class GpuLane:
         first, second, third = (
             int(start.elapsed_time(end) * 1e6) for start, end in zip(self._marks, self._marks[1:], strict=False)
         )
-        return Landed(z, rows_per_expert, (first, second, third))
+        return StepResult(z, rows_per_expert, (first, second, third))
 
     def _copy_in(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         if not any(piece.shape[0] for piece in pieces):

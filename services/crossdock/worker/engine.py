@@ -26,8 +26,8 @@ import torch
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.expert_mlps import Experts
-from crossdock.worker.expert_tables import Holdings
-from crossdock.worker.device_stream import lane_of
+from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.device_stream import stream_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
 from crossdock.worker.worker_telemetry import Telemetry
@@ -55,7 +55,7 @@ class Engine:
     """
 
     def __init__(self, max_tokens_per_step: int, telemetry: Telemetry, device: torch.device = _CPU) -> None:
-        self._max_tokens, self._telemetry, self._lane = max_tokens_per_step, telemetry, lane_of(device)
+        self._max_tokens, self._telemetry, self._lane = max_tokens_per_step, telemetry, stream_of(device)
         self._lock = threading.Condition()
         self._batcher = Batcher()
         self._running: list[Work] = []
@@ -63,7 +63,7 @@ class Engine:
         self._draining = self._leaving = self._sleeping = self._paused = False
         self._epoch = 0
         self._comm: MoECommunicator | None = None
-        self._holdings: Holdings | None = None
+        self._holdings: ExpertTables | None = None
         self._num_steps = 0
 
     # Any thread.
@@ -148,7 +148,7 @@ class Engine:
     # The engine's thread.
 
     def run(
-        self, comm: MoECommunicator, experts: Experts | None, epoch: int, holdings: Holdings | None = None
+        self, comm: MoECommunicator, experts: Experts | None, epoch: int, holdings: ExpertTables | None = None
     ) -> Fault | Left:
         """Take steps until the epoch ends. Everything still here is answered before this returns.
 

@@ -7,7 +7,7 @@ import asyncio
 from crossdock.common import log, rpc
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.engine import Engine
-from crossdock.worker.expert_tables import Holdings, MoveEnded, Task
+from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, Task
 from crossdock.worker.control_client import Link
 from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
@@ -20,7 +20,7 @@ _log = log.get(__name__)
 _RETRY_S = 1.0
 
 
-class Mover:
+class ExpertMover:
     """See the module's head. Make and use it on the event loop.
 
     Args:
@@ -32,7 +32,7 @@ class Mover:
 
     def __init__(self, link: Link, model: Model, engine: Engine, telemetry: Telemetry) -> None:
         self._link, self._model, self._engine, self._telemetry = link, model, engine, telemetry
-        self._holdings: Holdings | None = None
+        self._holdings: ExpertTables | None = None
         self._loader: asyncio.Future[None] | None = None
 
     async def fetch(self, seat: Seat) -> Placement:
@@ -44,7 +44,7 @@ class Mover:
         message = await self._link.placement(seat.epoch)
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
 
-    async def run(self, seat: Seat, holdings: Holdings) -> None:
+    async def run(self, seat: Seat, holdings: ExpertTables) -> None:
         """Follow newer placements until cancelled. It ends at once: a file system that hangs in the middle of a move
         must not keep the group from forming anew. What is still being read then is dropped, and the moves of a later
         epoch begin when it has ended, so there is one loader at most."""
@@ -73,7 +73,7 @@ class Mover:
                 held.rows.extend(counts)
         return report
 
-    async def _aim(self, seat: Seat, holdings: Holdings) -> None:
+    async def _aim(self, seat: Seat, holdings: ExpertTables) -> None:
         try:
             placement = await self.fetch(seat)
             if placement.version > holdings.version:
@@ -83,21 +83,21 @@ class Mover:
             await asyncio.sleep(_RETRY_S)
         self._engine.nudge()
 
-    def _load(self, holdings: Holdings) -> None:
+    def _load(self, holdings: ExpertTables) -> None:
         """The loader's thread: one layer after the other, each when all ranks have switched the one before."""
         while True:
             try:
                 task = holdings.task()
-            except MoveEnded:
+            except MoveCancelled:
                 return
             try:
                 self._load_layer(holdings, task)
-            except MoveEnded:
+            except MoveCancelled:
                 continue
             except Exception as error:  # whatever it is, the others must hear of it: they wait for this rank
                 _log.exception("cannot load experts", layer=task.layer)
                 holdings.fail(task, f"layer {task.layer}: {type(error).__name__}: {error}")
             self._engine.nudge()
 
-    def _load_layer(self, holdings: Holdings, task: Task) -> None:
+    def _load_layer(self, holdings: ExpertTables, task: Task) -> None:
         holdings.offer(task, self._model.stage(task.layer, task.ids, lambda done, total: holdings.check(task)))

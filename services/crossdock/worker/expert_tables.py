@@ -34,7 +34,7 @@ _COUNT_BITS = 16
 Weights = tuple[torch.Tensor, torch.Tensor]
 
 
-class MoveEnded(Exception):
+class MoveCancelled(Exception):
     """What was being loaded is not wanted any more."""
 
 
@@ -47,7 +47,7 @@ class Task:
     ids: tuple[int, ...]
 
 
-class Holdings:
+class ExpertTables:
     """What a rank holds during one epoch, and where everything else is.
 
     Args:
@@ -118,18 +118,18 @@ class Holdings:
     # The loader's thread.
 
     def task(self) -> Task:
-        """Wait for the next layer to load. Raises MoveEnded when the epoch is over."""
+        """Wait for the next layer to load. Raises MoveCancelled when the epoch is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wants_a_layer())
             if self._closed:
-                raise MoveEnded
+                raise MoveCancelled
             layer = self._way[self._switched]
             return Task(self._target.version, layer, self._target.of_rank(layer, self._rank))
 
     def check(self, task: Task) -> None:
-        """Raise MoveEnded unless the task is still wanted."""
+        """Raise MoveCancelled unless the task is still wanted."""
         if self._closed or self._next.version != task.version:
-            raise MoveEnded
+            raise MoveCancelled
 
     def offer(self, task: Task, weights: Weights | None) -> None:
         """The layer is loaded; None: this rank has no slots, or they stay as they are."""

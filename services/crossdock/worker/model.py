@@ -121,8 +121,8 @@ class Model:
     def _output_dtype(self) -> torch.dtype | None:
         """In which rows come home. By default float32 on a CPU, as the experts make them there, so that only the final
         sum is rounded; the served dtype on a GPU."""
-        if self._config.home_dtype:
-            return _DTYPES[self._config.home_dtype]
+        if self._config.combine_dtype:
+            return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
     def _stage(self, experts: Experts, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights:

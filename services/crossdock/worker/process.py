@@ -22,7 +22,7 @@ import grpc.aio
 import torch
 
 from crossdock.common import log, rpc
-from crossdock.common.access import door_of
+from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.grpc_core_log import grpc_lines
@@ -35,14 +35,14 @@ from crossdock.common.security import Security, SecurityError, security_of, warn
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.protocol.wire import NAMES
 from crossdock.topo.facts import host_facts
-from crossdock.worker.admission import Door
+from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.control_client import JoinRefused, Link
 from crossdock.worker.model import Model
-from crossdock.worker.expert_mover import Mover
+from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.worker_status import Status
@@ -137,7 +137,7 @@ class _Process:
         registration = self._registration(address, http)
         self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
         self._spare = lambda: f"spare: {self._link.trouble}" if self._link.spare else ""
-        self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
+        self._mover = ExpertMover(self._link, self._model, self._engine, self._telemetry)
         self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
@@ -188,10 +188,10 @@ class _Process:
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
         limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
-        door = door_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
-        server = await rpc.server(self._config.max_message_bytes, self._health, door=door)
+        authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
+        server = await rpc.server(self._config.max_message_bytes, self._health, authorizer=authorizer)
         backend = Backend(
-            self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
+            self._config, RequestValidator(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)

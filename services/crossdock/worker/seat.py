@@ -74,13 +74,13 @@ class ControlGroup:
 def seat_in(view: View, link: Link) -> Seat | None:
     """This worker's seat if a group that it is to take part in is forming in `view`, else None."""
     me = link.me(view)
-    if me is None or view.state != control_pb2.EXCHANGING or is_outside(view, link):
+    if me is None or view.state != control_pb2.EXCHANGING or is_standby(view, link):
         return None
     active = frozenset(view.active_ranks) or None
     return Seat(view.epoch, me.rank, view.world_size, active)
 
 
-def is_outside(view: View, link: Link) -> bool:
+def is_standby(view: View, link: Link) -> bool:
     """Whether this worker has a rank in a group that goes on without it for now."""
     me = link.me(view)
     return me is not None and bool(view.active_ranks) and me.rank not in view.active_ranks

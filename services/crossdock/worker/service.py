@@ -26,11 +26,11 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.common.access import CALLER, Limiter, host_of
+from crossdock.common.access import CALLER, RateLimiter, host_of
 from crossdock.common.config import WorkerConfig
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker.admission import REQUEST_BYTES, Door, Tokens
+from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
 from crossdock.worker.worker_telemetry import Telemetry
@@ -51,7 +51,7 @@ class Backend:
     """What every stream uses."""
 
     config: WorkerConfig
-    door: Door
+    validator: RequestValidator
     engine: Engine
     telemetry: Telemetry
     budget: Budget
@@ -74,7 +74,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
         self._streams: set[_Stream] = set()
-        self._limiter = Limiter(backend.config.max_requests_per_s)
+        self._limiter = RateLimiter(backend.config.max_requests_per_s)
         self._none_left = asyncio.Event()
         self._ended: rpc.CallError | None = None
 
@@ -151,7 +151,7 @@ class _Answer:
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(self, backend: Backend, client: Hashable, limiter: Limiter, make_room: Callable[..., None]) -> None:
+    def __init__(self, backend: Backend, client: Hashable, limiter: RateLimiter, make_room: Callable[..., None]) -> None:
         self._backend, self._limiter, self._make_room = backend, limiter, make_room
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
@@ -262,7 +262,7 @@ class _Stream:
                 raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
-            self._submit(request, self._backend.door.admit(request))
+            self._submit(request, self._backend.validator.validate(request))
         except Refused as refused:
             self._backend.telemetry.answered(refused.failure.code, 0, 0.0)
             self._events.put_nowait(_Answer(request.id, refused.failure))

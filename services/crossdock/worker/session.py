@@ -29,12 +29,12 @@ from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mlps import Experts
-from crossdock.worker.expert_tables import Holdings
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.control_client import Link, View
 from crossdock.worker.model import Model
-from crossdock.worker.expert_mover import Mover
+from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.placement import Placement, PlacementError
-from crossdock.worker.seat import ControlGroup, Seat, is_outside, seat_in
+from crossdock.worker.seat import ControlGroup, Seat, is_standby, seat_in
 from crossdock.worker.worker_status import Status
 from crossdock.worker.worker_telemetry import Telemetry
 from crossdock.worker.threads import in_thread
@@ -58,7 +58,7 @@ class Membership:
     seat: Seat
     comm: MoECommunicator
     experts: Experts | None
-    holdings: Holdings
+    holdings: ExpertTables
 
 
 class Session:
@@ -74,7 +74,7 @@ class Session:
     """
 
     def __init__(
-        self, link: Link, model: Model, engine: Engine, status: Status, telemetry: Telemetry, mover: Mover
+        self, link: Link, model: Model, engine: Engine, status: Status, telemetry: Telemetry, mover: ExpertMover
     ) -> None:
         self._mover = mover
         self._link, self._model, self._engine, self._status = link, model, engine, status
@@ -113,7 +113,7 @@ class Session:
             if await self._say_ready(seat, placement) and await self._is_serving(seat):
                 self._link.serving(seat.epoch)
                 num_experts, switched = self._model.spec.num_experts, self._telemetry.switched
-                holdings = Holdings(placement, num_experts, seat.rank, experts, switched, seat.mask)
+                holdings = ExpertTables(placement, num_experts, seat.rank, experts, switched, seat.mask)
                 return Membership(seat, comm, experts, holdings)
             self._engine.close(failure_of(self._link.view))
 
@@ -139,7 +139,7 @@ class Session:
         if seat_in(view, self._link) is not None:
             return True
         me = self._link.me(view)
-        return me is not None and is_outside(view, self._link) and self._outside != me.rank
+        return me is not None and is_standby(view, self._link) and self._outside != me.rank
 
     async def _load_outside(self, view: View) -> None:
         """A group goes on without this worker: load the experts of its rank, and say that it can be taken in."""
@@ -157,7 +157,7 @@ class Session:
         experts = await in_thread("load", self._model.load, placement, me.rank, self._loading)
         self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
         now = self._link.me(self._link.view)
-        if now is None or now.rank != me.rank or not is_outside(self._link.view, self._link):
+        if now is None or now.rank != me.rank or not is_standby(self._link.view, self._link):
             return  # while it loaded it was taken in, or lost its rank
         self._status.joining("waiting to be taken in by a group that serves")
         self._outside = me.rank

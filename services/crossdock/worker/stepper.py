@@ -14,8 +14,8 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.expert_mlps import Experts
-from crossdock.worker.expert_tables import Holdings
-from crossdock.worker.device_stream import Lane
+from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.device_stream import DeviceStream
 from crossdock.worker.worker_telemetry import StepRecord
 from crossdock.worker.work import Slice
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
@@ -54,7 +54,7 @@ class Stepper:
     """
 
     def __init__(
-        self, comm: MoECommunicator, experts: Experts | None, lane: Lane, holdings: Holdings | None = None
+        self, comm: MoECommunicator, experts: Experts | None, lane: DeviceStream, holdings: ExpertTables | None = None
     ) -> None:
         self._holdings = holdings
         self._comm, self._experts, config = comm, experts, comm.config
