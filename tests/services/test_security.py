@@ -25,7 +25,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.http import ask_http
-from crossdock.common.control_channel import SERVICE_NAME, Line, ask
+from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
@@ -163,23 +163,23 @@ async def test_new_certificates_count_from_the_next_connection(folder: Path, tmp
     here = tmp_path / "live"
     shutil.copytree(folder, here)
     server, caller = security(here, "control"), security(here, "worker")
-    line: Line | None = None
+    channel: ControlPlaneChannel | None = None
     async with served(server) as (address, _):
-        line = Line(address, caller)
-        stub = control_pb2_grpc.ControlPlaneStub(line.channel)
+        channel = ControlPlaneChannel(address, caller)
+        stub = control_pb2_grpc.ControlPlaneStub(channel.grpc_channel)
         await FakeWorker(stub, "a/0").register()
         before = _serial(address, here)
         for old in ("ca.pem", "ca.key"):
             (here / old).unlink()
         certs.make_all(here)
         assert _serial(address, here) != before
-        assert await line.turn()
-        await FakeWorker(control_pb2_grpc.ControlPlaneStub(line.channel), "a/1").register()
-        assert not await line.turn()
+        assert await channel.fail_over()
+        await FakeWorker(control_pb2_grpc.ControlPlaneStub(channel.grpc_channel), "a/1").register()
+        assert not await channel.fail_over()
         async with stub_of(address, security(folder, "worker")) as former:
             with pytest.raises(rpc.Unavailable):  # of an authority that is trusted no more
                 await rpc.call(former.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
-        await line.close()
+        await channel.close()
 
 
 async def test_a_pair_that_does_not_fit_leaves_the_former_in_force(folder: Path, tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_guarded_group_serves_who_is_known_and_nobody_else(
         client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S)
     _drain_in_vain(group, known)
     with pytest.raises(rpc.CallError):
-        ask(target, None, lambda plain: current_view(plain, ANSWER_S))
+        call_leader(target, None, lambda plain: current_view(plain, ANSWER_S))
 
 
 def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster, folder: Path) -> None:

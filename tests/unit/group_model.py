@@ -1,4 +1,4 @@
-"""A small world for an exhaustive search: the real group machine, workers that follow worker/link.py and session.py,
+"""A small world for an exhaustive search: the real group machine, workers that follow worker/control_client.py and session.py,
 and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
@@ -34,7 +34,7 @@ from crossdock.control.group_state import (
     Worker,
 )
 from crossdock.protocol.v1 import control_pb2 as pb
-from tests.unit.experts_model import Holding, Side, drops, report_of, takes
+from tests.unit.placement_model import Holding, Side, drops, report_of, takes
 
 LEASE_S, FORM_S, RECOVER_S = 4.0, 100.0, 50.0
 Table = tuple[tuple[int, str, int, bytes], ...]
@@ -231,7 +231,7 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         elif peer.view.active is None:
             yield "publishes", _publish(world, peer)
         elif peer.rank in peer.view.active:
-            yield "goes on", _put(world, _go_on(peer))
+            yield "goes on", _put(world, _continue_without_lost(peer))
     if peer.stage == "published" and current and all(region for *_, region in peer.view.table):
         table = peer.view.table
         yield "maps", _put(world, replace(peer, stage="mapped", table=table, mapped=table))
@@ -291,7 +291,7 @@ def _late(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
             yield "hears late", _put(world, _look(peer, late))
 
 
-def _go_on(peer: Peer) -> Peer:
+def _continue_without_lost(peer: Peer) -> Peer:
     """`set_active` on the communicator that it has: a collective of those that go on."""
     assert peer.view is not None
     seats = peer.view.seats
@@ -325,7 +325,7 @@ def _seen(group: Group, peer: Peer, term: int) -> View:
 
 
 def _look(peer: Peer, view: View) -> Peer:
-    """A view comes: link.py's `_show` and `_remember`, and a session whose epoch is over."""
+    """A view comes: control_client.py's `_take_view` and `_remember`, and a session whose epoch is over."""
     fault = None if peer.fault is not None and view.epoch > peer.fault[0] else peer.fault
     peer = replace(peer, view=view, fault=fault, term=max(peer.term, view.term))
     past = peer.prior.epoch if peer.prior is not None else 0

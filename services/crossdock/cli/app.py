@@ -136,12 +136,12 @@ def status(
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
     from crossdock.cli.status import as_dict, as_table, plain_text
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.host.supervisor import current_view
     from crossdock.protocol.v1.control_pb2 import SERVING
 
     guards = security_of(security)
-    view = ask(target, guards, lambda channel: current_view(channel, timeout_s))
+    view = call_leader(target, guards, lambda channel: current_view(channel, timeout_s))
     exposed = plain_text(view, target) if guards is None else []
     if as_json:
         show_json(as_dict(view, exposed))
@@ -164,11 +164,11 @@ def experts(
     from crossdock.cli.experts import as_dict, as_tables
     from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import ExpertsRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
-    found = ask(
+    found = call_leader(
         target,
         security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
@@ -191,11 +191,11 @@ def rebalance(
 ) -> None:
     """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
     from crossdock.common import rpc
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import RebalanceRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
-    started = ask(
+    started = call_leader(
         target,
         security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Rebalance, RebalanceRequest(), timeout_s=timeout_s),

@@ -61,12 +61,12 @@ def uncordon(
 ) -> None:
     """Let workers in again: cordoned, drained or quarantined ones."""
     from crossdock.common import rpc
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import UncordonRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = UncordonRequest(name=name)
-    answer = ask(
+    answer = call_leader(
         target,
         security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Uncordon, request, timeout_s=timeout_s),
@@ -78,12 +78,12 @@ def _cordon(
     name: str, reason: str, target: str, timeout_s: float, security: Path | None, *, drain_too: bool
 ) -> list[Barred]:
     from crossdock.common import rpc
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import CordonRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = CordonRequest(name=name, reason=reason, drain=drain_too)
-    answer = ask(
+    answer = call_leader(
         target,
         security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Cordon, request, timeout_s=timeout_s),
@@ -92,10 +92,10 @@ def _cordon(
 
 
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
-    from crossdock.common.control_channel import ask
+    from crossdock.common.control_channel import call_leader
     from crossdock.host.supervisor import current_view
 
-    view: GroupView = ask(target, security_of(security), lambda channel: current_view(channel, timeout_s))
+    view: GroupView = call_leader(target, security_of(security), lambda channel: current_view(channel, timeout_s))
     return [member.worker.uid for member in view.members]
 
 

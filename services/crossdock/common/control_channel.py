@@ -1,11 +1,11 @@
-"""The way to the control plane: to whoever decides among several, with the certificates of now.
+"""Channel to the control plane: to the leader among several replicas, with the current certificates.
 
-    line = Line("a:7400,b:7400", security)      asyncio; BlockingControlPlaneChannel is the same for threads
-    line.channel                                to be used for the next calls
-    await line.turn(error)                      after a call went wrong: perhaps somebody else leads, or keys changed
+    channel = ControlPlaneChannel("a:7400,b:7400", security)     asyncio; BlockingControlPlaneChannel for threads
+    channel.grpc_channel                                         for the next calls
+    await channel.fail_over(error)                               after a failed call: new leader, or new certificates
 
-A control plane that waits for its turn answers UNAVAILABLE and names the leader; its health service says NOT_SERVING.
-One address and plain text make a line that never changes: grpc itself connects again.
+A standby replica answers UNAVAILABLE and names the leader; its health service says NOT_SERVING. With one address and
+plain text the channel never changes: grpc itself reconnects.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ Result = TypeVar("Result")
 
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 _LOOK_S = 1.0
-"""Longest wait for each of several to say whether it leads."""
+"""Deadline of the question to a replica whether it leads."""
 _GRACE_S = 10.0
-"""What is under way on a channel that is given up has so long to end."""
+"""Time for open calls on a replaced channel to end."""
 
 
-class Line:
-    """See the module's head. Make and use it inside the running loop.
+class ControlPlaneChannel:
+    """Channel for asyncio. Make and use it inside the running loop.
 
     Args:
         target: host:port, or several, separated by commas.
         security: TLS and tokens; None: plain text.
 
     Attributes:
-        address: host:port that is dialled now.
-        channel: to it.
+        address: current host:port.
+        grpc_channel: to it.
     """
 
     def __init__(self, target: str, security: Security | None = None) -> None:
         self._targets, self._security = split_targets(target), security
         self.address = self._targets[0]
-        self.channel = self._dial(self.address)
+        self.grpc_channel = self._dial(self.address)
         self._version = security.version if security is not None else 0
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def has_choice(self) -> bool:
-        """Whether there are several to begin with."""
+    def has_several_targets(self) -> bool:
+        """Whether `target` names several addresses."""
         return len(self._targets) > 1
 
-    async def answers(self) -> bool:
-        """Whether whoever is dialled now says, soon, that it leads."""
+    async def is_leading(self) -> bool:
+        """Whether the replica at `address` answers that it leads."""
         return bool(await self._leads(self.address))
 
-    async def turn(self, error: BaseException | None = None) -> bool:
-        """Look for who leads, beginning with whom `error` names; whether `channel` is another one now."""
+    async def fail_over(self, error: BaseException | None = None) -> bool:
+        """Find the leader, first the one named by `error`; returns whether `grpc_channel` has changed."""
         address = await self._leader(_candidates(error, self._targets))
         version = self._security.version if self._security is not None else 0
         if (address, version) == (self.address, self._version):
             return False
-        self._give_up(self.channel)
-        self.address, self._version, self.channel = address, version, self._dial(address)
+        self._give_up(self.grpc_channel)
+        self.address, self._version, self.grpc_channel = address, version, self._dial(address)
         return True
 
     async def close(self) -> None:
-        """Hang up at once."""
+        """Close at once."""
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-        await self.channel.close(None)
+        await self.grpc_channel.close(None)
 
     def _dial(self, address: str) -> grpc.aio.Channel:
         name = self._security.config.control_name if self._security is not None else ""
@@ -88,7 +88,7 @@ class Line:
         task.add_done_callback(self._closing.discard)
 
     async def _leader(self, candidates: Sequence[str]) -> str:
-        """The first that says it leads; the present one if none does."""
+        """The first candidate that leads; the current address if none does."""
         if len(candidates) == 1:
             return candidates[0]
         tasks = {asyncio.create_task(self._leads(address)): address for address in candidates}
@@ -117,32 +117,32 @@ class Line:
 
 
 class BlockingControlPlaneChannel:
-    """`Line` for threads. `turn` tries the next address, without asking who leads."""
+    """`ControlPlaneChannel` for threads. `fail_over` tries the next address without a search for the leader."""
 
     def __init__(self, target: str, security: Security | None = None) -> None:
         self._targets, self._security = split_targets(target), security
         self.address = self._targets[0]
-        self.channel = self._dial()
+        self.grpc_channel = self._dial()
         self._version = security.version if security is not None else 0
 
     def __enter__(self) -> BlockingControlPlaneChannel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.channel.close()
+        self.grpc_channel.close()
 
-    def turn(self, error: BaseException | None = None) -> bool:
-        """Take whom `error` names, or else the next address; whether `channel` is another one now."""
+    def fail_over(self, error: BaseException | None = None) -> bool:
+        """Switch to the leader named by `error`, or to the next address; returns whether `grpc_channel` has changed."""
         named = getattr(error, "leader", "")
-        places = {address: place for place, address in enumerate(self._targets)}
-        following = self._targets[(places.get(self.address, -1) + 1) % len(self._targets)]
+        positions = {address: position for position, address in enumerate(self._targets)}
+        following = self._targets[(positions.get(self.address, -1) + 1) % len(self._targets)]
         address = named or following
         version = self._security.version if self._security is not None else 0
         if (address, version) == (self.address, self._version):
             return False
-        self.channel.close()
+        self.grpc_channel.close()
         self.address, self._version = address, version
-        self.channel = self._dial()
+        self.grpc_channel = self._dial()
         return True
 
     def _dial(self) -> grpc.Channel:
@@ -150,36 +150,36 @@ class BlockingControlPlaneChannel:
         return rpc.channel(self.address, security=self._security, name=name)
 
 
-def ask(target: str, security: Security | None, question: Callable[[grpc.Channel], Result]) -> Result:
-    """What `question` makes of a channel to the control plane that leads.
+def call_leader(target: str, security: Security | None, call: Callable[[grpc.Channel], Result]) -> Result:
+    """The result of `call` on a channel to the leader.
 
     Raises:
-        CallError: of the last one asked; each address, and whom they name, is asked once.
+        CallError: of the last attempt; each address, and each leader they name, is tried once.
     """
-    with contextlib.closing(_Rounds(target, security)) as rounds:
+    with contextlib.closing(_Attempts(target, security)) as attempts:
         while True:
             try:
-                return question(rounds.line.channel)
+                return call(attempts.channel.grpc_channel)
             except rpc.CallError as error:
-                if not rounds.go_on(error):
+                if not attempts.next(error):
                     raise
 
 
-class _Rounds:
-    """Each address once."""
+class _Attempts:
+    """Tries each address once."""
 
     def __init__(self, target: str, security: Security | None) -> None:
-        self.line = BlockingControlPlaneChannel(target, security)
-        self._asked: set[str] = set()
+        self.channel = BlockingControlPlaneChannel(target, security)
+        self._tried: set[str] = set()
 
-    def go_on(self, error: rpc.CallError) -> bool:
-        self._asked.add(self.line.address)
+    def next(self, error: rpc.CallError) -> bool:
+        self._tried.add(self.channel.address)
         if not isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded):
             return False
-        return self.line.turn(error) and self.line.address not in self._asked
+        return self.channel.fail_over(error) and self.channel.address not in self._tried
 
     def close(self) -> None:
-        self.line.channel.close()
+        self.channel.grpc_channel.close()
 
 
 def _candidates(error: BaseException | None, targets: Sequence[str]) -> list[str]:

@@ -84,12 +84,12 @@ class Watched(ABC):
         Raises:
             SupervisorError: a part gave up.
         """
-        with BlockingControlPlaneChannel(self.control_address, self.security) as line:
+        with BlockingControlPlaneChannel(self.control_address, self.security) as channel:
             while True:
                 self.check()
-                problem = yield from _views(ControlPlaneStub(line.channel), look_s)
+                problem = yield from _views(ControlPlaneStub(channel.grpc_channel), look_s)
                 if problem is not None:
-                    line.turn(problem)
+                    channel.fail_over(problem)
 
     def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
         """Wait until the control plane says SERVING; the view that said so.
@@ -296,7 +296,7 @@ def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
 
 
 def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
-    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody answers. Returns
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody is_leading. Returns
     why nobody did."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
     answered = False

@@ -1,8 +1,8 @@
-"""How one step's tensors reach the device and come home, and what its phases took there.
+"""Copies of one step to the device and back, and the duration of its phases.
 
-Requests live in host memory, steps on the device. On a CPU that is the same place. On a GPU a step is queued on a
-stream of its own: rows are gathered in pinned memory and copied in, everything follows in stream order, the result is
-copied home, and the host waits once, at the end.
+Requests are in host memory, steps run on the device. On a CPU both are the same. On a GPU a step is queued on its own
+stream: rows are gathered in pinned memory and copied in, everything follows in stream order, the result is copied out,
+and the host waits once, at the end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from crossdock.worker import device as devices
 
 PHASES = 3
-"""dispatch (with the copy in), experts, combine (with the copy home, on a GPU)."""
+"""dispatch (with the copy in), experts, combine (with the copy out, on a GPU)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought home.
+    """Result of a step.
 
     Attributes:
         z: [T, H] in host memory.
         rows_per_expert: int32 [L] in host memory.
-        phases_ns: nanoseconds of each phase, by the clock of the device.
+        phases_ns: nanoseconds of each phase, by the device's clock.
     """
 
     z: torch.Tensor
@@ -37,41 +37,41 @@ class StepResult:
 
 
 class DeviceStream(Protocol):
-    """One step at a time, from the thread that entered last: running(bring, mark, mark, send_home, wait)."""
+    """Runs one step at a time, on the thread that entered last: running(copy_in, mark, mark, copy_out, wait)."""
 
     device: torch.device
 
     def enter(self) -> None:
-        """Steps are taken in this thread from now on. Raises DeviceLost."""
+        """Use the current thread for all further steps. Raises DeviceLost."""
 
     def running(self) -> AbstractContextManager[object]:
-        """Around everything of a step: work is queued here."""
+        """Context of a step: work is queued on this stream."""
 
-    def bring(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Concatenate each list of host tensors into one tensor on the device. Starts the clock."""
 
     def mark(self) -> None:
-        """A phase ends here."""
+        """Mark the end of a phase."""
 
-    def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
-        """Start the way home; the last phase ends with it."""
+    def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
+        """Start the copy to the host, which ends the last phase."""
 
     def wait(self) -> StepResult:
-        """What was sent home, when it is there. The step is over then."""
+        """Wait for the result, which ends the step."""
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    """The lane of a device. Raises DeviceLost."""
+    """The stream of a device. Raises DeviceLost."""
     return GpuStream(device) if device.type == "cuda" else CpuStream()
 
 
 class CpuStream:
-    """Everything is where it is needed."""
+    """Nothing to copy: host and device are the same."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._marks_ns: list[int] = []
-        self._home: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self) -> None:
         """See `DeviceStream`."""
@@ -80,7 +80,7 @@ class CpuStream:
         """See `DeviceStream`."""
         return nullcontext()
 
-    def bring(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """See `DeviceStream`. A single piece is not copied."""
         joined = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for pieces in parts]
         self._marks_ns = [time.monotonic_ns()]
@@ -90,28 +90,28 @@ class CpuStream:
         """See `DeviceStream`."""
         self._marks_ns.append(time.monotonic_ns())
 
-    def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
+    def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""
         self.mark()
-        self._home = z, rows_per_expert.clone()
+        self._result = z, rows_per_expert.clone()
 
     def wait(self) -> StepResult:
         """See `DeviceStream`."""
-        assert self._home is not None
-        (z, rows_per_expert), self._home = self._home, None
+        assert self._result is not None
+        (z, rows_per_expert), self._result = self._result, None
         first, second, third, last = self._marks_ns
         return StepResult(z, rows_per_expert, (second - first, third - second, last - third))
 
 
 _in_flight: list[torch.Tensor] = []
-"""Pinned tensors of the step under way. They outlive whatever breaks it: to free pinned memory that a lost GPU still
-holds ends the process (torch before 2.15 lets an exception out of a destructor), and it has to say first why."""
+"""Pinned tensors of the current step. They outlive a failed step: freeing pinned memory that a lost GPU still holds
+ends the process (torch before 2.15 throws from a destructor) before the error is reported."""
 
 
 class GpuStream:
-    """A stream and its clock, kept over epochs: torch caches device memory for each stream apart. Pinned memory comes
-    from torch's cache too, which gives a block out again only when the copy that used it is through, so rows that are
-    home may be kept for as long as their client needs to read them.
+    """A CUDA stream and its events, kept over epochs, since torch caches device memory per stream. Pinned memory comes
+    from torch's cache, which reuses a block only after its copy has finished, so result rows may be kept until their
+    client has read them.
 
     Args:
         device: one GPU.
@@ -123,7 +123,7 @@ class GpuStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(PHASES + 1)]  # type: ignore[no-untyped-call]
         self._num_marks = 0
-        self._home: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self) -> None:
         """See `DeviceStream`."""
@@ -133,26 +133,26 @@ class GpuStream:
         """See `DeviceStream`."""
         return torch.cuda.stream(self._stream)
 
-    def bring(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """See `DeviceStream`."""
         self._num_marks = 0
         self.mark()
-        return [self._copy_in(pieces) for pieces in parts]
+        return [self._stage_in(pieces) for pieces in parts]
 
     def mark(self) -> None:
         """See `DeviceStream`."""
         self._marks[self._num_marks].record(self._stream)
         self._num_marks += 1
 
-    def send_home(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
+    def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""
-        self._home = _copy_out(z), _copy_out(rows_per_expert)
+        self._result = _to_host(z), _to_host(rows_per_expert)
         self.mark()
 
     def wait(self) -> StepResult:
         """See `DeviceStream`."""
-        assert self._home is not None
-        (z, rows_per_expert), self._home = self._home, None
+        assert self._result is not None
+        (z, rows_per_expert), self._result = self._result, None
         self._stream.synchronize()
         _in_flight.clear()
         first, second, third = (
@@ -160,7 +160,7 @@ class GpuStream:
         )
         return StepResult(z, rows_per_expert, (first, second, third))
 
-    def _copy_in(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _stage_in(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         if not any(piece.shape[0] for piece in pieces):
             return pieces[0].to(self.device)
         num_rows, row = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
@@ -169,7 +169,7 @@ class GpuStream:
         return torch.cat(list(pieces), out=staged).to(self.device, non_blocking=True)
 
 
-def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
-    home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
-    _in_flight.append(home)
-    return home.copy_(tensor, non_blocking=True)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
+    _in_flight.append(host)
+    return host.copy_(tensor, non_blocking=True)

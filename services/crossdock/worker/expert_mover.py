@@ -1,4 +1,4 @@
-"""Moves experts while the group serves: hears of a newer placement, loads what this rank lacks, beside the steps."""
+"""Moves experts while the group serves: follows placements and loads missing experts concurrently with steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 from crossdock.common import log, rpc
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.engine import Engine
-from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, Task
-from crossdock.worker.control_client import Link
+from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, LoadTask
+from crossdock.worker.control_client import ControlPlaneClient
 from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import Seat
@@ -21,83 +21,83 @@ _RETRY_S = 1.0
 
 
 class ExpertMover:
-    """See the module's head. Make and use it on the event loop.
+    """Expert mover of one worker. Make and use it on the event loop.
 
     Args:
-        link: to the control plane.
-        model: whose experts are loaded.
-        engine: told when there is something to agree on.
-        telemetry: asked how many rows each expert computed.
+        control: client of the control plane.
+        model: loads the experts.
+        engine: woken when a placement change can be agreed.
+        telemetry: rows computed by each expert.
     """
 
-    def __init__(self, link: Link, model: Model, engine: Engine, telemetry: Telemetry) -> None:
-        self._link, self._model, self._engine, self._telemetry = link, model, engine, telemetry
-        self._holdings: ExpertTables | None = None
+    def __init__(self, control: ControlPlaneClient, model: Model, engine: Engine, telemetry: Telemetry) -> None:
+        self._control, self._model, self._engine, self._telemetry = control, model, engine, telemetry
+        self._tables: ExpertTables | None = None
         self._loader: asyncio.Future[None] | None = None
 
     async def fetch(self, seat: Seat) -> Placement:
-        """The newest placement of an epoch. Raises rpc.CallError (FailedPrecondition: the epoch is over), or
+        """Fetch the placement of an epoch. Raises rpc.CallError (FailedPrecondition: the epoch is over), or
         PlacementError: it does not fit the model."""
         spec = self._model.spec
-        if not self._link.view.placement:
+        if not self._control.view.placement:
             return Placement.blocks(spec.num_experts, seat.size, spec.moe_layers)
-        message = await self._link.placement(seat.epoch)
+        message = await self._control.placement(seat.epoch)
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
 
-    async def run(self, seat: Seat, holdings: ExpertTables) -> None:
-        """Follow newer placements until cancelled. It ends at once: a file system that hangs in the middle of a move
-        must not keep the group from forming anew. What is still being read then is dropped, and the moves of a later
-        epoch begin when it has ended, so there is one loader at most."""
-        self._holdings = holdings
+    async def run(self, seat: Seat, tables: ExpertTables) -> None:
+        """Follow newer placements until cancelled. Cancellation takes effect at once, since a hanging file system must not
+        keep the group from re-forming. Weights still being read are dropped, and moves of a later epoch begin after that
+        read, so there is at most one loader."""
+        self._tables = tables
         try:
             if self._loader is not None and not self._loader.done():
                 _log.warning("experts of a former epoch are still being read; no move begins before that ends")
                 await asyncio.wait([self._loader])
-            self._loader = in_thread("mover", self._load, holdings)
+            self._loader = in_thread("mover", self._load, tables)
             while True:
-                await self._link.wait(lambda view: view.epoch == seat.epoch and view.placement > holdings.version)
-                await self._aim(seat, holdings)
+                await self._control.wait(lambda view: view.epoch == seat.epoch and view.placement > tables.version)
+                await self._set_target(seat, tables)
         finally:
-            self._holdings = None
-            holdings.close()
+            self._tables = None
+            tables.close()
 
     def report(self) -> control_pb2.ExpertReport | None:
-        """What the next heartbeat says of the experts; None while this rank serves none."""
-        holdings = self._holdings
-        if holdings is None:
+        """Expert report of the next heartbeat; None while this rank does not serve."""
+        tables = self._tables
+        if tables is None:
             return None
-        report, rows = holdings.report(), self._telemetry.take_rows()
+        report, rows = tables.report(), self._telemetry.take_rows()
         for layer, held in zip(self._model.spec.moe_layers, report.layers, strict=True):
             counts = [rows.get((layer, expert), 0) for expert in held.experts]
             if any(counts):
                 held.rows.extend(counts)
         return report
 
-    async def _aim(self, seat: Seat, holdings: ExpertTables) -> None:
+    async def _set_target(self, seat: Seat, tables: ExpertTables) -> None:
         try:
             placement = await self.fetch(seat)
-            if placement.version > holdings.version:
-                holdings.aim(placement)
+            if placement.version > tables.version:
+                tables.set_target(placement)
         except (rpc.CallError, PlacementError) as error:
-            _log.warning("no newer placement", error=error, retry_s=_RETRY_S)
+            _log.warning("cannot fetch placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
-        self._engine.nudge()
+        self._engine.wake()
 
-    def _load(self, holdings: ExpertTables) -> None:
-        """The loader's thread: one layer after the other, each when all ranks have switched the one before."""
+    def _load(self, tables: ExpertTables) -> None:
+        """The loader's thread: one layer at a time, each after all ranks have switched the previous one."""
         while True:
             try:
-                task = holdings.task()
+                task = tables.next_task()
             except MoveCancelled:
                 return
             try:
-                self._load_layer(holdings, task)
+                self._load_layer(tables, task)
             except MoveCancelled:
                 continue
-            except Exception as error:  # whatever it is, the others must hear of it: they wait for this rank
+            except Exception as error:  # must be reported: the other ranks wait for this one
                 _log.exception("cannot load experts", layer=task.layer)
-                holdings.fail(task, f"layer {task.layer}: {type(error).__name__}: {error}")
-            self._engine.nudge()
+                tables.fail(task, f"layer {task.layer}: {type(error).__name__}: {error}")
+            self._engine.wake()
 
-    def _load_layer(self, holdings: ExpertTables, task: Task) -> None:
-        holdings.offer(task, self._model.stage(task.layer, task.ids, lambda done, total: holdings.check(task)))
+    def _load_layer(self, tables: ExpertTables, task: LoadTask) -> None:
+        tables.stage(task, self._model.stage(task.layer, task.ids, lambda done, total: tables.check(task)))

@@ -5,7 +5,7 @@
 
 Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
 address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
-the start; 4 the GPU was lost; 5 the group can never take this worker, as both are configured. After a 1, a 3 or a 4 the
+the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4 the
 process may be started again.
 """
 
@@ -40,7 +40,7 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
-from crossdock.worker.control_client import JoinRefused, Link
+from crossdock.worker.control_client import JoinRefused, ControlPlaneClient
 from crossdock.worker.model import Model
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
@@ -117,7 +117,7 @@ class _Process:
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._health = rpc.Health([SERVICE_NAME])
-        self._status = Status(self._metrics, self._tell_health)
+        self._status = Status(self._metrics, self._set_health)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: Callable[[], str] = lambda: ""
 
@@ -135,13 +135,13 @@ class _Process:
             raise
         await server.start()
         registration = self._registration(address, http)
-        self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
-        self._spare = lambda: f"spare: {self._link.trouble}" if self._link.spare else ""
-        self._mover = ExpertMover(self._link, self._model, self._engine, self._telemetry)
-        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
+        self._control = ControlPlaneClient(self._config.control, registration, self._stats, self._security, self._expert_report)
+        self._spare = lambda: f"spare: {self._control.trouble}" if self._control.spare else ""
+        self._mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
+        self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
-        self._link.on_drain = self._stop.set
+        self._control.on_drain = self._stop.set
         announce(address, http.address, https=http.https)
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
@@ -152,11 +152,11 @@ class _Process:
             await self._shut_down(server, http)
 
     async def _live(self) -> int:
-        self._link.start()
+        self._control.start()
         life = asyncio.create_task(self._session.run())
         stop = asyncio.create_task(self._stop.wait())
-        joined = asyncio.create_task(asyncio.wait_for(self._link.heard(), JOIN_TIMEOUT_S))
-        line = asyncio.create_task(self._link.supervise())
+        joined = asyncio.create_task(asyncio.wait_for(self._control.wait_first_answer(), JOIN_TIMEOUT_S))
+        line = asyncio.create_task(self._control.supervise())
         try:
             await asyncio.wait({life, stop, joined, line}, return_when=asyncio.FIRST_COMPLETED)
             if joined.done() and not life.done() and not stop.done():
@@ -170,11 +170,11 @@ class _Process:
             with contextlib.suppress(asyncio.CancelledError):
                 await life
         except TimeoutError:
-            _log.error("could not join", control=self._config.control, why=self._link.trouble, waited_s=JOIN_TIMEOUT_S)
+            _log.error("could not join", control=self._config.control, why=self._control.trouble, waited_s=JOIN_TIMEOUT_S)
             return EXIT_NOT_JOINED
         except JoinRefused as error:
             _log.error("the group does not take this worker", error=str(error))
-            return EXIT_UNFIT if error.never else EXIT_NOT_JOINED
+            return EXIT_UNFIT if error.permanent else EXIT_NOT_JOINED
         finally:
             for task in (life, stop, joined, line):
                 task.cancel()
@@ -200,8 +200,8 @@ class _Process:
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
         self._status.close()
         await self._health.shut_down()
-        await self._link.leave("drained" if self._stop.is_set() else "stopping")
-        await self._link.close()
+        await self._control.leave("drained" if self._stop.is_set() else "stopping")
+        await self._control.close()
         await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()
@@ -256,7 +256,7 @@ class _Process:
             serving=self._status.ready()[0],
         )
 
-    def _tell_health(self, serving: bool) -> None:
+    def _set_health(self, serving: bool) -> None:
         task = asyncio.create_task(self._health.set(serving))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -142,10 +142,10 @@ def report_of(held: Goal, target: Goal, rank: int) -> pb.ExpertReport:
 
 
 def takes(seen: int, term: int) -> bool:
-    """Whether a worker that has seen term `seen` acts on a view of `term`: link.py's `_show`."""
+    """Whether a worker that has seen term `seen` acts on a view of `term`: control_client.py's `_take_view`."""
     return term >= seen
 
 
 def drops(answer: Holding) -> bool:
-    """Whether a worker asks again: link.py's `placement`."""
+    """Whether a worker asks again: control_client.py's `placement`."""
     return answer.stale

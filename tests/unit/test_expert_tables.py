@@ -12,7 +12,7 @@ import torch
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import Experts
-from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, Task
+from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, LoadTask
 from crossdock.worker.placement import Placement, PlacementError, Route
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
@@ -23,15 +23,15 @@ SECOND = Placement(2, R, {1: (0, 1, 3, 2, 3, 0), 3: (1, 1, 2, 2, 3, 0)})
 THIRD = Placement(3, R, {1: (0, 1, 3, 2, 3, 0), 3: (0, 1, 2, 2, 3, 0)})
 
 
-def tables(holdings: ExpertTables) -> list[tuple[int, ...]]:
-    return [holdings.held(layer) for layer in LAYERS]
+def tables(tables: ExpertTables) -> list[tuple[int, ...]]:
+    return [tables.held(layer) for layer in LAYERS]
 
 
 def exchange(*ranks: ExpertTables) -> None:
     """What all of them do before a step."""
-    words = [rank.word() for rank in ranks]
+    words = [rank.progress_word() for rank in ranks]
     for rank in ranks:
-        rank.settle(words)
+        rank.apply_agreed(words)
 
 
 @pytest.fixture
@@ -62,22 +62,22 @@ def test_no_expert_is_none_whichever_experts_are_lost(live: tuple[bool, ...]) ->
 
 def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
-        rank.aim(SECOND)
-        assert rank.has_news()
+        rank.set_target(SECOND)
+        assert rank.has_pending_change()
     exchange(*ranks)
-    first = [rank.task() for rank in ranks]
-    assert first == [Task(2, 1, (0, 1, 3)), Task(2, 1, (2, 3, 0))]
-    ranks[0].offer(first[0], None)
+    first = [rank.next_task() for rank in ranks]
+    assert first == [LoadTask(2, 1, (0, 1, 3)), LoadTask(2, 1, (2, 3, 0))]
+    ranks[0].stage(first[0], None)
     exchange(*ranks)
     assert tables(ranks[0]) == [(0, 1, 2), (0, 1, 2)], "the other rank has not loaded it"
-    ranks[1].offer(first[1], None)
+    ranks[1].stage(first[1], None)
     exchange(*ranks)
     assert [tables(rank) for rank in ranks] == [[(0, 1, 3), (0, 1, 2)], [(2, 3, 0), (2, 3, 0)]]
     for rank in ranks:
-        rank.offer(rank.task(), None)
+        rank.stage(rank.next_task(), None)
     exchange(*ranks)
     assert tables(ranks[0]) == [(0, 1, 3), (1, 1, 2)]
-    assert not ranks[0].has_news()
+    assert not ranks[0].has_pending_change()
     report = ranks[0].report()
     assert (report.version, report.switched, report.to_switch, report.error) == (2, 2, 2, "")
     assert [list(layer.experts) for layer in report.layers] == [[0, 1, 3], [1, 1, 2]]
@@ -85,17 +85,17 @@ def test_a_layer_is_switched_when_all_have_loaded_it(ranks: list[ExpertTables]) 
 
 def test_who_cannot_load_keeps_all_others_where_they_are(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
-        rank.aim(SECOND)
+        rank.set_target(SECOND)
     exchange(*ranks)
-    ranks[0].offer(ranks[0].task(), None)
-    task = ranks[1].task()
+    ranks[0].stage(ranks[0].next_task(), None)
+    task = ranks[1].next_task()
     ranks[1].fail(task, "no such file")
     for _ in range(3):
         exchange(*ranks)
     assert [tables(rank)[0] for rank in ranks] == [(0, 1, 2), (2, 3, 0)]
     assert ranks[1].report().error == "no such file"
     for rank in ranks:
-        rank.aim(Placement(3, R, FIRST.layers))
+        rank.set_target(Placement(3, R, FIRST.layers))
     exchange(*ranks)
     exchange(*ranks)
     report = ranks[1].report()
@@ -104,14 +104,14 @@ def test_who_cannot_load_keeps_all_others_where_they_are(ranks: list[ExpertTable
 
 def test_what_is_loaded_for_a_former_plan_is_dropped(ranks: list[ExpertTables]) -> None:
     for rank in ranks:
-        rank.aim(SECOND)
+        rank.set_target(SECOND)
     exchange(*ranks)
-    old = ranks[0].task()
-    ranks[0].aim(THIRD)
+    old = ranks[0].next_task()
+    ranks[0].set_target(THIRD)
     with pytest.raises(MoveCancelled):
         ranks[0].check(old)
     exchange(*ranks)
-    ranks[0].offer(old, None)
+    ranks[0].stage(old, None)
     exchange(*ranks)
     assert tables(ranks[0])[0] == (0, 1, 2)
 
@@ -121,7 +121,7 @@ def test_the_loader_is_let_go_when_the_epoch_ends(ranks: list[ExpertTables]) -> 
 
     def wait() -> None:
         with pytest.raises(MoveCancelled):
-            ranks[0].task()
+            ranks[0].next_task()
         ended.set()
 
     thread = threading.Thread(target=wait)
@@ -150,11 +150,11 @@ def _wander(rng: random.Random) -> int:
             case "plan" if rng.random() < 0.2:
                 plan = drawn(plan.version + 1)
             case "hear" if rank.version != plan.version:
-                rank.aim(plan)
+                rank.set_target(plan)
             case "load" if rank._wants_a_layer():
-                rank.offer(rank.task(), None)
+                rank.stage(rank.next_task(), None)
             case "fail" if rank._wants_a_layer() and rng.random() < 0.05:
-                rank.fail(rank.task(), "why not")
+                rank.fail(rank.next_task(), "why not")
             case "exchange":
                 before = dict(ranks[0]._rows)
                 exchange(*ranks)
@@ -174,14 +174,14 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
     tokens, offsets, counts = torch.randn(4, 16), torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([2, 2])
     before = experts.forward(1, tokens, offsets, counts)
     loaded: list[int] = []
-    holdings = ExpertTables(
+    tables = ExpertTables(
         Placement(1, 1, {0: (0, 1), 1: (0, 1)}), 4, 0, experts, lambda copies, took_ns: loaded.append(copies)
     )
-    holdings.aim(Placement(2, 1, {0: (0, 1), 1: (3, 0)}))
-    exchange(holdings)
-    holdings.offer(holdings.task(), weights)
+    tables.set_target(Placement(2, 1, {0: (0, 1), 1: (3, 0)}))
+    exchange(tables)
+    tables.stage(tables.next_task(), weights)
     assert torch.equal(experts.forward(1, tokens, offsets, counts), before)
-    exchange(holdings)
+    exchange(tables)
     assert torch.equal(experts.forward(1, tokens, offsets, counts), wanted.forward(1, tokens, offsets, counts))
     assert torch.equal(experts.forward(0, tokens, offsets, counts), wanted.forward(0, tokens, offsets, counts))
     assert experts.ids == {0: (0, 1), 1: (3, 0)}
@@ -193,11 +193,11 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
 def test_a_report_names_a_placement_that_is_not_taken_up_yet() -> None:
     """Else a new control plane that hears the report gives the same number to other tables."""
     rank = ExpertTables(FIRST, E, 0, None)
-    rank.aim(SECOND)
+    rank.set_target(SECOND)
     report = rank.report()
     assert (report.version, report.switched, report.to_switch) == (2, 0, 1)
     assert [tuple(layer.experts) for layer in report.layers] == [(0, 1, 2), (0, 1, 2)]
-    rank.word()
+    rank.progress_word()
     assert (rank.report().version, rank.report().to_switch) == (2, 2)
 
 

@@ -36,27 +36,27 @@ class Disk:
 
 
 class Quiet:
-    """In the places of a Link without news and of an Engine."""
+    """In the places of a ControlPlaneClient without news and of an Engine."""
 
     view = pb.GroupView()
 
     def __init__(self) -> None:
-        self.nudged = asyncio.Event()
+        self.woken = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     async def wait(self, wanted: object) -> None:
         await asyncio.Event().wait()
 
-    def nudge(self) -> None:
-        self._loop.call_soon_threadsafe(self.nudged.set)
+    def wake(self) -> None:
+        self._loop.call_soon_threadsafe(self.woken.set)
 
 
 def moving() -> ExpertTables:
     """Of a rank whose engine has taken up the next placement."""
-    holdings = ExpertTables(BEFORE, E, 0, None)
-    holdings.aim(AFTER)
-    holdings.word()
-    return holdings
+    tables = ExpertTables(BEFORE, E, 0, None)
+    tables.set_target(AFTER)
+    tables.progress_word()
+    return tables
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:
@@ -82,15 +82,15 @@ async def test_an_epoch_ends_while_a_read_hangs_and_the_next_one_moves_when_that
         for _ in range(10):
             await asyncio.sleep(0)
         assert disk.reads == 1, "one loader at a time"
-        assert later.word() == 2 << 16, "nothing is loaded"
+        assert later.progress_word() == 2 << 16, "nothing is loaded"
 
-        quiet.nudged.clear()
+        quiet.woken.clear()
         disk.works.set()
-        while later.word() != (2 << 16) + 1:
-            await quiet.nudged.wait()
-            quiet.nudged.clear()
+        while later.progress_word() != (2 << 16) + 1:
+            await quiet.woken.wait()
+            quiet.woken.clear()
         assert disk.reads == 2
-        assert former.word() == 2 << 16, "what came too late was dropped"
+        assert former.progress_word() == 2 << 16, "what came too late was dropped"
         await cancelled(task)
 
 
@@ -98,11 +98,11 @@ async def test_an_epoch_ends_while_a_read_hangs_and_the_next_one_moves_when_that
 async def test_a_placement_that_is_not_newer_is_not_aimed_at(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another control plane may have answered than the one that named the version."""
     given: Any = Quiet()
-    mover, holdings = ExpertMover(given, given, given, given), moving()
+    mover, tables = ExpertMover(given, given, given, given), moving()
 
     async def fetch(seat: Seat) -> Placement:
         return Placement(version, R, {1: (3, 2, 1, 0)})
 
     monkeypatch.setattr(mover, "fetch", fetch)
-    await mover._aim(Seat(1, 0, R), holdings)
-    assert not holdings.has_news()
+    await mover._set_target(Seat(1, 0, R), tables)
+    assert not tables.has_pending_change()
