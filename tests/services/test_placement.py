@@ -40,13 +40,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 _CANNOT_LOAD = """
 import sys
 from crossdock.common.config import WorkerConfig
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
 
 def stage(*args, **kwargs):
     raise OSError("gone")
 
-Experts.stage = stage
+ExpertMLPs.stage = stage
 _, control, _, model, _, step_s = sys.argv[1:]
 config = WorkerConfig(model=model, control=control, local_rank=2, uid="w2", step_timeout_s=float(step_s))
 sys.exit(run_worker(config))
@@ -70,7 +70,7 @@ class Control:
     def experts(self) -> pb.ExpertsResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
-            return stub.Experts(pb.ExpertsRequest(), timeout=ANSWER_S)
+            return stub.ExpertMLPs(pb.ExpertsRequest(), timeout=ANSWER_S)
 
     def rebalance(self) -> pb.RebalanceResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:

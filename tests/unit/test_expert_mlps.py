@@ -10,7 +10,7 @@ import torch
 
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.expert_mlps import Experts, has_grouped_mm
+from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 SIZES = Sizes(num_experts=8, hidden=64, inner=32, layers=2)
@@ -40,7 +40,7 @@ def test_forward_is_the_dense_definition(
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "qwen3_moe", SIZES, weights))
     own = list(range(8))
-    experts = Experts.load(checkpoint, own, dtype=dtype)
+    experts = ExpertMLPs.load(checkpoint, own, dtype=dtype)
     offsets, counts = _groups(COUNTS, alignment)
     tokens = torch.full((int(offsets[-1]) + 3, SIZES.hidden), float("nan"), dtype=dtype)
     for slot in own:
@@ -62,7 +62,7 @@ def test_forward_is_the_dense_definition(
 def test_odd_intermediate_sizes(tmp_path: Path, inner: int) -> None:
     sizes = Sizes(num_experts=3, hidden=16, inner=inner, layers=1)
     weights = draw_weights(sizes)
-    experts = Experts.load(
+    experts = ExpertMLPs.load(
         Checkpoint.open(write_files(tmp_path, "mixtral", sizes, weights)), [0, 1, 2], dtype=torch.float32
     )
     offsets, counts = _groups([2, 0, 3], 1)
@@ -74,13 +74,13 @@ def test_odd_intermediate_sizes(tmp_path: Path, inner: int) -> None:
 
 def test_half_types_are_computed_in_fp32_inside(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES)))
-    assert Experts.load(checkpoint, [0], dtype=torch.bfloat16).output_dtype is torch.float32
+    assert ExpertMLPs.load(checkpoint, [0], dtype=torch.bfloat16).output_dtype is torch.float32
 
 
 def test_rows_past_num_rows_are_left_alone(tmp_path: Path) -> None:
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights))
-    experts = Experts.load(checkpoint, [0, 1], dtype=torch.float32)
+    experts = ExpertMLPs.load(checkpoint, [0, 1], dtype=torch.float32)
     offsets, counts = _groups([2, 3], 1)
     tokens = torch.cat([torch.randn(5, SIZES.hidden), torch.full((4, SIZES.hidden), float("nan"))])
     out = torch.full(tokens.shape, 7.0)
@@ -94,7 +94,7 @@ def test_rows_past_num_rows_are_left_alone(tmp_path: Path) -> None:
 def test_no_rows_at_all(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES)))
     for dtype in (torch.float32, torch.bfloat16):
-        experts = Experts.load(checkpoint, [1, 2], dtype=dtype)
+        experts = ExpertMLPs.load(checkpoint, [1, 2], dtype=dtype)
         offsets, counts = _groups([0, 0], 1)
         assert experts.forward(0, torch.empty(0, SIZES.hidden, dtype=dtype), offsets, counts).shape == (0, SIZES.hidden)
 
@@ -114,7 +114,7 @@ def test_only_own_experts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(shards, "read", record)
     seen: list[tuple[int, int]] = []
-    experts = Experts.load(
+    experts = ExpertMLPs.load(
         checkpoint, [6, 2], dtype=torch.float32, progress=lambda done, total: seen.append((done, total))
     )
     assert reads == {2, 6}
@@ -133,7 +133,7 @@ def test_other_experts_pages_stay_on_disk(tmp_path: Path, layout: str) -> None:
     sizes = Sizes(num_experts=32, hidden=512, inner=256, layers=1)  # 1.5 MiB each; pages are mapped up to 2 MiB at once
     checkpoint = Checkpoint.open(write_files(tmp_path, "qwen3_moe", sizes, draw_weights(sizes), layout=layout))
     file = tmp_path / "model.safetensors"
-    Experts.load(checkpoint, [3], dtype=torch.float32)
+    ExpertMLPs.load(checkpoint, [3], dtype=torch.float32)
     assert _resident_bytes(file) < file.stat().st_size / 4
 
 
@@ -154,26 +154,26 @@ def test_progress_may_end_the_loading(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Experts.load(checkpoint, [0], dtype=torch.float32, progress=stop)
+        ExpertMLPs.load(checkpoint, [0], dtype=torch.float32, progress=stop)
 
 
 @pytest.mark.parametrize("expert_ids", [[], [8], [-1], [0, 99]])
 def test_expert_ids_out_of_range(tmp_path: Path, expert_ids: list[int]) -> None:
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES)))
     with pytest.raises(ValueError, match=r"expert_ids: expected some in 0\.\.7, got"):
-        Experts.load(checkpoint, expert_ids, dtype=torch.float32)
+        ExpertMLPs.load(checkpoint, expert_ids, dtype=torch.float32)
 
 
 def test_unknown_layer_and_activation(tmp_path: Path) -> None:
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights))
-    experts = Experts.load(checkpoint, [0], dtype=torch.float32)
+    experts = ExpertMLPs.load(checkpoint, [0], dtype=torch.float32)
     offsets, counts = _groups([1], 1)
     with pytest.raises(ValueError, match=r"layer: expected one of \[0, 1\], got 7"):
         experts.forward(7, torch.randn(1, SIZES.hidden), offsets, counts)
     odd = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights, config={"hidden_act": "xielu"}))
     with pytest.raises(CheckpointError, match=r"hidden_act: expected one of .* got 'xielu'"):
-        Experts.load(odd, [0], dtype=torch.float32)
+        ExpertMLPs.load(odd, [0], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", sorted(experts_module.ACTIVATIONS))

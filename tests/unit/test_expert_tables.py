@@ -11,7 +11,7 @@ import torch
 
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, LoadTask
 from crossdock.worker.placement import Placement, PlacementError, Route
 from tests.unit.moe_files import Sizes, draw_weights, write_files
@@ -166,8 +166,8 @@ def _wander(rng: random.Random) -> int:
 def test_weights_go_with_the_tables(tmp_path: Path) -> None:
     sizes = Sizes(num_experts=4, hidden=16, inner=8, layers=2)
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", sizes, draw_weights(sizes)))
-    experts = Experts.load(checkpoint, {0: (0, 1), 1: (0, 1)}, dtype=torch.float32)
-    wanted = Experts.load(checkpoint, {0: (0, 1), 1: (3, 0)}, dtype=torch.float32)
+    experts = ExpertMLPs.load(checkpoint, {0: (0, 1), 1: (0, 1)}, dtype=torch.float32)
+    wanted = ExpertMLPs.load(checkpoint, {0: (0, 1), 1: (3, 0)}, dtype=torch.float32)
     seen: list[tuple[int, int]] = []
     weights = experts.stage(checkpoint, 1, (3, 0), lambda done, total: seen.append((done, total)))
     assert seen == [(experts.num_bytes // 4, experts.num_bytes // 4)], "only the expert that was not there is read"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import Experts, has_grouped_mm
+from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from crossdock.worker.device_stream import GpuStream
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
@@ -46,7 +46,7 @@ def test_experts_of_worst_case_rows(
         assert has_grouped_mm(torch.device("cuda"), torch.bfloat16)
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "qwen3_moe", SIZES, weights))
-    experts = Experts.load(checkpoint, range(8), dtype=torch.bfloat16, device="cuda")
+    experts = ExpertMLPs.load(checkpoint, range(8), dtype=torch.bfloat16, device="cuda")
     assert experts.output_dtype is torch.bfloat16
     counts = torch.tensor(COUNTS, dtype=torch.int32, device="cuda")
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))

@@ -11,7 +11,7 @@ import torch
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker import worker_telemetry as telemetry_module
-from crossdock.worker.worker_telemetry import StepRecord, Telemetry
+from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
 from ep_kernels import LatencySample
 from ep_kernels.telemetry import MAX_RANKS, RECORD_BYTES, RING_SIZE, decode, quantile, slowest_peer
 from ep_kernels.transports.cpu import native
@@ -66,7 +66,7 @@ def dropped(metrics: WorkerMetrics) -> float:
 
 def test_a_record_that_cannot_be_counted_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = WorkerMetrics()
-    telemetry = Telemetry(metrics, (8, 8))
+    telemetry = WorkerTelemetry(metrics, (8, 8))
     count = telemetry._count_step
     broken = iter([True])
 
@@ -86,7 +86,7 @@ def test_a_record_that_cannot_be_counted_does_not_end_the_thread(monkeypatch: py
 def test_a_thread_that_is_behind_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry_module, "_MAX_RECORDS", 8)
     metrics, hold = WorkerMetrics(), threading.Event()
-    telemetry = Telemetry(metrics, (8, 8))
+    telemetry = WorkerTelemetry(metrics, (8, 8))
     monkeypatch.setattr(telemetry, "_count_step", lambda record: hold.wait())
     for _ in range(20):
         telemetry.step(step())

@@ -25,12 +25,12 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.device_stream import stream_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
-from crossdock.worker.worker_telemetry import Telemetry
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
 from ep_kernels import EpError, MoECommunicator, PeerTimeout
 
@@ -54,7 +54,7 @@ class Engine:
         DeviceLost: the device does not work.
     """
 
-    def __init__(self, max_tokens_per_step: int, telemetry: Telemetry, device: torch.device = _CPU) -> None:
+    def __init__(self, max_tokens_per_step: int, telemetry: WorkerTelemetry, device: torch.device = _CPU) -> None:
         self._max_tokens, self._telemetry, self._stream = max_tokens_per_step, telemetry, stream_of(device)
         self._lock = threading.Condition()
         self._batcher = Batcher()
@@ -148,7 +148,7 @@ class Engine:
     # The engine's thread.
 
     def run(
-        self, comm: MoECommunicator, experts: Experts | None, epoch: int, tables: ExpertTables | None = None
+        self, comm: MoECommunicator, experts: ExpertMLPs | None, epoch: int, tables: ExpertTables | None = None
     ) -> Fault | Left:
         """Take steps until the epoch ends. All requests are answered before this returns.
 

@@ -40,7 +40,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 """gate_up [L, 2I, H] and down [L, H, I] of one layer."""
 
 
-class Experts:
+class ExpertMLPs:
     """The experts of one rank, for all MoE layers. One thread at a time (there is one scratch buffer).
 
     Attributes:
@@ -84,7 +84,7 @@ class Experts:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         progress: Progress | None = None,
-    ) -> Experts:
+    ) -> ExpertMLPs:
         """Read these experts of every MoE layer, and no others, one at a time: peak memory is what is held, plus one.
 
         Args:
@@ -103,7 +103,7 @@ class Experts:
         ids = _by_layer(expert_ids, spec.moe_layers)
         total_bytes = sum(len(row) for row in ids.values()) * expert_bytes(checkpoint, dtype)
         reader = _Reader(checkpoint, dtype, device, total_bytes, progress)
-        return Experts({layer: reader.layer(layer, row) for layer, row in ids.items()}, spec.hidden_act, ids)
+        return ExpertMLPs({layer: reader.layer(layer, row) for layer, row in ids.items()}, spec.hidden_act, ids)
 
     def stage(
         self, checkpoint: Checkpoint, layer: int, expert_ids: Sequence[int], progress: Progress | None = None

@@ -12,7 +12,7 @@ from crossdock.worker.control_client import ControlPlaneClient
 from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import Seat
-from crossdock.worker.worker_telemetry import Telemetry
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.threads import in_thread
 
 _log = log.get(__name__)
@@ -30,7 +30,7 @@ class ExpertMover:
         telemetry: rows computed by each expert.
     """
 
-    def __init__(self, control: ControlPlaneClient, model: Model, engine: Engine, telemetry: Telemetry) -> None:
+    def __init__(self, control: ControlPlaneClient, model: Model, engine: Engine, telemetry: WorkerTelemetry) -> None:
         self._control, self._model, self._engine, self._telemetry = control, model, engine, telemetry
         self._tables: ExpertTables | None = None
         self._loader: asyncio.Future[None] | None = None

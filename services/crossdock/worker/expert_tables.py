@@ -25,7 +25,7 @@ import torch
 
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.placement import Placement, Route
 
 _log = log.get(__name__)
@@ -64,7 +64,7 @@ class ExpertTables:
         placement: Placement,
         num_experts: int,
         rank: int,
-        experts: Experts | None,
+        experts: ExpertMLPs | None,
         on_switch: Callable[[int, int], None] = lambda num_loaded, took_ns: None,
         mask: Sequence[bool] | None = None,
     ) -> None:

@@ -45,8 +45,8 @@ from crossdock.worker.model import Model
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
-from crossdock.worker.worker_status import Status
-from crossdock.worker.worker_telemetry import Telemetry
+from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.threads import give_memory_back
 from ep_kernels import EpError
 
@@ -111,13 +111,13 @@ class _Process:
     ) -> None:
         self._config, self._identity, self._model, self._security = config, identity, model, security
         self._metrics = metrics
-        self._telemetry = Telemetry(self._metrics, model.row_bytes)
+        self._telemetry = WorkerTelemetry(self._metrics, model.row_bytes)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._health = rpc.Health([SERVICE_NAME])
-        self._status = Status(self._metrics, self._set_health)
+        self._status = WorkerStatus(self._metrics, self._set_health)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: Callable[[], str] = lambda: ""
 

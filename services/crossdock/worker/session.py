@@ -28,15 +28,15 @@ from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.control_client import ControlPlaneClient, View
 from crossdock.worker.model import Model
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import ControlGroup, Seat, is_standby, seat_in
-from crossdock.worker.worker_status import Status
-from crossdock.worker.worker_telemetry import Telemetry
+from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.threads import in_thread
 from crossdock.worker.work import Failure, Fault, Left
 from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError
@@ -57,7 +57,7 @@ class Membership:
 
     seat: Seat
     comm: MoECommunicator
-    experts: Experts | None
+    experts: ExpertMLPs | None
     tables: ExpertTables
 
 
@@ -74,7 +74,7 @@ class Session:
     """
 
     def __init__(
-        self, control: ControlPlaneClient, model: Model, engine: Engine, status: Status, telemetry: Telemetry, mover: ExpertMover
+        self, control: ControlPlaneClient, model: Model, engine: Engine, status: WorkerStatus, telemetry: WorkerTelemetry, mover: ExpertMover
     ) -> None:
         self._mover = mover
         self._control, self._model, self._engine, self._status = control, model, engine, status

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common import log
-from crossdock.worker.expert_mlps import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.device_stream import DeviceStream
 from crossdock.worker.worker_telemetry import StepRecord
@@ -54,7 +54,7 @@ class Stepper:
     """
 
     def __init__(
-        self, comm: MoECommunicator, experts: Experts | None, stream: DeviceStream, tables: ExpertTables | None = None
+        self, comm: MoECommunicator, experts: ExpertMLPs | None, stream: DeviceStream, tables: ExpertTables | None = None
     ) -> None:
         self._tables = tables
         self._comm, self._experts, config = comm, experts, comm.config

@@ -19,7 +19,7 @@ _log = log.get(__name__)
 _LOG_EVERY_S = 5.0
 
 
-class Status:
+class WorkerStatus:
     """See the module's head.
 
     Args:

@@ -40,7 +40,7 @@ class StepRecord:
         remote_rows: rows that its tokens sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
-        experts: logical expert of each slot in that layer; None: those of `Telemetry.holds`.
+        experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
     """
 
     num_tokens: int
@@ -53,7 +53,7 @@ class StepRecord:
     experts: tuple[int, ...] | None = None
 
 
-class Telemetry:
+class WorkerTelemetry:
     """Counts of one worker over all its epochs.
 
     Args:
