@@ -122,7 +122,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Faults": (
         Panel("Timeouts", "none", _rate("crossdock_peer_timeouts_total", "peer", "increase")),
         Panel("Members lost", "none", _rate("crossdock_lost_total", "cause", "increase")),
-        Panel("Ranks called silent", "none", _rate("crossdock_blamed_total", "rank", "increase")),
+        Panel("Ranks reported silent", "none", _rate("crossdock_blamed_total", "rank", "increase")),
         Panel(
             "Workers kept out, and sick ranks",
             "none",

@@ -23,7 +23,7 @@ from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.control import server, views
-from crossdock.control.placement_service import Experts
+from crossdock.control.placement_service import PlacementService
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -218,18 +218,18 @@ async def test_the_topology_is_made_once_for_all_who_ask(monkeypatch: pytest.Mon
 async def test_a_plan_that_takes_long_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    async def experts(self: Experts) -> pb.ExpertsResponse:
+    async def experts(self: PlacementService) -> pb.ExpertsResponse:
         asked.append(1)
         await asyncio.sleep(server._LONG_PLAN_S * 2)
         return pb.ExpertsResponse(world_size=2)
 
     monkeypatch.setattr(server, "_PLAN_PAUSES", 1e6)
-    monkeypatch.setattr(Experts, "experts", experts)
+    monkeypatch.setattr(PlacementService, "experts", experts)
     service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
     for _ in range(3):
         assert (await service.Experts(pb.ExpertsRequest(), None)).world_size == 2
     assert len(asked) == 1
-    monkeypatch.setattr(Experts, "version", 7)
+    monkeypatch.setattr(PlacementService, "version", 7)
     await service.Experts(pb.ExpertsRequest(), None)
     assert len(asked) == 2
 

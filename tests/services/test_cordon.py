@@ -119,7 +119,7 @@ async def test_a_sick_rank_is_seen_and_quarantined_when_a_spare_waits() -> None:
             await exchange(control.stub, [a, b, c])
         control.service.tick()
         view = await newest_view(control.stub)
-        assert view.members[2].sick == "called silent in 3 epochs by a/0, b/0 within 600 s"
+        assert view.members[2].sick == "reported silent in 3 epochs by a/0, b/0 within 600 s"
         assert control.sample("crossdock_sick_ranks") == 1
         assert control.sample("crossdock_blamed_total", rank="2") == 6
         with pytest.raises(rpc.ResourceExhausted):

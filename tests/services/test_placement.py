@@ -190,7 +190,7 @@ def test_a_worker_that_cannot_load_turns_the_move_back(tmp_path: Path) -> None:
         try:
             group = Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))
             found = move_that_fails(group)
-            assert re.fullmatch("turned back: rank [0-2]: layer [12]: OSError: gone", found.last_change)
+            assert re.fullmatch("rolled back: rank [0-2]: layer [12]: OSError: gone", found.last_change)
             assert Control(group).until(lambda found: found.layers_moving == 0).last_change == found.last_change
             for rank in range(3):
                 serve_some(group, rank)
@@ -204,8 +204,8 @@ def move_that_fails(group: Cluster) -> pb.ExpertsResponse:
     control = Control(group)
     for hot in itertools.cycle((5, 2, 0)):
         rebalance(group, hot)
-        found = control.until(lambda found: found.last_change.startswith(("moved in", "turned back")))
-        if found.last_change.startswith("turned back"):
+        found = control.until(lambda found: found.last_change.startswith(("moved in", "rolled back")))
+        if found.last_change.startswith("rolled back"):
             return found
     raise AssertionError("unreachable")
 

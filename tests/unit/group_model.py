@@ -278,7 +278,7 @@ def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
 
 
 def _all_can_switch(world: World) -> bool:
-    """All ranks have loaded the same version, as their words say: holdings.py's `settle`."""
+    """All ranks have loaded the same version, by their words: expert_tables.py's `apply_agreed`."""
     told = {(peer.joined, peer.target.goal.version) for peer in world.serving if peer.target is not None}
     whole = len(world.serving) == len(world.peers)
     return whole and len(told) == 1 and any(peer.held != peer.target for peer in world.peers)
@@ -357,7 +357,7 @@ def _beats(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         epoch, silent = peer.fault
         words = "broken"
     outside = peer.view is not None and peer.view.active is not None and peer.rank not in peer.view.active
-    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, loaded=outside and peer.rank is not None)
+    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, standby_ready=outside and peer.rank is not None)
     after, refused = _tell(world, beat)
     if after.side is not None and not refused and peer.stage == "serving" and peer.held and peer.target:
         request = pb.HeartbeatRequest(worker=pb.WorkerId(uid=peer.uid, incarnation=peer.incarnation), epoch=epoch)

@@ -94,7 +94,7 @@ class Replay:
             case Lost(rank, uid, cause):
                 return f"lost rank {rank} ({uid}): {cause}"
             case Blamed(rank, by_rank, num_blamed):
-                return f"rank {rank} called silent by rank {by_rank}, {num_blamed} in all"
+                return f"rank {rank} reported silent by rank {by_rank}, {num_blamed} in all"
             case Publish():
                 return show(self.group)
 

@@ -1,4 +1,4 @@
-"""The experts' side of the control plane as values, for the search of group_model.py: the real `Experts` and `PlacementManager`,
+"""The experts' side of the control plane as values, for the search of group_model.py: the real `PlacementService` and `PlacementManager`,
 made anew from a frozen state for each move. The model has one MoE layer and two experts per rank; a plan of an even
 term turns those of rank 0 round, one of an odd term those of rank 1.
 """
@@ -11,7 +11,7 @@ from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.placement_manager import PlacementManager, Goal, Kind, Report, _Move
-from crossdock.control.placement_service import Experts, _Made
+from crossdock.control.placement_service import PlacementService, _CachedPlan
 from crossdock.control.plans import Plan
 from crossdock.control.group_state import Group
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -33,28 +33,28 @@ class Holding:
 
 @dataclass(frozen=True)
 class Side:
-    """What `Experts` knows. `plan`: one that is being made in a thread."""
+    """What `PlacementService` knows. `plan`: one that is being made in a thread."""
 
     kind: Kind | None = None
     version: int = 0
-    begun: Goal | None = None
+    epoch_goal: Goal | None = None
     highest: int = 0
     tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
     domains: tuple[int, ...] = ()
     way: tuple[tuple[tuple[tuple[int, ...], ...], ...], bool] | None = None
     reports: tuple[tuple[int, Report], ...] = ()
-    plan: _Made | None = None
+    plan: _CachedPlan | None = None
 
-    def thaw(self, group: Group) -> Experts:
+    def thaw(self, group: Group) -> PlacementService:
         """The real thing in this state."""
         size = group.settings.world_size
-        experts = Experts(CONFIG, size, METRICS, lambda: 0.0, lambda: group, lambda: None)
-        experts._curator = PlacementManager(
+        experts = PlacementService(CONFIG, size, METRICS, lambda: 0.0, lambda: group, lambda: None)
+        experts._manager = PlacementManager(
             CONFIG,
             size,
             self.kind,
             self.version,
-            self.begun,
+            self.epoch_goal,
             "",
             self.highest,
             self.tables,
@@ -66,44 +66,44 @@ class Side:
         )
         return experts
 
-    def after(self, experts: Experts) -> Side:
+    def after(self, experts: PlacementService) -> Side:
         """The state of the real thing after a move."""
-        curator = experts._curator
+        manager = experts._manager
         return Side(
-            curator.kind,
-            curator.version,
-            curator.begun,
-            curator._highest,
-            curator._tables,
-            curator._domains,
-            None if curator._way is None else (curator._way.before, curator._way.retreat),
-            tuple(sorted(curator._reports.items())),
+            manager.kind,
+            manager.version,
+            manager.epoch_goal,
+            manager._highest,
+            manager._tables,
+            manager._domains,
+            None if manager._move is None else (manager._move.before, manager._move.rolling_back),
+            tuple(sorted(manager._reports.items())),
             self.plan,
         )
 
     def welcomed(self, group: Group) -> Side:
         """A worker of the group has registered."""
         experts = self.thaw(group)
-        experts.welcome(Kind(2 * group.settings.world_size, (0,)))
+        experts.set_kind(Kind(2 * group.settings.world_size, (0,)))
         return self.after(experts)
 
     def changed(self, before: Group, after: Group) -> Side:
         """The group has changed."""
         experts = self.thaw(after)
-        experts.changed(before, after)
+        experts.group_changed(before, after)
         return self.after(experts)
 
     def asked(self, group: Group, term: int) -> Side | None:
         """Somebody asks to move experts: a plan is being made. None: it is refused, or one is being made already."""
         experts = self.thaw(group)
-        snapshot = experts._curator.snapshot(0.0)
+        snapshot = experts._manager.snapshot(0.0)
         if self.plan is not None or experts._obstacle(group.epoch) or snapshot is None or self.kind is None:
             return None
         turned = tuple(
             tuple(held[::-1] if rank == term % 2 else held for rank, held in enumerate(table)) for table in self.tables
         )
         plan = Plan(self.version, self.tables, turned, 2.0, 1.0, moves=1)
-        return replace(self, plan=_Made(group.epoch, self.kind, snapshot, plan, 0.0))
+        return replace(self, plan=_CachedPlan(group.epoch, self.kind, snapshot, plan, 0.0))
 
     def planned(self, group: Group) -> Side:
         """The plan is made."""
@@ -124,11 +124,11 @@ class Side:
 
     def reported(self, group: Group, before: Group, request: pb.HeartbeatRequest) -> Side:
         """A heartbeat was taken, and the group was `before` it."""
-        told = self.thaw(before).check(before, request)
+        told = self.thaw(before).check_report(before, request)
         if told is None:
             return self
         experts = self.thaw(group)
-        experts.hear(request.epoch, *told)
+        experts.record_report(request.epoch, *told)
         return self.after(experts)
 
 

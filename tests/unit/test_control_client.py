@@ -112,7 +112,7 @@ async def test_a_view_of_a_lower_term_is_not_taken(client: ControlPlaneClient) -
     await client._take_view(later)
     late = view(8, pb.SERVING, ME, OTHER)
     late.term = 8
-    with pytest.raises(rpc.Unavailable, match="a view of term 8 came late: term 9 has begun"):
+    with pytest.raises(rpc.Unavailable, match="a view of term 8 is outdated: term 9 has begun"):
         await client._take_view(late)
     assert client.view.epoch == 3
     assert ("crossdock-term", "9") in client._metadata()

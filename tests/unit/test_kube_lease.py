@@ -90,10 +90,10 @@ async def test_others_are_sent_to_an_address_that_they_reach(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node-a")
     monkeypatch.delenv("NODE_NAME", raising=False)
-    reign = process.Leadership(ControlConfig(election=ElectionConfig()), ControlMetrics(), rpc.Health([]), None)
-    reign.service(listens)
-    assert reign.elector is not None
-    assert reign.elector._state.address == leads_at
+    leadership = process.Leadership(ControlConfig(election=ElectionConfig()), ControlMetrics(), rpc.Health([]), None)
+    leadership.service(listens)
+    assert leadership.elector is not None
+    assert leadership.elector._state.address == leads_at
 
 
 def test_without_the_extra_a_control_plane_says_what_to_install(

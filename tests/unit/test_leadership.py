@@ -1,4 +1,4 @@
-"""When a control plane of several begins and ends its reigns, by what its elector says."""
+"""When a control plane of several begins and ends its leadership, by the word of its elector."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Elector:
     def __init__(self) -> None:
         self.told: list[int] = []
 
-    def hear(self, term: int) -> None:
+    def note_term(self, term: int) -> None:
         self.told.append(term)
 
 
-class Reign:
+class FakeService:
     """In the place of a ControlPlane."""
 
     group = "a group"
@@ -49,11 +49,11 @@ class Reign:
 
 
 @pytest.fixture
-def world() -> tuple[Any, Elector, list[Reign], list[int]]:
+def world() -> tuple[Any, Elector, list[FakeService], list[int]]:
     elector, made, told = Elector(), [], []
 
     def make() -> Any:
-        made.append(Reign())
+        made.append(FakeService())
         return made[-1]
 
     return Replica(make, elector, told.append), elector, made, told  # type: ignore[arg-type]
@@ -75,8 +75,8 @@ def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -
     replica.tick()
     assert (made, replica.group) == ([], None)
     assert told == [0]
-    with pytest.raises(rpc.Unavailable, match="stands by"):
-        replica._reign()
+    with pytest.raises(rpc.Unavailable, match="is a standby"):
+        replica._active_service()
 
 
 class Call:

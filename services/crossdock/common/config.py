@@ -95,7 +95,7 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
     load_half_life_s: Seconds = 300.0
     """Rows that an expert computed so long ago count half."""
     move_timeout_s: Seconds = 600.0
-    """Longest that workers may take to load their new experts before the move is turned back."""
+    """Longest that workers may take to load their new experts before the move is rolled back."""
 
 
 class _ServerConfig(_Config, frozen=True, kw_only=True):

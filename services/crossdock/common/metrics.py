@@ -194,7 +194,7 @@ class ControlMetrics(GuardedMetrics):
         self._declare_guards()
         self.leading = self._gauge("leading", "1", "1 while this control plane decides; of replicas one does")
         self.term = self._gauge("term", "1", "Number of the present reign among replicas; 0 without one")
-        self.reigns_total = self._counter("reigns_total", "reigns", "Times this replica began to lead")
+        self.leaderships_total = self._counter("leaderships_total", "reigns", "Times this replica began to lead")
         self.lease_failures_total = self._counter(
             "lease_failures_total", "attempts", "Readings and renewals of the Kubernetes Lease that failed"
         )

@@ -1,12 +1,12 @@
-"""What the group machine works on: its state, the events it takes, the effects it asks for. Frozen values only."""
+"""Data model of the group state machine: its state, its events and its effects. Frozen values only."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from crossdock.control.ranks import Place, Slot
+from crossdock.control.ranks import Claim, Place, Slot, assign_first_ranks
 
 
 class Phase(enum.Enum):
@@ -34,56 +34,56 @@ class Refusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Numbers that never change in the life of a group. Times in seconds."""
+    """Constant settings of a group. Times in seconds."""
 
     world_size: int
     lease_s: float
     form_timeout_s: float
     recover_s: float
     max_failed_epochs: int = 8
-    """Epochs that may break one after the other, with unchanged members and without serving, before FAILED."""
+    """Consecutive failed epochs, with unchanged members and without serving, before FAILED."""
     elastic: bool = False
-    """Ranks that are left go on without one that is lost; see elastic.py."""
+    """The remaining ranks continue without a lost one; see elastic.py."""
     blame_epochs: int = 3
-    """Epochs in which a rank is called silent within `blame_window_s` before it counts as sick."""
+    """Epochs in which a rank is reported silent within `blame_window_s` before it counts as sick."""
     blame_window_s: float = 600.0
     quarantine_s: float = 600.0
-    """How long a sick worker is kept out; 0: nobody is."""
+    """Duration of a quarantine; 0: no quarantine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """A worker's memory of the group, told to a control plane that has none."""
+    """A worker's memory of the group, for a restarted control plane."""
 
     epoch: int
     rank: int
     region: bytes
     ready: bool
     active: frozenset[int] | None = None
-    """The ranks that took part in that epoch; None: all."""
+    """Active ranks of that epoch; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A member called another one silent. Kept for `blame_window_s`, once for each pair and epoch."""
+    """A member reported another one as silent. Kept for `blame_window_s`, once per pair and epoch."""
 
     epoch: int
     accuser: str
     accused: str
     at: float
-    told: str = ""
-    """The report in words."""
+    report: str = ""
+    """The report as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A worker that is kept out, or (cordoned) not let in again once it is out.
+    """Excludes a worker from the group, if cordoned only once it has left.
 
     Attributes:
         cause: "cordoned" | "quarantined".
-        until: when it ends by itself; None: when an operator says so.
-        incarnation: that process and older ones of the uid; 0: every process.
-        drain: the worker is to leave by itself.
+        until: when it expires; None: until an operator lifts it.
+        incarnation: excludes this process of the uid and older ones; 0: every process.
+        drain: the worker is asked to leave.
     """
 
     uid: str
@@ -95,13 +95,13 @@ class Bar:
     drain: bool = False
 
     def holds_for(self, worker: Worker) -> bool:
-        """Whether this process of the uid is kept out."""
+        """Whether it excludes this process."""
         return self.uid == worker.uid and (not self.incarnation or worker.incarnation <= self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A worker that found no place a moment ago, and asks again about once a second."""
+    """A worker that was refused because the group is full, and retries about once a second."""
 
     uid: str
     hostname: str
@@ -110,7 +110,7 @@ class Spare:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a worker says about itself when it registers."""
+    """A worker as it registered."""
 
     place: Place
     incarnation: int
@@ -139,98 +139,111 @@ class Member:
     """Published in this epoch; empty before."""
     ready: bool = False
     placement: int | None = None
-    """With `ready`: version of the placement that it holds; None: a worker of an older version does not tell."""
-    loaded: bool = False
-    """Outside of a group that goes on without it, and it holds its experts: it can be taken in at once."""
+    """With `ready`: version of the placement that it holds; None: not reported, by a worker of an older release."""
+    standby_ready: bool = False
+    """A standby of a serving group that holds its experts: it can be readmitted."""
     num_blamed: int = 0
-    """How often others called this rank silent in the life of this member."""
+    """Reports of this member as silent."""
 
     @property
     def uid(self) -> str:
         return self.worker.uid
+
+    @property
+    def claimed_rank(self) -> Claim | None:
+        """The rank that it remembers."""
+        return None if self.claim is None else Claim(self.claim.epoch, self.claim.rank)
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.uid})"
 
 
 class Members(tuple[Member, ...]):
-    """Members by rank: a tuple that also finds one by uid, and knows how many have come how far, at no cost per event.
+    """Members by rank: a tuple with an index by uid and progress counters, updated at constant cost per event.
 
     Attributes:
-        places: uid -> position. The same object as long as nobody comes, goes or moves, so that "are these the same
-            members" is one comparison.
+        positions: uid -> position. The same object as long as no member joins, leaves or moves, so that comparing
+            membership is one identity check.
         num_published: members with a region.
         num_ready: members that are ready.
     """
 
-    places: dict[str, int]
+    positions: dict[str, int]
     num_published: int
     num_ready: int
 
     def __new__(cls, members: Iterable[Member] = ()) -> Members:
         made = super().__new__(cls, members)
-        made.places = {member.uid: place for place, member in enumerate(made)}
+        made.positions = {member.uid: position for position, member in enumerate(made)}
         made.num_published = sum(bool(member.region) for member in made)
         made.num_ready = sum(member.ready for member in made)
         return made
 
     def find(self, uid: str) -> Member | None:
-        """The member of that name."""
-        place = self.places.get(uid)
-        return None if place is None else self[place]
+        """The member with that uid."""
+        position = self.positions.get(uid)
+        return None if position is None else self[position]
 
     def put(self, member: Member) -> Members:
-        """The same members, with `member` in the place of the one of its name; their ranks must be equal."""
-        place = self.places[member.uid]
-        before = self[place]
-        made = tuple.__new__(Members, (*self[:place], member, *self[place + 1 :]))
+        """Replace the member with the same uid; the ranks must be equal."""
+        at = self.positions[member.uid]
+        before = self[at]
+        made = tuple.__new__(Members, (*self[:at], member, *self[at + 1 :]))
         same = before.worker.incarnation == member.worker.incarnation
-        made.places = self.places if same else dict(self.places)
+        made.positions = self.positions if same else dict(self.positions)
         made.num_published = self.num_published + bool(member.region) - bool(before.region)
         made.num_ready = self.num_ready + member.ready - before.ready
         return made
 
     def each(self, change: Callable[[Member], Member]) -> Members:
-        """The same members in the same places, each changed."""
+        """Apply `change` to each member; uids and ranks must stay."""
         made = tuple.__new__(Members, map(change, self))
-        made.places = self.places
+        made.positions = self.positions
         made.num_published = sum(bool(member.region) for member in made)
         made.num_ready = sum(member.ready for member in made)
         return made
 
 
+def with_first_ranks(members: Sequence[Member], world_size: int) -> Members:
+    """The members with the ranks of `assign_first_ranks`, by rank."""
+    ranks = assign_first_ranks({member.worker.place: member.claimed_rank for member in members}, world_size)
+    ranked = [replace(member, rank=ranks[member.uid]) for member in members]
+    return Members(sorted(ranked, key=lambda member: member.rank))
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot,
-    or (`active`) in each of those that go on."""
+    or (`active`) in each active one."""
 
     settings: Settings
     phase: Phase
     epoch: int
     members: Members
-    """By rank, live ones only."""
+    """Live members, by rank."""
     owners: tuple[Place | None, ...]
-    """By rank: who holds or last held the slot. All None until ranks are final."""
+    """By rank: current or last owner of the slot. All None until ranks are final."""
     placed: bool
-    """Ranks are final: from the first complete group on, nobody is renumbered."""
+    """Ranks are final, from the first complete group on."""
     recover_until: float | None
-    """Still listening for a group that served under a former process, until then; None once that is decided."""
+    """End of the recovery period after a restart; None once recovery is decided."""
     highest_reported: int
-    """Greatest epoch that a worker remembered while recovering."""
+    """Highest epoch that a worker remembered during recovery."""
     since: float
     """When `phase` or `epoch` changed."""
     ticked_at: float
     num_failed_epochs: int
     reason: str
     broken_ranks: tuple[int, ...]
-    """Ranks that were lost, replaced or called silent when the epoch before ended, or since."""
+    """Ranks that were lost, replaced or reported silent since the last epoch."""
     active: frozenset[int] | None = None
-    """Ranks that go on with the regions of an earlier epoch while others are missing; None: all of this epoch's own."""
+    """Ranks that continue with the regions of an earlier epoch while others are missing; None: all ranks, with regions of
+    this epoch."""
     blames: tuple[Blame, ...] = ()
-    """Oldest first. A process that is gone takes what was said of it along."""
+    """Oldest first. Removed together with the accused process."""
     bars: tuple[Bar, ...] = ()
     spares: tuple[Spare, ...] = ()
-    """The last to ask last."""
+    """In the order of their last request."""
 
     @property
     def recovering(self) -> bool:
@@ -242,7 +255,7 @@ class Group:
 
     @property
     def sealed(self) -> bool:
-        """Every region of this epoch is published, so the table was handed out and members may have mapped it."""
+        """All regions of this epoch are published, so members may have mapped them."""
         return self.active is not None or (self.full and self.members.num_published == len(self.members))
 
     @property
@@ -257,14 +270,14 @@ class Group:
 
     @property
     def taking_part(self) -> frozenset[int]:
-        """The ranks of this epoch, whether their members are there or not."""
+        """Active ranks of this epoch, with or without a live member."""
         return frozenset(range(self.settings.world_size)) if self.active is None else self.active
 
     def member(self, uid: str) -> Member | None:
         return self.members.find(uid)
 
     def bar_of(self, worker: Worker) -> Bar | None:
-        """What keeps this process out."""
+        """The bar that excludes this process."""
         return next((bar for bar in self.bars if bar.holds_for(worker)), None)
 
 
@@ -276,21 +289,21 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A worker of the right kind was refused because the group is full: it is a spare."""
+    """A compatible worker was refused because the group is full: it is a spare."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """Workers are kept out once they are out. A bar takes the place of the one that its uid had."""
+    """Add bars. A bar replaces the one of the same uid."""
 
     bars: tuple[Bar, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Uncordon:
-    """An operator lets workers in again."""
+    """An operator lifts bars."""
 
     uids: frozenset[str]
 
@@ -309,7 +322,7 @@ class Ready:
     incarnation: int
     epoch: int
     placement: int | None = None
-    """Version of the placement whose experts the sender holds; None: it does not tell."""
+    """Version of the placement whose experts the sender holds; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +330,11 @@ class Heartbeat:
     uid: str
     incarnation: int
     epoch: int
-    """Of the sender's communicator; 0 before its first."""
+    """Of the sender's communicator; 0 before its first one."""
     silent_ranks: tuple[int, ...] = ()
     fault: str = ""
-    loaded: bool = False
-    """The sender is outside of a group that goes on without it, and holds the experts of its rank."""
+    standby_ready: bool = False
+    """The sender is a standby of a serving group and holds the experts of its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +346,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Expected at least four times per lease."""
+    """Time has advanced. Expected at least four times per lease."""
 
 
 Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Tick
@@ -341,12 +354,12 @@ Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The view of the group changed: tell every watcher."""
+    """The view of the group changed: notify every watcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer the sender with this; nothing changed."""
+    """Refuse the event; the state is unchanged."""
 
     refusal: Refusal
     message: str
@@ -363,7 +376,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """A member called another one silent and so ended an epoch. The blamed one keeps its slot: it may be only slow."""
+    """A member reported another one as silent, which ended an epoch. The blamed member keeps its slot."""
 
     rank: int
     by_rank: int

@@ -1,8 +1,8 @@
-"""The lease of an election as a Kubernetes `Lease`: coordination.k8s.io/v1, compared and swapped by resourceVersion.
+"""The lease of an election as a Kubernetes `Lease`: coordination.k8s.io/v1, with compare-and-swap by resourceVersion.
 
 The term is `leaseTransitions`, the holder's address an annotation. The times in it are for people and other tools; the
-election itself never reads them. Whoever else made it keeps what is theirs: labels, annotations, owners. Needs get and
-update of this lease, and create of `leases` in its namespace where nobody else makes it.
+election itself never reads them. Labels, annotations and owners set by others are kept. Needs get and update of this
+lease, and create of `leases` in its namespace if nothing else creates it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class KubernetesLeaseStore:
-    """See the module's head; `Leases` of leader.py.
+    """`LeaseStore` of leader.py in a Kubernetes `Lease`.
 
     Args:
         config: which API server, namespace and name.
@@ -38,22 +38,22 @@ class KubernetesLeaseStore:
         self._metadata = V1ObjectMeta()
 
     def read(self, timeout_s: float) -> Lease | None:
-        """See `Leases`."""
+        """See `LeaseStore`."""
         name, namespace = self._config.lease_name, self._namespace
-        with _status(_NOT_FOUND) as missing:
+        with _SuppressHttp(_NOT_FOUND) as missing:
             answer = self._server.ask(
                 lambda api, timeouts: CoordinationV1Api(api).read_namespaced_lease(
                     name, namespace, _request_timeout=timeouts
                 ),
                 timeout_s,
             )
-            return self._taken_in(answer)
+            return self._parse(answer)
         return missing
 
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
-        """See `Leases`. Raises PermissionError where there is none and this account may not make it."""
+        """See `LeaseStore`. Raises PermissionError if there is none and this account may not create it."""
         body, name, namespace = self._body(lease, seen), self._config.lease_name, self._namespace
-        with _status(_CONFLICT, _NOT_FOUND) as faster:
+        with _SuppressHttp(_CONFLICT, _NOT_FOUND) as faster:
             if seen is None:
                 return self._create(body, timeout_s)
             answer = self._server.ask(
@@ -62,29 +62,29 @@ class KubernetesLeaseStore:
                 ),
                 timeout_s,
             )
-            return self._taken_in(answer)
+            return self._parse(answer)
         return faster
 
     def close(self) -> None:
-        """See `Leases`."""
+        """See `LeaseStore`."""
         self._server.close()
 
     def _create(self, body: V1Lease, timeout_s: float) -> Lease:
         namespace = self._namespace
-        with _status(_FORBIDDEN):
+        with _SuppressHttp(_FORBIDDEN):
             answer = self._server.ask(
                 lambda api, timeouts: CoordinationV1Api(api).create_namespaced_lease(
                     namespace, body, _request_timeout=timeouts
                 ),
                 timeout_s,
             )
-            return self._taken_in(answer)
+            return self._parse(answer)
         raise PermissionError(
             f"there is no Lease {self._config.lease_name} in the namespace {namespace}, and this account may not "
-            "create it: whoever installed it must (`helm upgrade` does)"
+            "create it: create it at installation (`helm upgrade` does)"
         )
 
-    def _taken_in(self, answer: V1Lease) -> Lease:
+    def _parse(self, answer: V1Lease) -> Lease:
         self._metadata = answer.metadata or V1ObjectMeta()
         spec = answer.spec or V1LeaseSpec()
         return Lease(
@@ -97,7 +97,7 @@ class KubernetesLeaseStore:
 
     def _body(self, lease: Lease, seen: Lease | None) -> V1Lease:
         metadata = V1ObjectMeta(name=self._config.lease_name, namespace=self._namespace)
-        if seen is not None:  # of another version the server takes nothing, so what is kept is what is there
+        if seen is not None:  # the server refuses other versions, so these are the current values
             for key in _KEPT:
                 setattr(metadata, key, getattr(self._metadata, key))
             metadata.resource_version = seen.version
@@ -107,22 +107,22 @@ class KubernetesLeaseStore:
             holder_identity=lease.holder,
             lease_duration_seconds=max(1, round(lease.lease_s)),
             lease_transitions=lease.term,
-            renew_time=now.replace(microsecond=max(1, now.microsecond)),  # the API takes no time without a fraction
+            renew_time=now.replace(microsecond=max(1, now.microsecond)),  # the API requires a fraction
         )
         return V1Lease(api_version="coordination.k8s.io/v1", kind="Lease", metadata=metadata, spec=spec)
 
 
-class _status:  # noqa: N801  (used as a function)
-    """Swallows answers of the API server with these HTTP statuses."""
+class _SuppressHttp:
+    """Context that suppresses ApiErrors with these HTTP statuses."""
 
-    def __init__(self, *expected: int) -> None:
-        self._expected = expected
+    def __init__(self, *statuses: int) -> None:
+        self._statuses = statuses
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
-        return isinstance(error, ApiError) and error.status in self._expected
+        return isinstance(error, ApiError) and error.status in self._statuses
 
 
 def _own_namespace() -> str:

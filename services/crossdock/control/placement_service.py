@@ -1,4 +1,4 @@
-"""The experts' side of the control plane: messages ↔ curator.py, plans made in a thread, log lines and metrics."""
+"""Placement part of the control plane's service: messages ↔ PlacementManager, plans made in a thread, logs and metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 10
 MAX_ERROR_CHARS = 1000
 PLAN_FRESH_S = 2.0
-"""A plan is made once for all who ask within so long."""
+"""For so long a plan is reused."""
 
 log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A plan and what it was made from."""
+class _CachedPlan:
+    """A plan and its input."""
 
     epoch: int
     kind: Kind
@@ -40,16 +40,16 @@ class _Made:
     at: float
 
 
-class Experts:
-    """Where the experts of the group are, and how they get elsewhere.
+class PlacementService:
+    """Placement of the experts of one group, and their moves.
 
     Args:
         config: of placement.
         world_size: R.
-        metrics: where to count.
+        metrics: of the control plane.
         clock: monotonic seconds.
-        group: the state as it is now. Plans are made in a thread, so it is looked at again after each of them.
-        announce: called when members must hear of another placement.
+        group: returns the current state. Plans are made in a thread, so it is checked again after each of them.
+        announce: called when the members must be notified of another placement.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Experts:
         group: Callable[[], Group],
         announce: Callable[[], None],
     ) -> None:
-        self._curator = PlacementManager(config, world_size)
+        self._manager = PlacementManager(config, world_size)
         self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
-        self._made: _Made | None = None
+        self._cached: _CachedPlan | None = None
         self._stopped = False
         self._planning = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
+        self._rebalance_task: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
-        """Of the placement, for the views."""
-        return self._curator.version
+        """Version of the placement, for the views."""
+        return self._manager.version
 
     def kind_of(self, request: pb.RegisterRequest) -> Kind | None:
-        """What a registration says of its model; None: it takes no placements. Raises InvalidArgument, also where the
-        configured copies do not fit: no wait mends that."""
+        """The experts in a registration; None: the worker takes no placements. Raises InvalidArgument, also if the
+        configured copies do not fit, which is permanent."""
         layers = tuple(request.moe_layers)
         if not request.num_experts:
             return None
@@ -86,34 +86,34 @@ class Experts:
             raise rpc.InvalidArgument("moe_layers: expected numbers in ascending order")
         kind = Kind(request.num_experts, layers)
         try:
-            self._curator.check_kind(kind)
+            self._manager.check_kind(kind)
         except ValueError as error:
             raise rpc.InvalidArgument(str(error)) from None
         return kind
 
-    def welcome(self, kind: Kind | None) -> None:
-        """A worker with this model is in the group."""
+    def set_kind(self, kind: Kind | None) -> None:
+        """Set the model of a registered worker."""
         if kind is not None:
-            self._curator.welcome(kind)
+            self._manager.set_kind(kind)
 
-    def changed(self, before: Group, after: Group) -> None:
-        """The group has changed; called before anybody is told."""
+    def group_changed(self, before: Group, after: Group) -> None:
+        """Update the placement; called before watchers are notified."""
         began = (before.phase, before.epoch) != (after.phase, after.epoch)
         domains = [member.worker.place.nvlink_domain or member.worker.place.hostname for member in after.members]
         if began and after.phase is Phase.EXCHANGING:
-            self._curator.form(domains, self._clock())
+            self._manager.form(domains, self._clock())
         elif began and after.phase is Phase.SERVING and before.recovering:
             held = {member.rank: domain for member, domain in zip(after.members, domains, strict=True)}
             by_rank = [held.get(rank, f"rank {rank}") for rank in range(after.settings.world_size)]
             missing = frozenset(range(after.settings.world_size)) - after.taking_part
-            self._curator.recovered(by_rank, missing)
+            self._manager.recovered(by_rank, missing)
         self._metrics.placement_version.set(self.version)
 
-    def check(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:
-        """The rank and what it reports of its experts; None: nothing that counts now. Raises InvalidArgument."""
+    def check_report(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:
+        """The rank and its checked expert report; None: no report, or not for the serving epoch. Raises InvalidArgument."""
         member = group.member(request.worker.uid)
         current = group.phase is Phase.SERVING and request.epoch == group.epoch
-        if member is None or not request.HasField("experts") or not current or self._curator.kind is None:
+        if member is None or not request.HasField("experts") or not current or self._manager.kind is None:
             return None
         message, most = request.experts, views.greatest(self.version or None, time.time())
         if message.version > most:
@@ -123,33 +123,32 @@ class Experts:
         rows = tuple(tuple(layer.rows) for layer in message.layers)
         report = Report(message.version, message.switched, message.to_switch, error, held, rows)
         try:
-            self._curator.check_report(member.rank, report)
+            self._manager.check_report(member.rank, report)
         except ValueError as wrong:
             raise rpc.InvalidArgument(str(wrong)) from None
         return member.rank, report
 
-    def hear(self, epoch: int, rank: int, report: Report) -> None:
-        """Take a checked report about `epoch`, unless the heartbeat that brought it has ended that epoch."""
+    def record_report(self, epoch: int, rank: int, report: Report) -> None:
+        """Record a checked report of `epoch`, unless its heartbeat has ended that epoch."""
         group = self._group()
         if group.phase is not Phase.SERVING or group.epoch != epoch:
             return
         before = self.version
-        self._tell(self._curator.hear(rank, report, self._clock()), before)
+        self._publish(self._manager.record_report(rank, report, self._clock()), before)
 
     def tick(self, serving: bool) -> None:
-        """Let time pass."""
+        """Advance time."""
         now, before = self._clock(), self.version
-        self._tell(self._curator.expire(now), before)
-        if serving and self._curator.is_due(now) and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+        self._publish(self._manager.expire(now), before)
+        if serving and self._manager.is_due(now) and (self._rebalance_task is None or self._rebalance_task.done()):
+            self._rebalance_task = asyncio.get_running_loop().create_task(self._rebalance_if_worth())
 
     def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
-        """The tables of an epoch: those at which it begins until it serves, then the newest. Raises
-        FailedPrecondition."""
-        curator = self._curator
+        """The tables of an epoch: the frozen ones until it serves, then the newest. Raises FailedPrecondition."""
+        manager = self._manager
         goal = {
-            Phase.EXCHANGING: curator.begun,
-            Phase.SERVING: Goal(curator.version, curator.tables) if curator.version else None,
+            Phase.EXCHANGING: manager.epoch_goal,
+            Phase.SERVING: Goal(manager.version, manager.tables) if manager.version else None,
         }.get(group.phase)
         if request.epoch != group.epoch or goal is None:
             raise rpc.FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
@@ -159,13 +158,13 @@ class Experts:
         return response
 
     def stop(self) -> None:
-        """Nothing is started after this."""
+        """Start no further moves."""
         self._stopped = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._rebalance_task is not None:
+            self._rebalance_task.cancel()
 
     async def rebalance(self) -> pb.RebalanceResponse:
-        """Start what a plan of now says. Raises FailedPrecondition."""
+        """Make a plan and start it. Raises FailedPrecondition."""
         if why := self._obstacle(self._group().epoch):
             raise rpc.FailedPrecondition(f"rebalance: {why}")
         made = await self._plan()
@@ -175,26 +174,26 @@ class Experts:
         return pb.RebalanceResponse(version=self.version, moves=made.plan.moves if started else 0)
 
     def _obstacle(self, epoch: int) -> str:
-        """Why no experts of `epoch` can be moved now; "" = they can."""
+        """Why no experts can be moved in `epoch`; "" = they can."""
         group = self._group()
         if self._stopped:
-            return "this control plane decides no more"
+            return "this control plane has stopped leading"
         if group.phase is not Phase.SERVING or group.active is not None or not self.version:
             missing = " without some ranks" if group.active is not None else ""
-            return f"expected a whole group that serves, got {group.phase.value}{missing}"
+            return f"expected a complete, serving group, got {group.phase.value}{missing}"
         if group.epoch != epoch:
             return f"expected epoch {epoch}, got {group.epoch}"
-        return "experts are moving already" if self._curator.is_moving else ""
+        return "experts are moving already" if self._manager.is_moving else ""
 
     async def experts(self) -> pb.ExpertsResponse:
-        """Everything there is to show."""
-        curator = self._curator
+        """Placement, load and plan, for display."""
+        manager = self._manager
         response = pb.ExpertsResponse(
-            version=self.version, world_size=curator.world_size, last_change=curator.last_change
+            version=self.version, world_size=manager.world_size, last_change=manager.last_change
         )
-        if curator.kind is None or not self.version:
+        if manager.kind is None or not self.version:
             return response
-        response.layers_switched, response.layers_moving = curator.moving
+        response.layers_switched, response.layers_moving = manager.moving
         made = await self._plan()
         kind, snapshot, plan = made.kind, made.snapshot, made.plan
         response.version = snapshot.version
@@ -215,47 +214,46 @@ class Experts:
             )
         return response
 
-    async def _plan(self) -> _Made:
+    async def _plan(self) -> _CachedPlan:
         async with self._planning:
-            now, made, epoch, kind = self._clock(), self._made, self._group().epoch, self._curator.kind
+            now, made, epoch, kind = self._clock(), self._cached, self._group().epoch, self._manager.kind
             of_now = made is not None and (made.epoch, made.plan.base) == (epoch, self.version)
             if made is None or not of_now or now - made.at > PLAN_FRESH_S:
-                snapshot = self._curator.snapshot(now)
+                snapshot = self._manager.snapshot(now)
                 if snapshot is None or kind is None:
-                    raise rpc.Unavailable("experts: it is not known yet where they are")
-                made = _Made(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
-                self._made = made
+                    raise rpc.Unavailable("experts: their placement is not known yet")
+                made = _CachedPlan(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
+                self._cached = made
                 self._metrics.expert_imbalance.set(made.plan.imbalance)
             return made
 
-    async def _look(self) -> None:
-        """Move experts if that pays."""
+    async def _rebalance_if_worth(self) -> None:
+        """Start a move if it gains enough."""
         try:
             made = await self._plan()
         except rpc.Unavailable:
             return
-        except Exception:  # nobody awaits this task
-            log.exception("no plan of where experts should be")
+        except Exception:  # this task is not awaited
+            log.exception("placement planning failed")
             return
-        if self._curator.is_worth_it(made.plan):
+        if self._manager.is_worth_it(made.plan):
             self._start(made)
 
-    def _start(self, made: _Made) -> bool:
-        """Start a plan, if the group still serves the epoch that it was made for: in any other one, ranks may be
-        fetching the placement just now."""
+    def _start(self, made: _CachedPlan) -> bool:
+        """Start a plan if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
         plan = made.plan
-        if self._obstacle(made.epoch) or not self._curator.start(plan, self._clock()):
+        if self._obstacle(made.epoch) or not self._manager.start(plan, self._clock()):
             return False
         self._metrics.placement_version.set(self.version)
         figures = {"imbalance": round(plan.imbalance, 4), "then": round(plan.imbalance_after, 4)}
-        log.info("experts move", placement=self.version, copies=plan.moves, **figures)
+        log.info("move started", placement=self.version, copies=plan.moves, **figures)
         self._announce()
         return True
 
-    def _tell(self, outcome: Outcome | None, before: int) -> None:
+    def _publish(self, outcome: Outcome | None, before: int) -> None:
         if outcome is not None:
             say = log.info if outcome.result == "done" else log.warning
-            say("experts moved" if outcome.result == "done" else "move of experts", what=outcome.text)
+            say("move done" if outcome.result == "done" else "move rolled back", what=outcome.text)
             self._metrics.expert_moves_total.labels(result=outcome.result).inc()
         if self.version != before:
             self._metrics.placement_version.set(self.version)

@@ -38,16 +38,16 @@ TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
 STOP_GRACE_S = 1.0
 CALLS, CALLS_PER_RANK = 2048, 8
-"""Calls that are open at once, most of them Watch streams; one peer may have a quarter. All ranks may come by way of
-one proxy, and two streams of each rank keep their places."""
+"""Concurrent calls, most of them Watch streams; one peer gets a quarter. All ranks may share one proxy, and the permits
+of two streams per rank are never revoked."""
 EXIT_OK, EXIT_BAD_CONFIG = 0, 2
 
 log = logs.get(__name__)
 
 
 def run_control(config: ControlConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address, or a certificate or
-    token, cannot be used, or the extra `control` is asked for and not installed."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped normally, 2 an address, certificate or token cannot
+    be used, or the extra `control` is needed and not installed."""
     logs.setup(config.log, role="control")
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
@@ -65,7 +65,7 @@ def run_control(config: ControlConfig) -> int:
 
 
 class Leadership:
-    """Whether this process decides: always, or while it holds the lease. Make it inside the running loop."""
+    """Leadership of this process: permanent, or while it holds the lease. Make it inside the running loop."""
 
     def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
         self._config, self._metrics, self._health, self._nodes = config, metrics, health, nodes
@@ -74,7 +74,7 @@ class Leadership:
         self.elector: Elector | None = None
 
     def service(self, address: str) -> ControlPlane | Replica:
-        """What answers calls."""
+        """The servicer."""
         if self._config.election is None:
             self._metrics.leading.set(1)
             return self._make()
@@ -85,33 +85,33 @@ class Leadership:
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
         self.elector = Elector(state, KubernetesLeaseStore(chosen), failed=self._metrics.lease_failures_total.inc)
-        replica = Replica(self._make, self.elector, self._told)
-        self.elector.changed = lambda: self._soon(replica)
+        replica = Replica(self._make, self.elector, self._role_changed)
+        self.elector.changed = lambda: self._tick_soon(replica)
         return replica
 
     async def ready(self) -> None:
-        """The server has started: the only one serves, one of several stands for election."""
+        """The server has started: serve, or start the candidacy."""
         await self._health.set(True)
         if self.elector is not None:
             await self._health.set(False, SERVICE_NAME)
             self.elector.start()
 
     async def close(self) -> None:
-        """After the service was stopped: let the next one begin at once."""
+        """Release the lease, after the service was stopped."""
         if self.elector is not None:
             await asyncio.to_thread(self.elector.close)
 
     def _make(self) -> ControlPlane:
         return ControlPlane(self._config, self._metrics, labels=lambda: self._nodes.labels if self._nodes else {})
 
-    def _soon(self, replica: Replica) -> None:
+    def _tick_soon(self, replica: Replica) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(replica.tick)
 
-    def _told(self, term: int) -> None:
+    def _role_changed(self, term: int) -> None:
         self._metrics.leading.set(bool(term))
         self._metrics.term.set(term)
-        self._metrics.reigns_total.inc(bool(term))
+        self._metrics.leader_terms_total.inc(bool(term))
         task = asyncio.create_task(self._health.set(bool(term), SERVICE_NAME))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -129,24 +129,24 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
     authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
     server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
     address = rpc.bind(server, config.listen, security)
-    reign = Leadership(config, metrics, health, nodes)
-    service = reign.service(address)
+    leadership = Leadership(config, metrics, health, nodes)
+    service = leadership.service(address)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
     alive = Liveness()
-    ready = lambda: _readiness(service, reign, stop.is_set())  # noqa: E731
+    ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
     http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
     ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
     ticking.add_done_callback(lambda _: stop.set())
     try:
         await server.start()
-        await reign.ready()
+        await leadership.ready()
         announce(address, http.address, https=http.https)
         log.info("listening", address=address, http=http.address, world_size=config.world_size)
         warn_of_plain_text(address, security)
         await stop.wait()
         log.info("stopping")
     finally:
-        await _shut_down(server, service, health, ticking, reign)
+        await _shut_down(server, service, health, ticking, leadership)
         http.close()
         alive.close()
         if nodes is not None:
@@ -168,14 +168,14 @@ async def _shut_down(
     service: ControlPlane | Replica,
     health: rpc.Health,
     ticking: asyncio.Task[None],
-    reign: Leadership,
+    leadership: Leadership,
 ) -> None:
     await health.shut_down()
     ticking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await ticking
     service.stop()
-    await reign.close()
+    await leadership.close()
     await server.stop(STOP_GRACE_S)
 
 
@@ -185,22 +185,22 @@ async def _tick_forever(service: ControlPlane | Replica, interval_s: float) -> N
         await asyncio.sleep(interval_s)
 
 
-def _readiness(service: ControlPlane | Replica, reign: Leadership, stopping: bool) -> tuple[bool, str]:
-    """The control plane is ready when it listens, whatever the group does, and whoever leads: workers must find it to
-    form one, and are sent on."""
+def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping: bool) -> tuple[bool, str]:
+    """The control plane is ready when it listens, in every state of the group and in every role: workers must reach it to
+    form a group, and a standby redirects them."""
     if stopping:
         return False, "stopping"
     group = service.group
     if group is None:
-        leader = reign.elector.leader if reign.elector is not None else ""
-        return True, f"standing by; {leader or 'nobody yet'} leads"
+        leader = leadership.elector.leader if leadership.elector is not None else ""
+        return True, f"standby; {leader or 'no replica'} leads"
     held = f"{len(group.members)}/{group.settings.world_size} members"
     return True, f"{group.phase.value} epoch {group.epoch}, {held}"
 
 
 def _observer(metrics: ControlMetrics) -> rpc.Observe:
     def observe(method: str, code: str, seconds: float) -> None:
-        if method != "Watch":  # it lasts as long as its watcher
+        if method != "Watch":  # a stream, as long as its watcher lives
             metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
 
     return observe
