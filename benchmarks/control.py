@@ -2,7 +2,8 @@
 
     python -m benchmarks.control --out DIR [--ranks 8 64 ...]        (make bench-control)
 
-The workers are the real `worker/control_client.py` (register, watch, beat, tell what they remember) without a data plane behind
+The workers are the real `worker/control_client.py` (register, watch, beat, tell what they remember) without a data
+plane behind
 it: they publish a region of 128 bytes, take the table, get ready. All of them share one process and one event loop, so
 seconds are an upper bound: on two cores one belongs to the server and one to all the workers. Bytes that all are sent
 alike (the table of regions) are parsed once for all: what one real worker does in a millisecond, thousands in one

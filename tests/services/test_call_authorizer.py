@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.client import stream as client_stream
 from crossdock.common import interceptor, rpc
 from crossdock.common.access import MAX_UID_CHARS, CallAuthorizer, RateLimiter
+from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.control import server, views
 from crossdock.control.placement_service import PlacementService
 from crossdock.control.server import ControlPlane
@@ -145,10 +145,10 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
     hears = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
     assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     async with asyncio.timeout(TIMEOUT_S):
-        await health.set(True)
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.SERVING
-        await health.shut_down()
-        await health.set(True)
+        health.shut_down()
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
     assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

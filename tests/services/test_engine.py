@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker.engine import Engine
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 R, E, H, K, M = 2, 4, 16, 2, 8

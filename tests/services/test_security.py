@@ -24,8 +24,8 @@ from crossdock.common.access import ANYBODY, METHODS, Caller, RateLimiter, Role,
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
-from crossdock.common.http import ask_http
 from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader
+from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig

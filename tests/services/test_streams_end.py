@@ -26,8 +26,8 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
 from crossdock.worker.service import Backend, ExpertService
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.work import Done, Failure, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S
 

@@ -1,5 +1,5 @@
-"""A small world for an exhaustive search: the real group machine, workers that follow worker/control_client.py and session.py,
-and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
+"""A small world for an exhaustive search: the real group machine, workers that follow worker/control_client.py and
+session.py, and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
 With experts, a worker fetches placements. Answers may come late, as may views of a control plane that was replaced.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from crossdock.control import blame
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
 from crossdock.control.group_state import (
     Effect,
     Event,
@@ -33,6 +32,7 @@ from crossdock.control.group_state import (
     Tick,
     Worker,
 )
+from crossdock.control.ranks import Place
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.unit.placement_model import Holding, Side, drops, report_of, takes
 

@@ -29,7 +29,6 @@ from pathlib import Path
 
 from crossdock.control import cordon
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
 from crossdock.control.group_state import (
     Bar,
     Blamed,
@@ -53,6 +52,7 @@ from crossdock.control.group_state import (
     Waits,
     Worker,
 )
+from crossdock.control.ranks import Place
 
 
 def show(group: Group) -> str:

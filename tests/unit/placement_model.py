@@ -1,6 +1,6 @@
-"""The experts' side of the control plane as values, for the search of group_model.py: the real `PlacementService` and `PlacementManager`,
-made anew from a frozen state for each move. The model has one MoE layer and two experts per rank; a plan of an even
-term turns those of rank 0 round, one of an odd term those of rank 1.
+"""The experts' side of the control plane as values, for the search of group_model.py: the real `PlacementService` and
+`PlacementManager`, made anew from a frozen state for each move. The model has one MoE layer and two experts per rank; a
+plan of an even term turns those of rank 0 round, one of an odd term those of rank 1.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.placement_manager import PlacementManager, Goal, Kind, Report, _Move
+from crossdock.control.group_state import Group
+from crossdock.control.placement_manager import Goal, Kind, PlacementManager, Report, _Move
 from crossdock.control.placement_service import PlacementService, _CachedPlan
 from crossdock.control.plans import Plan
-from crossdock.control.group_state import Group
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from crossdock.control import blame
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
 from crossdock.control.group_state import (
     Effect,
     Event,
@@ -24,6 +23,7 @@ from crossdock.control.group_state import (
     Waits,
     Worker,
 )
+from crossdock.control.ranks import Place
 
 sizes = st.integers(3, 7)
 said = st.lists(st.sets(st.integers(0, 6), min_size=1), min_size=1, max_size=12)
@@ -132,7 +132,9 @@ def test_two_that_disagree_are_named_though_neither_is_quarantined() -> None:
         assert not blame.sick(world.group), number
         world.says("h0/0", world.group.epoch, 2)
         world.serve()
-    assert blame.sick(world.group) == {"h2/0": "reported silent in 3 epochs by h0/0 alone: either of the two may be sick"}
+    assert blame.sick(world.group) == {
+        "h2/0": "reported silent in 3 epochs by h0/0 alone: either of the two may be sick"
+    }
     assert not world.quarantined
 
 

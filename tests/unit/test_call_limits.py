@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from crossdock.common.call_limits import IDLE_S, MIN_READING_PER_PEER, UNFINISHED_BYTES_PER_PEER, CallLimits, Permit, PermitPool
+from crossdock.common.call_limits import (
+    IDLE_S,
+    MIN_READING_PER_PEER,
+    UNFINISHED_BYTES_PER_PEER,
+    CallLimits,
+    Permit,
+    PermitPool,
+)
 from tests.services.control_world import Clock
 
 
@@ -80,4 +87,6 @@ def test_a_kept_place_is_never_lost() -> None:
 def test_unfinished_messages_of_one_peer_are_bounded(size: int) -> None:
     limits = CallLimits.of(size, 1024)
     assert 0 < limits.reading_per_peer <= limits.calls_per_peer == 256
-    assert limits.reading_per_peer * size <= UNFINISHED_BYTES_PER_PEER or limits.reading_per_peer == MIN_READING_PER_PEER
+    assert (
+        limits.reading_per_peer * size <= UNFINISHED_BYTES_PER_PEER or limits.reading_per_peer == MIN_READING_PER_PEER
+    )

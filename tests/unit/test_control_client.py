@@ -79,7 +79,9 @@ async def test_heartbeats_that_are_refused_are_said_now_and_then_and_named_when_
     client: ControlPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[str, object]] = []
-    monkeypatch.setattr(client_module._log, "warning", lambda what, **more: said.append((what, more.get("heartbeats_refused"))))
+    monkeypatch.setattr(
+        client_module._log, "warning", lambda what, **more: said.append((what, more.get("heartbeats_refused")))
+    )
     answers: list[rpc.CallError] = [*[rpc.PermissionDenied("expected its own certificate")] * 3, rpc.NotFound("h/0")]
 
     async def call(*_: object, **__: object) -> None:

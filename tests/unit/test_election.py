@@ -22,12 +22,12 @@ from crossdock.control.election import (
     MAX_TERM_STEP,
     Lease,
     State,
-    released,
-    observe_term,
     is_plausible,
-    observe,
     next_lease,
+    observe,
+    observe_term,
     record_write,
+    released,
 )
 
 LEASE_S, END_S, QUIET_S = 6.0, 240.0, 60.0
@@ -219,7 +219,13 @@ def test_whoever_hears_of_a_later_term_leads_no_more_and_then_above_it() -> None
 def test_a_term_far_above_the_lease_is_nobodys() -> None:
     """Whoever claims one cannot use up the terms that the API can keep."""
     leader = record_write(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
-    assert [is_plausible(leader, term) for term in (3, 4, 3 + MAX_TERM_STEP, 4 + MAX_TERM_STEP, 10**18)] == [False, True, True, False, False]
+    assert [is_plausible(leader, term) for term in (3, 4, 3 + MAX_TERM_STEP, 4 + MAX_TERM_STEP, 10**18)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     late = replace(leader, highest_term=LAST_LEAPING_TERM - 1)
     assert (is_plausible(late, LAST_LEAPING_TERM), is_plausible(late, LAST_LEAPING_TERM + 1)) == (True, False)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import Seat
 

@@ -12,7 +12,7 @@ import torch
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, LoadTask
+from crossdock.worker.expert_tables import ExpertTables, LoadTask, MoveCancelled
 from crossdock.worker.placement import Placement, PlacementError, Route
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from crossdock.control import views
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
 from crossdock.control.group_state import (
     Event,
     Group,
@@ -27,6 +26,7 @@ from crossdock.control.group_state import (
     Tick,
     Worker,
 )
+from crossdock.control.ranks import Place
 from crossdock.protocol.v1 import control_pb2 as pb
 
 UIDS = [f"{host}/{local}" for host in "ab" for local in range(3)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.placement_manager import PlacementManager, Kind, Report
 from crossdock.control.balancer import copies_of
+from crossdock.control.placement_manager import Kind, PlacementManager, Report
 from crossdock.control.plans import Plan, domain_imbalance, total_imbalance
 from crossdock.control.tables import Table
 

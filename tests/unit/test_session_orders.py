@@ -16,14 +16,14 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.group_state import Phase
+from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.control_client import ControlPlaneClient
 from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.placement import Placement
 from crossdock.worker.session import Session
 from crossdock.worker.work import Fault
@@ -178,7 +178,9 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crossdock.worker.session.in_thread", in_thread)
     monkeypatch.setattr("crossdock.worker.expert_mover.in_thread", in_thread)
     monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
-    monkeypatch.setattr("crossdock.worker.control_client.ControlPlaneChannel", lambda target, security: Mock(has_several_targets=False))
+    monkeypatch.setattr(
+        "crossdock.worker.control_client.ControlPlaneChannel", lambda target, security: Mock(has_several_targets=False)
+    )
     monkeypatch.setattr("crossdock.worker.control_client.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from crossdock.worker.device_stream import GpuStream
+from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup

@@ -1,9 +1,9 @@
 """Authorization and rate limits of calls: a caller has roles, a method names the roles that may call it.
 
     role       by certificate (names)           by token (files)          may
-    worker     access.worker_names              access.worker_tokens      register, send heartbeats, see regions: for its own uid
-    client     access.client_names              access.client_tokens      Forward, Describe, watch without regions
-    operator   access.operator_names            access.operator_tokens    drain workers
+    worker     access.worker_names              access.worker_tokens      register, send heartbeats, see regions: for
+    its own uid client     access.client_names              access.client_tokens      Forward, Describe, watch without
+    regions operator   access.operator_names            access.operator_tokens    drain workers
 
 With certificates and tokens configured, a caller has the roles granted by both. Without TLS every caller has all
 roles. A method that the table below does not name requires the operator role.
@@ -24,9 +24,15 @@ from typing import Any
 import grpc
 
 from crossdock.common import log as logs
-from crossdock.common.call_errors import CallError, InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
+from crossdock.common.call_errors import (
+    CallError,
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from crossdock.common.call_limits import CallLimits, CallPermits, LimitReached, PermitPool
 from crossdock.common.metrics import GuardedMetrics
-from crossdock.common.call_limits import CallLimits, LimitReached, PermitPool, CallPermits
 from crossdock.common.security import Security
 
 log = logs.get(__name__)

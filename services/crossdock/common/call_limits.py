@@ -169,7 +169,9 @@ class CallPermits:
         while not self._acquire(self._reading):
             if time.monotonic() > last_at:
                 limit = self._reading.max_per_peer
-                raise LimitReached(f"calls: expected at most {limit} requests under way at once of one caller, got one more")
+                raise LimitReached(
+                    f"calls: expected at most {limit} requests under way at once of one caller, got one more"
+                )
             await asyncio.sleep(_POLL_S)
 
     def release_reading(self) -> None:

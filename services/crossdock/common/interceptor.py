@@ -98,7 +98,9 @@ class _Call:
         streams: the client sends a stream of requests.
     """
 
-    def __init__(self, authorizer: CallAuthorizer | None, observe: Observe | None, name: str, context: Any, streams: bool) -> None:
+    def __init__(
+        self, authorizer: CallAuthorizer | None, observe: Observe | None, name: str, context: Any, streams: bool
+    ) -> None:
         self._authorizer, self._name, self._context, self._streams = authorizer, name, context, streams
         self._observe = observe if name.startswith(OUR_METHODS) else None
         self._permits: CallPermits | None = None
@@ -173,7 +175,8 @@ class _Call:
             self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)
 
     async def _counted(self) -> AsyncIterator[Any]:
-        """The requests of a stream. grpc's own iterator would keep the last request alive while it waits for the next."""
+        """The requests of a stream. grpc's own iterator would keep the last request alive while it waits for the
+        next."""
         while True:
             request = await self._context.read()
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it

@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection
 
 from crossdock.common.access import CallAuthorizer
 from crossdock.common.addresses import format_address, split_address
-from crossdock.common.interceptor import CallInterceptor, Observe
 from crossdock.common.call_errors import (
     Aborted,
     AlreadyExists,
@@ -41,6 +40,7 @@ from crossdock.common.call_errors import (
     error_of,
     status_of,
 )
+from crossdock.common.interceptor import CallInterceptor, Observe
 from crossdock.common.security import Security
 
 __all__ = [
@@ -93,8 +93,8 @@ class ListenError(OSError):
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING.
 
-    grpcio-health-checking is not used: it writes to a watcher while it holds the lock of all watchers, so one client that
-    does not read would block all others and the shutdown.
+    grpcio-health-checking is not used: it writes to a watcher while it holds the lock of all watchers, so one client
+    that does not read would block all others and the shutdown.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -103,16 +103,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
         self._watchers: set[asyncio.Event] = set()
         self._over = False
 
-    async def set(self, serving: bool, *names: str) -> None:
+    def set(self, serving: bool, *names: str) -> None:
         """Set the state of these services (none named: all services and the process), and notify watchers."""
         if not self._over:
             self._serving.update(dict.fromkeys(names or ("", *self.services), serving))
             for changed in self._watchers:
                 changed.set()
 
-    async def shut_down(self) -> None:
+    def shut_down(self) -> None:
         """NOT_SERVING for good; later `set` calls do nothing."""
-        await self.set(False)
+        self.set(False)
         self._over = True
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
@@ -165,12 +165,14 @@ async def server(
     made = grpc.aio.server(
         interceptors=(CallInterceptor(observe, authorizer),),
         options=[*_server_options(max_message_bytes), *(_guard_options() if authorizer is not None else ())],
-        maximum_concurrent_rpcs=2 * (authorizer.calls.max_total + authorizer.others.max_total) if authorizer is not None else None,
+        maximum_concurrent_rpcs=2 * (authorizer.calls.max_total + authorizer.others.max_total)
+        if authorizer is not None
+        else None,
     )
     health_pb2_grpc.add_HealthServicer_to_server(health, made)
     names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, made)
-    await health.set(False)
+    health.set(False)
     return made
 
 

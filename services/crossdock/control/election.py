@@ -121,7 +121,9 @@ def record_write(state: State, lease: Lease, began: float, now: float) -> State:
     ended = state.term == lease.term and now >= state.until
     leads = bool(lease.holder) and now < until and not ended and lease.term >= state.highest_term
     term = lease.term if leads else 0
-    return replace(state, seen=lease, since=now, term=term, until=until, highest_term=max(state.highest_term, lease.term))
+    return replace(
+        state, seen=lease, since=now, term=term, until=until, highest_term=max(state.highest_term, lease.term)
+    )
 
 
 def _later(term: int, leap: int) -> int:

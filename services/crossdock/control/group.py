@@ -166,7 +166,9 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
         return replace(raise_epoch(group, event.epoch + 1, now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
-        return _update(group, replace(member, lease_until=now + group.settings.lease_s, standby_ready=event.standby_ready)), ()
+        return _update(
+            group, replace(member, lease_until=now + group.settings.lease_s, standby_ready=event.standby_ready)
+        ), ()
     late = event.epoch == group.epoch - 1 and bool(event.silent_ranks)
     current = event.epoch == group.epoch and group.phase in {Phase.EXCHANGING, Phase.SERVING}
     if not broken or not (current or late):
@@ -398,4 +400,12 @@ def _rank(member: Member) -> int:
 def _visible(group: Group) -> tuple[Any, ...]:
     """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
     unchanged as long as `positions` is the same object."""
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, id(group.members.positions)
+    return (
+        group.phase,
+        group.epoch,
+        group.sealed,
+        group.recovering,
+        group.reason,
+        group.bars,
+        id(group.members.positions),
+    )

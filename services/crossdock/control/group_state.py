@@ -237,8 +237,8 @@ class Group:
     broken_ranks: tuple[int, ...]
     """Ranks that were lost, replaced or reported silent since the last epoch."""
     active: frozenset[int] | None = None
-    """Ranks that continue with the regions of an earlier epoch while others are missing; None: all ranks, with regions of
-    this epoch."""
+    """Ranks that continue with the regions of an earlier epoch while others are missing; None: all ranks, with regions
+    of this epoch."""
     blames: tuple[Blame, ...] = ()
     """Oldest first. Removed together with the accused process."""
     bars: tuple[Bar, ...] = ()

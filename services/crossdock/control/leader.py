@@ -97,8 +97,9 @@ class Elector:
         self._thread.start()
 
     def note_term(self, term: int) -> None:
-        """Note a term that a member has seen. If it is plausible, the lease is read again. If the lease still names this
-        process, it was deleted in between; members accept views of a later term only, so a new leadership begins."""
+        """Note a term that a member has seen. If it is plausible, the lease is read again. If the lease still names
+        this process, it was deleted in between; members accept views of a later term only, so a new leadership
+        begins."""
         state = self._state
         if state.term and election.is_plausible(state, term) and boot_clock() >= self._ignore_until:
             self._noted_term = term
@@ -110,7 +111,8 @@ class Elector:
         current round at most as long as the lease lasts, after which there is nothing to release."""
         self._stop.set()
         self._run_now.set()
-        self._thread.join(max(timeout_s, self._state.lease_s))
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(max(timeout_s, self._state.lease_s))
         with self._lock:
             back, seen = election.released(self._state), self._state.seen
             self._state = replace(self._state, term=0)
@@ -123,19 +125,30 @@ class Elector:
                 log.warning("lease not released", error=error)
         self._store.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         pause_s = self._state.lease_s / RENEWALS_PER_LEASE
         while not self._stop.is_set():
-            before = (self.term, self.leader)
             try:
-                self._round(pause_s)
-                self.trouble = ""
-            except Exception as error:  # errors of the client and of the socket
-                self._record_failure(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-            if before != (self.term, self.leader):
-                self.changed()
+                self._once(pause_s)
+            except Exception:  # a bug in `changed`; without this thread the replica could never lead again
+                log.exception("the elector continues after an error; this is a bug")
             self._run_now.wait(pause_s)
             self._run_now.clear()
+
+    def _once(self, pause_s: float) -> None:
+        before = (self.term, self.leader)
+        try:
+            self._round(pause_s)
+            self.trouble = ""
+        except Exception as error:  # errors of the client and of the socket
+            self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if before != (self.term, self.leader):
+            self.changed()
 
     def _round(self, timeout_s: float) -> None:
         seen = self._store.read(timeout_s)
@@ -213,9 +226,9 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         former, self._service = self._service, None
         if former is not None:
             former.stop()
-        self._term = term
         if term:
             self._service = self._make()
+        self._term = term
         log.info("leading" if term else "standby", term=term, leader=self._elector.leader or "unknown")
         self._term_changed(term)
 

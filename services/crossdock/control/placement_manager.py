@@ -1,4 +1,5 @@
-"""Placement of experts: load, the current version of the tables, and moves to a better one. No I/O, no thread, no clock.
+"""Placement of experts: load, the current version of the tables, and moves to a better one. No I/O, no thread, no
+clock.
 
     reports of the ranks (with each heartbeat) ─▶ decayed load of every expert ─▶ snapshot() ─▶ start(plan)
                                                └▶ progress of the ranks ─▶ move done, or rolled back
@@ -39,8 +40,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Expert report of one rank. `layers`: experts by slot, for each MoE layer in order. `rows`: rows computed by each of
-    them since the last report; empty for none."""
+    """Expert report of one rank. `layers`: experts by slot, for each MoE layer in order. `rows`: rows computed by each
+    of them since the last report; empty for none."""
 
     version: int
     switched: int

@@ -1,4 +1,5 @@
-"""Placement part of the control plane's service: messages ↔ PlacementManager, plans made in a thread, logs and metrics."""
+"""Placement part of the control plane's service: messages ↔ PlacementManager, plans made in a thread, logs and
+metrics."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
+from crossdock.common.tasks import background
 from crossdock.control import views
-from crossdock.control.placement_manager import PlacementManager, Goal, Kind, Outcome, Report
 from crossdock.control.balancer import imbalance
-from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.group_state import Group, Phase
+from crossdock.control.placement_manager import Goal, Kind, Outcome, PlacementManager, Report
+from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
 
@@ -110,7 +112,8 @@ class PlacementService:
         self._metrics.placement_version.set(self.version)
 
     def check_report(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:
-        """The rank and its checked expert report; None: no report, or not for the serving epoch. Raises InvalidArgument."""
+        """The rank and its checked expert report; None: no report, or not for the serving epoch. Raises
+        InvalidArgument."""
         member = group.member(request.worker.uid)
         current = group.phase is Phase.SERVING and request.epoch == group.epoch
         if member is None or not request.HasField("experts") or not current or self._manager.kind is None:
@@ -141,7 +144,7 @@ class PlacementService:
         now, before = self._clock(), self.version
         self._publish(self._manager.expire(now), before)
         if serving and self._manager.is_due(now) and (self._rebalance_task is None or self._rebalance_task.done()):
-            self._rebalance_task = asyncio.get_running_loop().create_task(self._rebalance_if_worth())
+            self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
 
     def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
         """The tables of an epoch: the frozen ones until it serves, then the newest. Raises FailedPrecondition."""
@@ -224,7 +227,8 @@ class PlacementService:
                     raise rpc.Unavailable("experts: their placement is not known yet")
                 made = _CachedPlan(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
                 self._cached = made
-                self._metrics.expert_imbalance.set(made.plan.imbalance)
+                if not self._stopped:  # the gauge may already belong to a successor
+                    self._metrics.expert_imbalance.set(made.plan.imbalance)
             return made
 
     async def _rebalance_if_worth(self) -> None:
@@ -232,9 +236,6 @@ class PlacementService:
         try:
             made = await self._plan()
         except rpc.Unavailable:
-            return
-        except Exception:  # this task is not awaited
-            log.exception("placement planning failed")
             return
         if self._manager.is_worth_it(made.plan):
             self._start(made)

@@ -9,23 +9,23 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from collections.abc import Coroutine
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-import grpc.aio
+from typing import TYPE_CHECKING, Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
+from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import serve_http
-from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.call_limits import CallLimits
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
+from crossdock.common.tasks import background
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
 from crossdock.control.server import ControlPlane
@@ -40,14 +40,15 @@ STOP_GRACE_S = 1.0
 CALLS, CALLS_PER_RANK = 2048, 8
 """Concurrent calls, most of them Watch streams; one peer gets a quarter. All ranks may share one proxy, and the permits
 of two streams per rank are never revoked."""
-EXIT_OK, EXIT_BAD_CONFIG = 0, 2
+EXIT_OK, EXIT_BROKEN, EXIT_BAD_CONFIG = 0, 1, 2
 
 log = logs.get(__name__)
 
 
 def run_control(config: ControlConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped normally, 2 an address, certificate or token cannot
-    be used, or the extra `control` is needed and not installed."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped normally; 1 an essential task ended, which is
+    a bug (the log has the error); 2 an address, certificate or token cannot be used, or the extra `control` is needed
+    and not installed."""
     logs.setup(config.log, role="control")
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
@@ -62,6 +63,9 @@ def run_control(config: ControlConfig) -> int:
     except SecurityError as error:
         log.error("cannot use certificates or tokens", error=str(error))
         return EXIT_BAD_CONFIG
+    except Exception:
+        log.exception("the control plane ended; this is a bug")
+        return EXIT_BROKEN
 
 
 class Leadership:
@@ -70,8 +74,9 @@ class Leadership:
     def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
         self._config, self._metrics, self._health, self._nodes = config, metrics, health, nodes
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.elector: Elector | None = None
+        self.tick_now = asyncio.Event()
+        """Set when the elector has changed the leader."""
 
     def service(self, address: str) -> ControlPlane | Replica:
         """The servicer."""
@@ -85,16 +90,17 @@ class Leadership:
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
         self.elector = Elector(state, KubernetesLeaseStore(chosen), failed=self._metrics.lease_failures_total.inc)
-        replica = Replica(self._make, self.elector, self._role_changed)
-        self.elector.changed = lambda: self._tick_soon(replica)
-        return replica
+        self.elector.changed = self._tick_soon
+        return Replica(self._make, self.elector, self._role_changed)
 
-    async def ready(self) -> None:
+    def ready(self, alive: Liveness) -> None:
         """The server has started: serve, or start the candidacy."""
-        await self._health.set(True)
+        self._health.set(True)
         if self.elector is not None:
-            await self._health.set(False, SERVICE_NAME)
+            self._health.set(False, SERVICE_NAME)
             self.elector.start()
+            elector = self.elector
+            alive.expect("elector", lambda: elector.alive)
 
     async def close(self) -> None:
         """Release the lease, after the service was stopped."""
@@ -104,17 +110,15 @@ class Leadership:
     def _make(self) -> ControlPlane:
         return ControlPlane(self._config, self._metrics, labels=lambda: self._nodes.labels if self._nodes else {})
 
-    def _tick_soon(self, replica: Replica) -> None:
+    def _tick_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(replica.tick)
+            self._loop.call_soon_threadsafe(self.tick_now.set)
 
     def _role_changed(self, term: int) -> None:
         self._metrics.leading.set(bool(term))
         self._metrics.term.set(term)
         self._metrics.leader_terms_total.inc(bool(term))
-        task = asyncio.create_task(self._health.set(bool(term), SERVICE_NAME))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._health.set(bool(term), SERVICE_NAME)
 
 
 async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
@@ -123,71 +127,73 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
-    nodes = await _nodes(config.kubernetes) if config.kubernetes else None
-    health = rpc.Health([SERVICE_NAME])
-    limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
-    authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
-    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
-    address = rpc.bind(server, config.listen, security)
-    leadership = Leadership(config, metrics, health, nodes)
-    service = leadership.service(address)
-    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    alive = Liveness()
-    ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
-    http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
-    ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
-    ticking.add_done_callback(lambda _: stop.set())
-    try:
+    async with contextlib.AsyncExitStack() as closing:  # in reverse order, each even if another one fails
+        alive = Liveness()
+        closing.callback(alive.close)
+        nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
+        health = rpc.Health([SERVICE_NAME])
+        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
+        authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
+        server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
+        closing.push_async_callback(server.stop, STOP_GRACE_S)
+        address = rpc.bind(server, config.listen, security)
+        leadership = Leadership(config, metrics, health, nodes)
+        service = leadership.service(address)
+        ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
+        control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
+        http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
+        closing.callback(http.close)
+        closing.push_async_callback(leadership.close)
+        closing.callback(service.stop)
+        ticks = _tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE), leadership.tick_now)
+        ticking = _essential_task(ticks, "ticking", stop, alive)
+        closing.callback(ticking.cancel)
+        closing.callback(health.shut_down)
         await server.start()
-        await leadership.ready()
+        leadership.ready(alive)
         announce(address, http.address, https=http.https)
         log.info("listening", address=address, http=http.address, world_size=config.world_size)
         warn_of_plain_text(address, security)
         await stop.wait()
+        alive.let_end()
         log.info("stopping")
-    finally:
-        await _shut_down(server, service, health, ticking, leadership)
-        http.close()
-        alive.close()
-        if nodes is not None:
-            nodes.close()
-    return EXIT_OK
+        return EXIT_BROKEN if ticking.done() else EXIT_OK
 
 
-async def _nodes(config: KubernetesConfig) -> Nodes:
+async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.AsyncExitStack) -> Nodes:
     from crossdock.control.nodes import Nodes
 
     nodes = Nodes(config)
+    closing.callback(nodes.close)
     if not await asyncio.to_thread(nodes.start):
         log.warning("starting without node labels", why=nodes.trouble)
+    alive.expect("nodes", lambda: nodes.alive)
     return nodes
 
 
-async def _shut_down(
-    server: grpc.aio.Server,
-    service: ControlPlane | Replica,
-    health: rpc.Health,
-    ticking: asyncio.Task[None],
-    leadership: Leadership,
-) -> None:
-    await health.shut_down()
-    ticking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await ticking
-    service.stop()
-    await leadership.close()
-    await server.stop(STOP_GRACE_S)
+def _essential_task(
+    work: Coroutine[Any, Any, None], what: str, stop: asyncio.Event, alive: Liveness
+) -> asyncio.Task[None]:
+    """Start an essential task: its end stops the process."""
+    task = background(work, what)
+    task.add_done_callback(lambda _: stop.set())
+    alive.expect(what, lambda: not task.done())
+    return task
 
 
-async def _tick_forever(service: ControlPlane | Replica, interval_s: float) -> None:
+async def _tick_forever(service: ControlPlane | Replica, interval_s: float, tick_now: asyncio.Event) -> None:
+    """The only caller of `tick`: an error in a callback of the event loop would leave a leadership half begun."""
     while True:
+        tick_now.clear()
         service.tick()
-        await asyncio.sleep(interval_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(interval_s):
+                await tick_now.wait()
 
 
 def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping: bool) -> tuple[bool, str]:
-    """The control plane is ready when it listens, in every state of the group and in every role: workers must reach it to
-    form a group, and a standby redirects them."""
+    """The control plane is ready when it listens, in every state of the group and in every role: workers must reach it
+    to form a group, and a standby redirects them."""
     if stopping:
         return False, "stopping"
     group = service.group

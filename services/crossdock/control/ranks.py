@@ -123,7 +123,9 @@ def _level(places: Iterable[Place]) -> list[Place]:
             without_rail.add(place.hostname)
     return [
         replace(
-            place, area=areas[place.neighbourhood], rail=place.local_rank if place.hostname in without_rail else place.rail
+            place,
+            area=areas[place.neighbourhood],
+            rail=place.local_rank if place.hostname in without_rail else place.rail,
         )
         for place in places
     ]

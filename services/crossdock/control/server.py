@@ -18,9 +18,7 @@ from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import barred, blame, discovery, group_state, views
-from crossdock.control.placement_service import PlacementService
 from crossdock.control.group import new_group, step
-from crossdock.control.worker_keys import WorkerKeys
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -37,12 +35,15 @@ from crossdock.control.group_state import (
     Uncordon,
     Waits,
 )
+from crossdock.control.placement_service import PlacementService
 from crossdock.control.watchers import Watchers
+from crossdock.control.worker_keys import WorkerKeys
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 _LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
-"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on it."""
+"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
+it."""
 log = logs.get(__name__)
 
 REFUSALS: dict[Refusal, type[rpc.CallError]] = {

@@ -64,7 +64,9 @@ class Watchers:
         """Notify all streams: at once, or debounced if the change can `wait`. `full`: every slot has a member."""
         now = time.monotonic()
         per_rank = FULL_NOTIFY_DEBOUNCE_S_PER_RANK if full else NOTIFY_DEBOUNCE_S_PER_RANK
-        debounce_s = self._notified_at + self._world_size * per_rank - now if self._world_size > DEBOUNCE_FROM_RANKS else 0.0
+        debounce_s = (
+            self._notified_at + self._world_size * per_rank - now if self._world_size > DEBOUNCE_FROM_RANKS else 0.0
+        )
         if wait and debounce_s > 0:
             loop = asyncio.get_running_loop()
             if self._notify_timer is None or self._notify_timer.when() > loop.time() + debounce_s:

@@ -24,8 +24,8 @@ from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
-from crossdock.common.cpus import usable_cpus
 from crossdock.common.control_channel import BlockingControlPlaneChannel
+from crossdock.common.cpus import usable_cpus
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
 from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
@@ -296,8 +296,8 @@ def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
 
 
 def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
-    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody is_leading. Returns
-    why nobody did."""
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody is_leading.
+    Returns why nobody did."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
     answered = False
     try:

@@ -326,8 +326,8 @@ class ControlPlaneClient:
             self._changed.notify_all()
 
     def _remember(self, view: View) -> None:
-        """Update the remembered membership for a newer epoch: a restarted control plane must not learn that the old epoch
-        still serves, nor form a group under an epoch that this worker has already seen."""
+        """Update the remembered membership for a newer epoch: a restarted control plane must not learn that the old
+        epoch still serves, nor form a group under an epoch that this worker has already seen."""
         own_member = self.own_member(view)
         seen = self._prior.epoch if self._prior is not None else 0
         final = self._prior is not None or view.state == control_pb2.EXCHANGING
@@ -378,7 +378,8 @@ class ControlPlaneClient:
         self._barred.CopyFrom(barred)
 
     def _check_answers(self) -> None:
-        """Fail over if no heartbeat was answered for a lease: a stopped or unreachable leader may break no connection."""
+        """Fail over if no heartbeat was answered for a lease: a stopped or unreachable leader may break no
+        connection."""
         if time.monotonic() - self._answered_at > self._lease_s:
             self._unanswered = True
             self._register_again.set()

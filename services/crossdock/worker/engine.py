@@ -25,13 +25,13 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
+from crossdock.worker.device_stream import stream_of
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.device_stream import stream_of
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError, MoECommunicator, PeerTimeout
 
 _log = log.get(__name__)
@@ -200,7 +200,8 @@ class Engine:
             self._telemetry.collect(comm)
 
     def _sleep(self, comm: MoECommunicator) -> None:
-        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange."""
+        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an
+        exchange."""
         while True:
             with self._lock:
                 pending = self._tables is not None and self._tables.has_pending_change()

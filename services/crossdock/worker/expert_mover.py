@@ -6,14 +6,14 @@ import asyncio
 
 from crossdock.common import log, rpc
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.engine import Engine
-from crossdock.worker.expert_tables import ExpertTables, MoveCancelled, LoadTask
 from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.engine import Engine
+from crossdock.worker.expert_tables import ExpertTables, LoadTask, MoveCancelled
 from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import Seat
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.threads import in_thread
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 
 _log = log.get(__name__)
 
@@ -45,9 +45,9 @@ class ExpertMover:
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
 
     async def run(self, seat: Seat, tables: ExpertTables) -> None:
-        """Follow newer placements until cancelled. Cancellation takes effect at once, since a hanging file system must not
-        keep the group from re-forming. Weights still being read are dropped, and moves of a later epoch begin after that
-        read, so there is at most one loader."""
+        """Follow newer placements until cancelled. Cancellation takes effect at once, since a hanging file system must
+        not keep the group from re-forming. Weights still being read are dropped, and moves of a later epoch begin after
+        that read, so there is at most one loader."""
         self._tables = tables
         try:
             if self._loader is not None and not self._loader.done():

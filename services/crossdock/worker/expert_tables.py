@@ -103,7 +103,10 @@ class ExpertTables:
         """Report for the control plane, without row counts."""
         with self._changed:
             report = control_pb2.ExpertReport(
-                version=self._target.version, switched=self._switched, to_switch=len(self._changed_layers), error=self._error
+                version=self._target.version,
+                switched=self._switched,
+                to_switch=len(self._changed_layers),
+                error=self._error,
             )
             if self._newest is not self._target:  # not in effect yet, but a new leader must not reuse its version
                 report = control_pb2.ExpertReport(version=self._newest.version, to_switch=1)

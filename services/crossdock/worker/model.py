@@ -125,7 +125,9 @@ class Model:
             return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
-    def _stage(self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights:
+    def _stage(
+        self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]
+    ) -> Weights:
         with self._room(len(ids)):
             return experts.stage(self._checkpoint, layer, ids, progress)
 

@@ -5,8 +5,8 @@
 
 Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
 address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
-the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4 the
-process may be started again.
+the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4
+the process may be started again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from crossdock.common import log, rpc
 from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.common.call_limits import CallLimits
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
@@ -38,16 +38,16 @@ from crossdock.topo.facts import host_facts
 from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
-from crossdock.worker.control_client import JoinRefused, ControlPlaneClient
-from crossdock.worker.model import Model
 from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.model import Model
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
+from crossdock.worker.threads import give_memory_back
 from crossdock.worker.worker_status import WorkerStatus
 from crossdock.worker.worker_telemetry import WorkerTelemetry
-from crossdock.worker.threads import give_memory_back
 from ep_kernels import EpError
 
 EXIT_BROKEN = 1
@@ -117,8 +117,7 @@ class _Process:
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._health = rpc.Health([SERVICE_NAME])
-        self._status = WorkerStatus(self._metrics, self._set_health)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._status = WorkerStatus(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
 
     async def run(self) -> int:
@@ -135,7 +134,9 @@ class _Process:
             raise
         await server.start()
         registration = self._registration(address, http)
-        self._control = ControlPlaneClient(self._config.control, registration, self._stats, self._security, self._expert_report)
+        self._control = ControlPlaneClient(
+            self._config.control, registration, self._stats, self._security, self._expert_report
+        )
         self._spare = lambda: f"spare: {self._control.trouble}" if self._control.spare else ""
         self._mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
         self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, self._mover)
@@ -170,7 +171,9 @@ class _Process:
             with contextlib.suppress(asyncio.CancelledError):
                 await life
         except TimeoutError:
-            _log.error("could not join", control=self._config.control, why=self._control.trouble, waited_s=JOIN_TIMEOUT_S)
+            _log.error(
+                "could not join", control=self._config.control, why=self._control.trouble, waited_s=JOIN_TIMEOUT_S
+            )
             return EXIT_NOT_JOINED
         except JoinRefused as error:
             _log.error("the group does not take this worker", error=str(error))
@@ -191,7 +194,11 @@ class _Process:
         authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
         server = await rpc.server(self._config.max_message_bytes, self._health, authorizer=authorizer)
         backend = Backend(
-            self._config, RequestValidator(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
+            self._config,
+            RequestValidator(self._model.spec, self._model.dtype),
+            self._engine,
+            self._telemetry,
+            self._budget,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
@@ -199,7 +206,7 @@ class _Process:
 
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
         self._status.close()
-        await self._health.shut_down()
+        self._health.shut_down()
         await self._control.leave("drained" if self._stop.is_set() else "stopping")
         await self._control.close()
         await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
@@ -255,11 +262,6 @@ class _Process:
             world_size=seat.size if seat else 0,
             serving=self._status.ready()[0],
         )
-
-    def _set_health(self, serving: bool) -> None:
-        task = asyncio.create_task(self._health.set(serving))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _broken(line: asyncio.Task[None]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.control_client import JoinRefused, ControlPlaneClient, View
+from crossdock.worker.control_client import ControlPlaneClient, JoinRefused, View
 from ep_kernels import TransportError
 
 

@@ -33,8 +33,8 @@ from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.work import Done, Failure, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
@@ -151,7 +151,9 @@ class _Answer:
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(self, backend: Backend, client: Hashable, limiter: RateLimiter, make_room: Callable[..., None]) -> None:
+    def __init__(
+        self, backend: Backend, client: Hashable, limiter: RateLimiter, make_room: Callable[..., None]
+    ) -> None:
         self._backend, self._limiter, self._make_room = backend, limiter, make_room
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None

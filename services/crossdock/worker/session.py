@@ -26,19 +26,19 @@ import grpc
 from crossdock.common import log, rpc
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
+from crossdock.worker.control_client import ControlPlaneClient, View
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.control_client import ControlPlaneClient, View
-from crossdock.worker.model import Model
 from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.model import Model
 from crossdock.worker.placement import Placement, PlacementError
 from crossdock.worker.seat import ControlGroup, Seat, is_standby, seat_in
-from crossdock.worker.worker_status import WorkerStatus
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 from crossdock.worker.threads import in_thread
 from crossdock.worker.work import Failure, Fault, Left
+from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError
 
 _log = log.get(__name__)
@@ -74,7 +74,13 @@ class Session:
     """
 
     def __init__(
-        self, control: ControlPlaneClient, model: Model, engine: Engine, status: WorkerStatus, telemetry: WorkerTelemetry, mover: ExpertMover
+        self,
+        control: ControlPlaneClient,
+        model: Model,
+        engine: Engine,
+        status: WorkerStatus,
+        telemetry: WorkerTelemetry,
+        mover: ExpertMover,
     ) -> None:
         self._mover = mover
         self._control, self._model, self._engine, self._status = control, model, engine, status
@@ -287,7 +293,8 @@ class Session:
         self._control.report(epoch, fault)
 
     def _close_comm(self) -> None:
-        """Close the communicator, only after the group has ended its epoch: peers that wait would take this rank for dead."""
+        """Close the communicator, only after the group has ended its epoch: peers that wait would take this rank for
+        dead."""
         if self._comm is not None:
             self._comm.close()
             self._comm = None

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common import log
+from crossdock.worker.device_stream import DeviceStream
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.device_stream import DeviceStream
-from crossdock.worker.worker_telemetry import StepRecord
 from crossdock.worker.work import Slice
+from crossdock.worker.worker_telemetry import StepRecord
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
 
 _log = log.get(__name__)
@@ -54,7 +54,11 @@ class Stepper:
     """
 
     def __init__(
-        self, comm: MoECommunicator, experts: ExpertMLPs | None, stream: DeviceStream, tables: ExpertTables | None = None
+        self,
+        comm: MoECommunicator,
+        experts: ExpertMLPs | None,
+        stream: DeviceStream,
+        tables: ExpertTables | None = None,
     ) -> None:
         self._tables = tables
         self._comm, self._experts, config = comm, experts, comm.config

@@ -1,0 +1,47 @@
+"""Background tasks whose failure is logged at once, although they are awaited late or never.
+
+self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from crossdock.common import log as logs
+
+Result = TypeVar("Result")
+
+log = logs.get(__name__)
+
+_running: set[asyncio.Future[Any]] = set()
+"""References to running tasks: the event loop itself holds them weakly."""
+
+
+def background(work: Coroutine[Any, Any, Result], what: str, *expected: type[Exception]) -> asyncio.Task[Result]:
+    """Run `work` as a task; see `log_failure`."""
+    task = asyncio.create_task(work, name=what)
+    log_failure(task, what, *expected)
+    return task
+
+
+def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exception]) -> None:
+    """Keep a reference to a future until it ends, and log its failure.
+
+    Args:
+        future: of the running loop.
+        what: its name, for the log.
+        expected: errors that are no bug, and are reported elsewhere.
+    """
+
+    def ended(future: asyncio.Future[Any]) -> None:
+        _running.discard(future)
+        error = None if future.cancelled() else future.exception()
+        if error is not None and not isinstance(error, expected):  # `future.result()` would add this frame to the error
+            text = "".join(traceback.format_exception(error)).strip()
+            log.error(f"{what} ended; this is a bug", error=error, traceback=text)
+
+    _running.add(future)
+    future.add_done_callback(ended)
