@@ -179,11 +179,11 @@ async def test_watchers_are_counted_and_forgotten(control: InProcess) -> None:
     calls = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(2)]
     for call in calls:
         await call.read()
-    assert control.sample("crossdock_watchers") == 2
+    assert control.sample("crossdock_watch_streams") == 2
     for call in calls:
         call.cancel()
     async with asyncio.timeout(TIMEOUT_S):
-        while control.sample("crossdock_watchers"):
+        while control.sample("crossdock_watch_streams"):
             await asyncio.sleep(0.01)
 
 
@@ -207,10 +207,10 @@ async def test_metrics_follow_the_group(control: InProcess) -> None:
     assert control.sample("crossdock_epoch") == 2
     assert control.sample("crossdock_members") == 2
     assert control.sample("crossdock_world_size") == 3
-    assert control.sample("crossdock_state", state="FORMING") == 1
-    assert control.sample("crossdock_state", state="SERVING") == 0
-    assert control.sample("crossdock_lost_total", cause="lease") == 1
-    assert control.sample("crossdock_transitions_total", to="SERVING") == 1
+    assert control.sample("crossdock_group_state", state="FORMING") == 1
+    assert control.sample("crossdock_group_state", state="SERVING") == 0
+    assert control.sample("crossdock_members_lost_total", cause="lease") == 1
+    assert control.sample("crossdock_group_state_transitions_total", to="SERVING") == 1
     assert control.sample("crossdock_heartbeats_total") == 32
 
 

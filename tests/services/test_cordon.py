@@ -59,12 +59,12 @@ async def test_a_drained_worker_leaves_and_waits_until_it_is_uncordoned() -> Non
         assert again.trouble == "cordoned: new memory, until `crossdock uncordon b/0`"
         view = await newest_view(control.stub)
         assert [(one.uid, one.cause, one.reason) for one in view.barred] == [("b/0", "cordoned", "new memory")]
-        assert control.sample("crossdock_barred_workers", cause="cordoned") == 1
+        assert control.sample("crossdock_excluded_workers", cause="cordoned") == 1
         assert (await command(control, "uncordon", "b/0")).stdout == "b/0 on b: may come back\n"
         await again.wait(lambda view: view.version > 0)
         assert not again.spare
         await again.close()
-        assert control.sample("crossdock_barred_workers", cause="cordoned") == 0
+        assert control.sample("crossdock_excluded_workers", cause="cordoned") == 0
 
 
 async def test_a_waiting_worker_tells_the_next_control_plane_that_it_is_cordoned() -> None:
@@ -121,13 +121,13 @@ async def test_a_sick_rank_is_seen_and_quarantined_when_a_spare_waits() -> None:
         view = await newest_view(control.stub)
         assert view.members[2].sick == "reported silent in 3 epochs by a/0, b/0 within 600 s"
         assert control.sample("crossdock_sick_ranks") == 1
-        assert control.sample("crossdock_blamed_total", rank="2") == 6
+        assert control.sample("crossdock_silent_rank_reports_total", rank="2") == 6
         with pytest.raises(rpc.ResourceExhausted):
             await one_more(control, "d/0")
         await a.beat(2)
         await b.beat(2)
-        assert control.sample("crossdock_lost_total", cause="quarantined") == 1
-        assert control.sample("crossdock_barred_workers", cause="quarantined") == 1
+        assert control.sample("crossdock_members_lost_total", cause="quarantined") == 1
+        assert control.sample("crossdock_excluded_workers", cause="quarantined") == 1
         control.service.tick()
         assert control.sample("crossdock_sick_ranks") == 0
         with pytest.raises(rpc.ResourceExhausted, match="quarantined"):

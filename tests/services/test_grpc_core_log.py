@@ -41,7 +41,7 @@ holding = ctypes.PyDLL(None)  # calls that keep the interpreter's lock
 
 def said(body: str) -> tuple[int, str]:
     """Exit status and stderr of a process that takes gRPC's lines."""
-    code = HEAD + "with grpc_lines(metrics.grpc_core_lines_total):\n    " + body.strip().replace("\n", "\n    ")
+    code = HEAD + "with grpc_lines(metrics.grpc_core_log_lines_total):\n    " + body.strip().replace("\n", "\n    ")
     done = subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
     return done.returncode, done.stderr.decode()
 
@@ -72,7 +72,7 @@ def test_failed_handshakes_are_few_lines_of_our_format_and_a_count(tmp_path: Pat
 
 def handshakes(http: str) -> float:
     text = ask_http(http, "/metrics", TIMEOUT_S)[1]
-    found = re.search(r'^crossdock_grpc_core_lines_total\{about="handshake"\} (\S+)', text, re.MULTILINE)
+    found = re.search(r'^crossdock_grpc_core_log_lines_total\{topic="handshake"\} (\S+)', text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
@@ -117,7 +117,7 @@ os.write(2, b"as ever\\n")
 
 def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogConfig())
-    clock, counter = Clock(), Counter("lines", "Lines.", ["about"], registry=CollectorRegistry())
+    clock, counter = Clock(), Counter("lines", "Lines.", ["topic"], registry=CollectorRegistry())
     teller = CoreLogRelay(counter, clock)
     for _ in range(3):
         teller.hear(CORE)
@@ -129,7 +129,7 @@ def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.rstrip().endswith("gRPC core left_out=3")
     teller.rest()
     assert capsys.readouterr().err == ""
-    counts = {s.labels["about"]: s.value for s in next(iter(counter.collect())).samples if s.name == "lines_total"}
+    counts = {s.labels["topic"]: s.value for s in next(iter(counter.collect())).samples if s.name == "lines_total"}
     assert counts == {"handshake": 3, "other": 1}
 
 

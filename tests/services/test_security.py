@@ -113,7 +113,7 @@ async def test_clients_watch_but_neither_join_nor_see_regions(folder: Path) -> N
         with pytest.raises(rpc.PermissionDenied, match="worker a/0: expected its own certificate"):
             await _first(client, intruder.id)
         assert [member.worker.uid for member in (await newest_view(client)).members] == ["a/0"]
-        assert metrics.registry.get_sample_value("crossdock_calls_refused_total", {"reason": "permission"}) == 4
+        assert metrics.registry.get_sample_value("crossdock_rpc_refusals_total", {"reason": "permission"}) == 4
 
 
 async def test_a_worker_speaks_for_its_own_uid_only(folder: Path) -> None:
@@ -228,7 +228,7 @@ async def test_tokens_give_roles_and_may_be_replaced(folder: Path, tmp_path: Pat
             with pytest.raises(rpc.PermissionDenied):
                 await FakeWorker(stub, "a/0").register()
         sample = metrics.registry.get_sample_value
-        assert sample("crossdock_calls_refused_total", {"reason": "unauthenticated"}) == 2
+        assert sample("crossdock_rpc_refusals_total", {"reason": "unauthenticated"}) == 2
 
 
 async def test_too_many_calls_of_one_are_refused_and_others_are_not(folder: Path) -> None:

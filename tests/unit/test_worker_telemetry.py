@@ -61,7 +61,7 @@ def step(experts: int = 2) -> StepRecord:
 
 
 def dropped(metrics: WorkerMetrics) -> float:
-    return metrics.registry.get_sample_value("crossdock_telemetry_dropped_total") or 0.0
+    return metrics.registry.get_sample_value("crossdock_telemetry_records_dropped_total") or 0.0
 
 
 def test_a_record_that_cannot_be_counted_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ def authorizer_of(
     """An authorizer whose refusals and certificates are exported as metrics."""
     if security is not None:
         guarded = security
-        metrics.certificate_not_after_seconds.set_function(lambda: guarded.not_after)
+        metrics.certificate_expiry_timestamp_seconds.set_function(lambda: guarded.not_after)
         reloads = metrics.certificate_reloads_total
         guarded.on_reload = lambda ok: reloads.labels(result="ok" if ok else "failed").inc()
-    refused = metrics.calls_refused_total
+    refused = metrics.rpc_refusals_total
     return CallAuthorizer(security, max_calls_per_s, lambda why: refused.labels(reason=why).inc(), limits)
 
 

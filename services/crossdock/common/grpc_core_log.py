@@ -1,6 +1,6 @@
 """The lines that gRPC's core writes straight to fd 2 become events of our log: limited, and counted.
 
-    with grpc_lines(metrics.grpc_core_lines_total):
+    with grpc_lines(metrics.grpc_core_log_lines_total):
         ...                                       serve
 
 gRPC offers Python no hook for them, and each failed TLS handshake is one, so whoever connects can fill a log. fd 2 is a
@@ -81,7 +81,7 @@ class CoreLogRelay:
         if found is None:  # "All log messages before absl::InitializeLog() ...": once in a process
             return
         level, source, text = found.groups()
-        self._counter.labels(about="handshake" if "andshak" in text else "other").inc()
+        self._counter.labels(topic="handshake" if "andshak" in text else "other").inc()
         if self._clock() - self._said_at < _SAY_S:
             self.left_out += 1
             return

@@ -228,7 +228,7 @@ class PlacementService:
                 made = _CachedPlan(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
                 self._cached = made
                 if not self._stopped:  # the gauge may already belong to a successor
-                    self._metrics.expert_imbalance.set(made.plan.imbalance)
+                    self._metrics.expert_imbalance_ratio.set(made.plan.imbalance)
             return made
 
     async def _rebalance_if_worth(self) -> None:

@@ -55,7 +55,7 @@ def run_control(config: ControlConfig) -> int:
         return EXIT_BAD_CONFIG
     try:
         metrics = ControlMetrics()
-        with grpc_lines(metrics.grpc_core_lines_total):
+        with grpc_lines(metrics.grpc_core_log_lines_total):
             return asyncio.run(_serve(config, metrics))
     except rpc.ListenError as error:
         log.error("cannot listen", error=str(error))
@@ -81,7 +81,7 @@ class Leadership:
     def service(self, address: str) -> ControlPlane | Replica:
         """The servicer."""
         if self._config.election is None:
-            self._metrics.leading.set(1)
+            self._metrics.is_leader.set(1)
             return self._make()
         from crossdock.control.kube_lease import KubernetesLeaseStore
 
@@ -89,7 +89,9 @@ class Leadership:
         name = chosen.identity or platform.pod_name or platform.hostname
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
-        self.elector = Elector(state, KubernetesLeaseStore(chosen), failed=self._metrics.lease_failures_total.inc)
+        self.elector = Elector(
+            state, KubernetesLeaseStore(chosen), failed=self._metrics.leader_lease_failures_total.inc
+        )
         self.elector.changed = self._tick_soon
         return Replica(self._make, self.elector, self._role_changed)
 
@@ -115,8 +117,8 @@ class Leadership:
             self._loop.call_soon_threadsafe(self.tick_now.set)
 
     def _role_changed(self, term: int) -> None:
-        self._metrics.leading.set(bool(term))
-        self._metrics.term.set(term)
+        self._metrics.is_leader.set(bool(term))
+        self._metrics.leader_term.set(term)
         self._metrics.leader_terms_total.inc(bool(term))
         self._health.set(bool(term), SERVICE_NAME)
 
@@ -207,6 +209,6 @@ def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping
 def _observer(metrics: ControlMetrics) -> rpc.Observe:
     def observe(method: str, code: str, seconds: float) -> None:
         if method != "Watch":  # a stream, as long as its watcher lives
-            metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
+            metrics.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
 
     return observe

@@ -303,14 +303,14 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Refuse(refusal, message):
                 raise REFUSALS[refusal](message)
             case Lost(rank, uid, cause):
-                self._metrics.lost_total.labels(cause=cause).inc()
+                self._metrics.members_lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
                 self._facts.pop(uid, None)
                 if cause != "replaced":
                     self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
-                self._metrics.blamed_total.labels(rank=str(rank)).inc()
+                self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
                 log.warning("rank reported silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
             case Publish():
                 self._publish(before)
@@ -320,7 +320,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._version += 1
         self._experts.group_changed(before, group)
         if (group.phase, group.epoch) != (before.phase, before.epoch):
-            self._metrics.transitions_total.labels(to=group.phase.value).inc()
+            self._metrics.group_state_transitions_total.labels(to=group.phase.value).inc()
         self._measure()
         say = log.error if group.phase is Phase.FAILED else log.info
         say(
@@ -342,9 +342,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         active = self._group.active
         self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
         for cause in ("cordoned", "quarantined"):
-            self._metrics.barred_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
+            self._metrics.excluded_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
         for phase in Phase:
-            self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
+            self._metrics.group_state.labels(state=phase.value).set(phase is self._group.phase)
 
 
 def _identity(request: pb.WatchRequest) -> pb.WorkerId:

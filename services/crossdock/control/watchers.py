@@ -92,7 +92,7 @@ class Watchers:
 
     def _measure(self) -> None:
         if not self.stopped:
-            self._metrics.watchers.set(len(self._open))
+            self._metrics.watch_streams.set(len(self._open))
 
     def _cancel_notify_timer(self) -> None:
         if self._notify_timer is not None:

@@ -13,7 +13,7 @@ from crossdock.common.security import Security
 from crossdock.protocol.v1.control_pb2 import Member
 
 PHASES = ("dispatch", "experts", "combine")
-STEP_PHASES = "crossdock_step_phase_seconds"
+STEP_PHASES = "crossdock_step_phase_duration_seconds"
 _TIMEOUT_S = 10.0
 
 Buckets = Mapping[float, float]

@@ -141,6 +141,7 @@ class Supervisor(Watched):
             raise ValueError("workers: expected at least one, got none")
         workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
+        self._counted_restarts: dict[str, int] = {}
         self._log_dir, self._log_to_stderr, self._log_max_bytes = log_dir, log_to_stderr, log_max_bytes
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
@@ -238,14 +239,16 @@ class Supervisor(Watched):
         path = self._log_dir / f"{name}.yaml"
         path.write_text(dump(config), encoding="utf-8")
         command = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
-        self.metrics.up.labels(process=name).set(0)
-        self.metrics.restarts.labels(process=name).set(0)
+        self.metrics.process_up.labels(process=name).set(0)
+        self.metrics.process_restarts_total.labels(process=name)  # exported as 0 from the start
         log_path = None if self._log_to_stderr else self._log_dir / f"{name}.log"
         return Child(name, command, log_path, self._note)
 
     def _note(self, child: Child) -> None:
-        self.metrics.up.labels(process=child.name).set(child.addresses is not None)
-        self.metrics.restarts.labels(process=child.name).set(child.restarts)
+        self.metrics.process_up.labels(process=child.name).set(child.addresses is not None)
+        restarts = child.restarts - self._counted_restarts.get(child.name, 0)
+        self._counted_restarts[child.name] = child.restarts
+        self.metrics.process_restarts_total.labels(process=child.name).inc(restarts)
 
 
 def share_cpus(workers: Sequence[WorkerConfig], num_cpus: int) -> list[WorkerConfig]:

@@ -83,7 +83,7 @@ def run_worker(config: WorkerConfig) -> int:
         return EXIT_DEVICE_LOST
     try:
         metrics = WorkerMetrics()
-        with grpc_lines(metrics.grpc_core_lines_total):
+        with grpc_lines(metrics.grpc_core_log_lines_total):
             return asyncio.run(_Process(config, identity, model, security, metrics).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))

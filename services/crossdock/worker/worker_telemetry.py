@@ -71,8 +71,10 @@ class WorkerTelemetry:
         self._rows: dict[tuple[int, int], int] = {}
         self._rows_lock = threading.Lock()
         self._scattered = self._failed = False
-        self._phases = [metrics.step_phase_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")]
-        self._bytes = [metrics.bytes_total.labels(op) for op in ("dispatch", "combine")]
+        self._phases = [
+            metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
+        ]
+        self._bytes = [metrics.payload_bytes_total.labels(op) for op in ("dispatch", "combine")]
         self._next_collect_s = 0.0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
@@ -84,7 +86,7 @@ class WorkerTelemetry:
     def loaded(self, num_bytes: int) -> None:
         """So much of this rank's experts is in memory (loading thread)."""
         self._expert_bytes = num_bytes
-        self._metrics.experts_loaded_bytes.set(num_bytes)
+        self._metrics.expert_weights_bytes.set(num_bytes)
 
     def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
         """From now on this rank computes these experts, by layer and slot."""
@@ -97,7 +99,7 @@ class WorkerTelemetry:
         """A layer has other experts now: copies loaded for it, and how long steps had to wait for the switch."""
         self._scattered = True
         self._metrics.expert_copies_loaded_total.inc(num_loaded)
-        self._metrics.expert_switch_seconds.observe(took_ns * 1e-9)
+        self._metrics.expert_switch_duration_seconds.observe(took_ns * 1e-9)
 
     def take_rows(self) -> dict[tuple[int, int], int]:
         """Rows computed by (layer, expert) since the last call."""
@@ -123,7 +125,7 @@ class WorkerTelemetry:
         if code is grpc.StatusCode.OK:
             self._num_tokens += num_tokens
             self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.request_seconds.observe(seconds)
+            self._metrics.request_duration_seconds.observe(seconds)
         self._metrics.requests_total.labels(code.name).inc()
 
     def dropped_stream(self) -> None:
@@ -162,7 +164,7 @@ class WorkerTelemetry:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._metrics.telemetry_dropped_total.inc()
+            self._metrics.telemetry_records_dropped_total.inc()
 
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -172,7 +174,7 @@ class WorkerTelemetry:
                 else:
                     self._count_samples(record)
             except Exception:  # one record that cannot be counted must not end the counting of all others
-                self._metrics.telemetry_dropped_total.inc()
+                self._metrics.telemetry_records_dropped_total.inc()
                 if not self._failed:
                     self._failed = True
                     _log.exception("a record cannot be counted; further ones are counted as dropped")
@@ -209,7 +211,7 @@ class WorkerTelemetry:
 
     def _histograms(self, op: str, mode: str) -> tuple[Histogram, Histogram, Histogram]:
         if (op, mode) not in self._ops:
-            labels = self._metrics.op_seconds.labels
+            labels = self._metrics.operation_duration_seconds.labels
             self._ops[op, mode] = (labels(op, mode, "send"), labels(op, mode, "wait"), labels(op, mode, "total"))
         return self._ops[op, mode]
 
