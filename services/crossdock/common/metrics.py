@@ -200,12 +200,22 @@ class ControlMetrics(GuardedMetrics):
     def __init__(self) -> None:
         super().__init__()
         self._declare_guards()
+        self._declare_leadership()
+        self._declare_membership()
+        self._declare_placement()
+        self.rpc_duration_seconds = self._seconds(
+            "rpc_duration_seconds", "Duration of one unary call", RPC_BUCKETS, "method", "code"
+        )
+
+    def _declare_leadership(self) -> None:
         self.is_leader = self._gauge("is_leader", "1", "1 while this replica leads; exactly one of a group must")
         self.leader_term = self._gauge("leader_term", "1", "Term of this replica's leadership; 0 without one")
         self.leader_terms_total = self._counter("leader_terms_total", "terms", "Leaderships begun by this replica")
         self.leader_lease_failures_total = self._counter(
             "leader_lease_failures_total", "attempts", "Failed reads and writes of the leader's Kubernetes Lease"
         )
+
+    def _declare_membership(self) -> None:
         self.epoch = self._gauge("epoch", "1", "Epoch of the group; each change of membership raises it")
         self.members = self._gauge("members", "workers", "Live members of the group")
         self.active_ranks = self._gauge(
@@ -226,6 +236,8 @@ class ControlMetrics(GuardedMetrics):
             "excluded_workers", "workers", "Workers excluded from the group: cordoned or quarantined", "cause"
         )
         self.watch_streams = self._gauge("watch_streams", "streams", "Open Watch streams")
+
+    def _declare_placement(self) -> None:
         self.placement_version = self._gauge(
             "placement_version", "1", "Version of the current placement of experts, or of the goal of a move"
         )
@@ -237,9 +249,6 @@ class ControlMetrics(GuardedMetrics):
             "moves",
             "Moves of experts while the group serves, by result: done or rolled_back",
             "result",
-        )
-        self.rpc_duration_seconds = self._seconds(
-            "rpc_duration_seconds", "Duration of one unary call", RPC_BUCKETS, "method", "code"
         )
 
     def clear_group(self) -> None:

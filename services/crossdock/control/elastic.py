@@ -31,7 +31,7 @@ def survivors(group: Group, ranks: Sequence[int]) -> frozenset[int] | None:
     return group.taking_part.difference(ranks) or None if can_continue(group) else None
 
 
-def continue_without(
+def continue_with(
     group: Group, left: frozenset[int], gone: Sequence[Member], reason: str, ranks: Sequence[int], now: float
 ) -> Group:
     """The ranks `left` continue in a new epoch with their regions; a lost standby does not affect them."""

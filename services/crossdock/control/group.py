@@ -166,9 +166,8 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
         return replace(raise_epoch(group, event.epoch + 1, now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
-        return _update(
-            group, replace(member, lease_until=now + group.settings.lease_s, standby_ready=event.standby_ready)
-        ), ()
+        lease_until = now + group.settings.lease_s
+        return _update(group, replace(member, lease_until=lease_until, standby_ready=event.standby_ready)), ()
     late = event.epoch == group.epoch - 1 and bool(event.silent_ranks)
     current = event.epoch == group.epoch and group.phase in {Phase.EXCHANGING, Phase.SERVING}
     if not broken or not (current or late):
@@ -217,14 +216,6 @@ def _leave(group: Group, event: Leave, now: float) -> Result:
     return _remove(group, (member,), reason, now), (Lost(member.rank, member.uid, "left"),)
 
 
-def _waits(group: Group, event: Waits, now: float) -> Result:
-    return cordon.add_spare(group, event.worker, now), ()
-
-
-def _cordon(group: Group, event: Cordon, now: float) -> Result:
-    return cordon.put(group, event.bars), ()
-
-
 def _uncordon(group: Group, event: Uncordon, now: float) -> Result:
     return blame.forget(cordon.lift(group, event.uids), event.uids), ()
 
@@ -257,12 +248,12 @@ def _time_out(group: Group, now: float) -> Result:
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
-    Waits: _waits,
+    Waits: lambda group, event, now: (cordon.add_spare(group, event.worker, now), ()),
     PublishRegion: _publish_region,
     Ready: _ready,
     Heartbeat: _heartbeat,
     Leave: _leave,
-    Cordon: _cordon,
+    Cordon: lambda group, event, now: (cordon.put(group, event.bars), ()),
     Uncordon: _uncordon,
     Tick: _tick,
 }
@@ -317,7 +308,7 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
     ranks = tuple(member.rank for member in gone)
     group = blame.forget(group, (member.uid for member in gone))
     if (left := elastic.survivors(group, ranks)) is not None:
-        return elastic.continue_without(group, left, gone, reason, ranks, now)
+        return elastic.continue_with(group, left, gone, reason, ranks, now)
     broke = group.sealed or group.phase is Phase.FAILED
     lost = frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
@@ -337,7 +328,7 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) 
     """End the epoch while every member is alive: a member's report, or a deadline."""
     left = elastic.survivors(group, ranks) if ranks else None
     if left is not None and left != group.active:
-        return elastic.continue_without(group, left, (), reason, ranks, now)
+        return elastic.continue_with(group, left, (), reason, ranks, now)
     failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
     group = raise_epoch(group, group.epoch + 1, now)
     group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
@@ -400,12 +391,5 @@ def _rank(member: Member) -> int:
 def _visible(group: Group) -> tuple[Any, ...]:
     """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
     unchanged as long as `positions` is the same object."""
-    return (
-        group.phase,
-        group.epoch,
-        group.sealed,
-        group.recovering,
-        group.reason,
-        group.bars,
-        id(group.members.positions),
-    )
+    members = id(group.members.positions)
+    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, members

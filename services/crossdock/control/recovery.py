@@ -49,7 +49,7 @@ def decide(group: Group, now: float) -> Group:
     if agreed is not None and group.settings.elastic:
         lost = sorted(agreed.ranks - agreed.here)
         reason = f"control plane restarted: no report from ranks {', '.join(map(str, lost))}"
-        return elastic.continue_without(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
+        return elastic.continue_with(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
     placed = any(member.claim for member in group.members)
     owners = tuple(slot.owner for slot in group.slots) if placed else group.owners
     reason = _why(group) if group.highest_reported else group.reason
