@@ -65,7 +65,7 @@ COPY --from=wheel /wheels /wheels
 RUN python3 -m pip --python /app/bin/python install --no-deps /wheels/*.whl \
  && python3 -m pip --python /app/bin/python install --no-deps --ignore-installed --prefix /own /wheels/*.whl \
  && if [ "${KERNELS}" = ship ]; then \
-      /app/bin/python -m crossdock.kernels --ship --into "$(find /own -type d -name ep_kernels)/cubins"; fi \
+      /app/bin/python -m ep_kernels.tools.kernels --ship --into "$(find /own -type d -name ep_kernels)/cubins"; fi \
  && /inventory/bin/cyclonedx-py environment --output-reproducible --of JSON -o /own/sbom.cdx.json /app/bin/python
 
 FROM base AS runtime

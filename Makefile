@@ -70,10 +70,10 @@ model: $(DEV) ## Search every order of events of small groups with two disturban
 house: $(DEV) ## The house rules: floors, environment, budgets, public names, generated files
 	$(PY) -m pytest -q tests/house
 
-proto: $(PROTO) ## Generate services/crossdock/v1 from protos/
+proto: $(PROTO) ## Generate services/crossdock/protocol/v1 from protos/
 	$(PROTO_VENV)/bin/python protos/generate.py
 
-proto-check: $(PROTO) ## Fail if services/crossdock/v1 is not what protos/ generates
+proto-check: $(PROTO) ## Fail if services/crossdock/protocol/v1 is not what protos/ generates
 	$(PROTO_VENV)/bin/python protos/generate.py --check
 
 schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table from the types
@@ -127,15 +127,15 @@ native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py
 
 kernels: $(DEV) ## Compile every CUDA kernel without a GPU; table of resources, fails on spills (ARGS="--arch sm_120a")
-	$(PY) -m crossdock.kernels $(ARGS)
+	$(PY) -m ep_kernels.tools.kernels $(ARGS)
 
 wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
-	$(PY) -m crossdock.kernels --ship
+	$(PY) -m ep_kernels.tools.kernels --ship
 	$(PY) $(PIP) wheel --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 
 dist: $(DEV) ## Everything that a release consists of, into dist/: wheel, sdist, chart, the images' context; tried out by installing
-	$(PY) -m crossdock.kernels --ship
+	$(PY) -m ep_kernels.tools.kernels --ship
 	$(PY) deploy/dist.py dist
 
 venv: $(DEV) ## Install everything for development into .venv

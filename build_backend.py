@@ -68,7 +68,7 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     """PEP 517. The wheel is py3-none-linux_<machine>: it holds libraries, but none that knows Python; and
-    the kernels that `python -m crossdock.kernels --ship` has compiled before, if it has."""
+    the kernels that `python -m ep_kernels.tools.kernels --ship` has compiled before, if it has."""
     _compile().build_all()
     shutil.rmtree(Path(__file__).resolve().parent / "build" / "lib", ignore_errors=True)  # else packed again
     settings = dict(config_settings or {})

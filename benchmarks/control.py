@@ -2,7 +2,8 @@
 
     python -m benchmarks.control --out DIR [--ranks 8 64 ...]        (make bench-control)
 
-The workers are the real `worker/link.py` (register, watch, beat, tell what they remember) without a data plane behind
+The workers are the real `worker/control_client.py` (register, watch, beat, tell what they remember) without a data
+plane behind
 it: they publish a region of 128 bytes, take the table, get ready. All of them share one process and one event loop, so
 seconds are an upper bound: on two cores one belongs to the server and one to all the workers. Bytes that all are sent
 alike (the table of regions) are parsed once for all: what one real worker does in a millisecond, thousands in one
@@ -27,9 +28,9 @@ from typing import Any
 
 from benchmarks import facts
 from crossdock.common import announce, rpc
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
-from crossdock.worker.link import Link
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
+from crossdock.worker.control_client import ControlPlaneClient
 from crossdock.worker.seat import seat_in
 from crossdock.worker.work import Fault
 
@@ -107,8 +108,8 @@ class Traffic:
         return self._parsed[message]
 
 
-class SimLink(Link):
-    """A link that counts."""
+class SimClient(ControlPlaneClient):
+    """A client that counts."""
 
     def __init__(self, target: str, number: int, incarnation: int, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -121,7 +122,7 @@ class SimLink(Link):
             transport="cpu", abi="abi", model="model",
         )  # fmt: skip
         super().__init__(target, registration, self._count_beat)
-        self._stub.Watch = self._line.channel.unary_stream(
+        self._stub.Watch = self._channel.grpc_channel.unary_stream(
             "/crossdock.v1.ControlPlane/Watch", pb.WatchRequest.SerializeToString, traffic.parse
         )
 
@@ -145,13 +146,13 @@ class SimWorker:
 
     def __init__(self, target: str, number: int, incarnation: int, traffic: Traffic) -> None:
         self.number, self.incarnation = number, incarnation
-        self.link = SimLink(target, number, incarnation, traffic)
+        self.client = SimClient(target, number, incarnation, traffic)
         self.serving = 0
         self.rank = -1
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self.link.start()
+        self.client.start()
         self._task = asyncio.create_task(self._live())
 
     async def stop(self) -> None:
@@ -159,27 +160,27 @@ class SimWorker:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.link.close()
+        await self.client.close()
 
     async def _live(self) -> None:
         joined = 0
         while True:
-            view = await self.link.wait(lambda v, past=joined: v.epoch > past and seat_in(v, self.link) is not None)  # type: ignore[misc]
-            seat = seat_in(view, self.link)
+            view = await self.client.wait(lambda v, past=joined: v.epoch > past and seat_in(v, self.client) is not None)  # type: ignore[misc]
+            seat = seat_in(view, self.client)
             assert seat is not None
             joined, self.rank = seat.epoch, seat.rank
             try:
                 await self._join(joined)
             except rpc.CallError as error:  # as session.py does: an epoch that is not over yet is broken
-                self.link.report(joined, Fault(str(error)))
+                self.client.report(joined, Fault(str(error)))
 
     async def _join(self, epoch: int) -> None:
-        await self.link.publish(epoch, self.rank, os.urandom(REGION_BYTES))
-        if await self.link.table(epoch) is not None:
-            await self.link.ready(epoch, self.link.view.placement)
-            view = await self.link.wait(lambda v: v.epoch > epoch or v.state == pb.SERVING)
+        await self.client.publish_region(epoch, self.rank, os.urandom(REGION_BYTES))
+        if await self.client.region_table(epoch) is not None:
+            await self.client.ready(epoch, self.client.view.placement)
+            view = await self.client.wait(lambda v: v.epoch > epoch or v.state == pb.SERVING)
             if view.epoch == epoch:
-                self.link.serving(epoch)
+                self.client.serving(epoch)
                 self.serving = epoch
 
 
@@ -275,7 +276,7 @@ async def lose(server: Server, workers: list[SimWorker], lost: int, traffic: Tra
     for index, worker in enumerate(workers):
         if index not in gone:
             silent = ranks[index % lost]
-            worker.link.report(worker.serving, Fault(f"rank {silent} is silent", (silent,)))
+            worker.client.report(worker.serving, Fault(f"rank {silent} is silent", (silent,)))
     for index in gone:
         workers[index] = SimWorker(server.address, workers[index].number, 2, traffic)
         workers[index].start()

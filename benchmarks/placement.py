@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import eplb, facts
-from crossdock.control.placement import Shape, Table, balance, copies_of, first_table, imbalance, num_moved
+from crossdock.control.balancer import balance, copies_of, first_table, imbalance, num_moved
+from crossdock.control.tables import Shape, Table
 
 NUM_GROUPS = 8
 HOT = 10

@@ -30,9 +30,9 @@ from crossdock.client import Client
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.demo.models import write_checkpoint
-from crossdock.supervisor import Supervisor, current_view
-from crossdock.v1 import control_pb2_grpc
-from crossdock.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, RebalanceRequest
+from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, RebalanceRequest
 
 WORKERS, EXPERTS, TOPK, HIDDEN, TOKENS = 4, 16, 4, 256, 16
 DEADLINE_S = 300.0

@@ -2,7 +2,7 @@
 
     python deploy/dist.py FOLDER [--no-check]
 
-    crossdock-V-py3-none-linux_ARCH.whl   with the common kernels, if `python -m crossdock.kernels --ship` ran before
+    crossdock-V-py3-none-linux_ARCH.whl   with the common kernels, if `make wheel` or `make dist` compiled them
     crossdock-V.tar.gz                    sources; a wheel is built of it as a check
     crossdock-chart-V.tgz                 `helm install moe crossdock-chart-V.tgz`
     crossdock-images-V.tar.gz             `docker build --target worker - < crossdock-images-V.tar.gz`

@@ -17,11 +17,10 @@ from typing import TypeVar
 import torch
 
 from ep_kernels import bringup, checks, ops, quant
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError
 from ep_kernels.membership import Member
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
-from ep_kernels.routing import may_overflow
 from ep_kernels.transports import base, create
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
 

@@ -211,3 +211,31 @@ def _check_shapes(c: MoEConfig) -> None:
         shape = (c.expert_map.num_experts, c.expert_map.num_ranks)
         want = (c.num_experts, c.group.size)
         _require(shape == want, "expert_map", f"(num_experts, ranks) = {want}", shape)
+
+
+def receive_rows(config: MoEConfig, num_local_experts: int) -> int:
+    """Receive capacity in rows: slots per expert (EXPERT_MAJOR), slots per rank (RANK_MAJOR), else N.
+
+    Without `max_recv_rows`, the most that can arrive; EXPERT_MAJOR alone counts on distinct ids within a token (as
+    top-k gives), since room for K copies of every token in every expert would be K times the memory for nothing.
+    """
+    return _most_rows(config, num_local_experts) if config.max_recv_rows is None else config.max_recv_rows
+
+
+def may_overflow(config: MoEConfig, num_local_experts: int) -> bool:
+    """Whether rows may be dropped at a receiver with this many local experts. EXPERT_MAJOR with repeated ids within a
+    token, which no top-k gives, is not counted (see `receive_rows`)."""
+    return receive_rows(config, num_local_experts) < _most_rows(config, num_local_experts)
+
+
+def _most_rows(config: MoEConfig, num_local_experts: int) -> int:
+    most = config.group.size * config.max_tokens_per_rank
+    match config.resolved_layout:
+        case Layout.RANK_MAJOR:
+            return config.max_tokens_per_rank
+        case Layout.GROUPED:
+            pad = config.expert_alignment
+            rows = most * config.topk if num_local_experts else 0
+            return int((rows + num_local_experts * (pad - 1)) // pad * pad)
+        case _:
+            return int(most)

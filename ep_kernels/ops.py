@@ -20,18 +20,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ep_kernels import quant
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.errors import ClosedError
-from ep_kernels.routing import receive_rows
+from ep_kernels.transports.base import Transport
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, ScaleFormat
-
-if TYPE_CHECKING:
-    from ep_kernels.communicator import MoECommunicator
 
 Handle = tuple[int, int, int, str, Sequence[int], Sequence[torch.Tensor]]
 """(owner, epoch, num_tokens, algorithm, rows_shape, routing) of a DispatchHandle, as operators take it."""
@@ -42,7 +39,6 @@ _HANDLE = "SymInt owner, SymInt epoch, SymInt num_tokens, str algorithm, SymInt[
 FRESH: Handle = (0, 0, 0, "", (), ())
 """No `previous_handle`."""
 
-_communicators: weakref.WeakValueDictionary[str, MoECommunicator] = weakref.WeakValueDictionary()
 _library: Any = torch.library.Library("crossdock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     f"dispatch(Tensor order, str comm, Tensor x, Tensor? scales, Tensor? topk_ids, Tensor? topk_weights, "
@@ -102,12 +98,50 @@ class Site:
         )
 
 
-def register(name: str, comm: MoECommunicator) -> None:
+class Communicator(Protocol):
+    """What operators need of a `MoECommunicator`."""
+
+    _site: Site
+    _epoch: int
+    _transport: Transport
+
+    @property
+    def config(self) -> MoEConfig:
+        """As it was agreed."""
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        *,
+        previous_handle: DispatchHandle | None = None,
+        step_tokens: int | None = None,
+    ) -> tuple[DispatchOutput, DispatchHandle]:
+        """Both halves."""
+
+    def combine_now(
+        self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both halves; (z, the row weights that came home)."""
+
+    def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
+        """The weight of every row."""
+
+
+_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+
+
+def register(name: str, comm: Communicator) -> None:
     """Let operators find it, as long as somebody else keeps it."""
     _communicators[name] = comm
 
 
-def find(name: str) -> MoECommunicator:
+def find(name: str) -> Communicator:
     """Raises ClosedError where it is gone."""
     comm = _communicators.get(name)
     if comm is None:
@@ -119,7 +153,7 @@ def find(name: str) -> MoECommunicator:
 
 
 def dispatch(
-    comm: MoECommunicator,
+    comm: Communicator,
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
@@ -143,7 +177,7 @@ def dispatch(
 
 
 def combine(
-    comm: MoECommunicator,
+    comm: Communicator,
     y: torch.Tensor,
     handle: DispatchHandle,
     row_weights: torch.Tensor | None = None,
@@ -158,19 +192,19 @@ def combine(
     return z, home[0] if home else None
 
 
-def row_weights(comm: MoECommunicator, handle: DispatchHandle) -> torch.Tensor:
+def row_weights(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:
     """As `MoECommunicator.row_weights`."""
     weights: torch.Tensor = torch.ops.crossdock.row_weights(comm._site.comm, *carried(handle))
     return weights
 
 
-def dispatch_input(comm: MoECommunicator, num_tokens: int) -> torch.Tensor:
+def dispatch_input(comm: Communicator, num_tokens: int) -> torch.Tensor:
     """A buffer like `MoECommunicator.dispatch_input`'s, but not registered."""
     site = comm._site
     return torch.empty(num_tokens, site.hidden_size, dtype=site.dtype, device=site.order.device)
 
 
-def combine_input(comm: MoECommunicator, handle: DispatchHandle) -> torch.Tensor:
+def combine_input(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:
     """A buffer like `MoECommunicator.combine_input`'s, but not registered."""
     site = comm._site
     return torch.empty(*handle.rows_shape, site.hidden_size, dtype=site.output_dtype, device=site.order.device)
@@ -202,7 +236,7 @@ def output_of(layout: Layout, num_groups: int, results: Sequence[torch.Tensor]) 
 
 
 def handle_of(
-    comm: MoECommunicator,
+    comm: Communicator,
     out: DispatchOutput,
     mode: Mode,
     results: Sequence[torch.Tensor],

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ep_kernels import quant
-from ep_kernels.config import MoEConfig
-from ep_kernels.routing import Route, Rows, expert_rows, group_offsets, rank_rows, receive_rows, route
+from ep_kernels.config import MoEConfig, receive_rows
+from ep_kernels.routing import Route, Rows, expert_rows, group_offsets, rank_rows, route
 from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
 
 Tensors = Sequence[torch.Tensor]

@@ -13,15 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ep_kernels.errors import ConfigError
 from ep_kernels.types import DispatchOutput, Layout
-
-if TYPE_CHECKING:
-    from ep_kernels.config import MoEConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,31 +204,3 @@ def delivered(out: DispatchOutput) -> torch.Tensor:
             assert out.offsets is not None
             first, end = out.offsets[:-1], out.offsets[:-1] + out.counts
             return ((index[:, None] >= first) & (index[:, None] < end)).any(1)
-
-
-def receive_rows(config: MoEConfig, num_local_experts: int) -> int:
-    """Receive capacity in rows: slots per expert (EXPERT_MAJOR), slots per rank (RANK_MAJOR), else N.
-
-    Without `max_recv_rows`, the most that can arrive; EXPERT_MAJOR alone counts on distinct ids within a token (as
-    top-k gives), since room for K copies of every token in every expert would be K times the memory for nothing.
-    """
-    return _most_rows(config, num_local_experts) if config.max_recv_rows is None else config.max_recv_rows
-
-
-def may_overflow(config: MoEConfig, num_local_experts: int) -> bool:
-    """Whether rows may be dropped at a receiver with this many local experts. EXPERT_MAJOR with repeated ids within a
-    token, which no top-k gives, is not counted (see `receive_rows`)."""
-    return receive_rows(config, num_local_experts) < _most_rows(config, num_local_experts)
-
-
-def _most_rows(config: MoEConfig, num_local_experts: int) -> int:
-    most = config.group.size * config.max_tokens_per_rank
-    match config.resolved_layout:
-        case Layout.RANK_MAJOR:
-            return config.max_tokens_per_rank
-        case Layout.GROUPED:
-            pad = config.expert_alignment
-            rows = most * config.topk if num_local_experts else 0
-            return int((rows + num_local_experts * (pad - 1)) // pad * pad)
-        case _:
-            return int(most)

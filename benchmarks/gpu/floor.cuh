@@ -1,21 +1,23 @@
-// The fixed cost of two kernels that depend on all peers, with as little as possible in between. Not part of the product.
+// The fixed cost of two kernels that depend on all peers, with as little as possible in between. Not part of the
+// product.
 //
 //   empty     a launch and nothing else
-//   exchange  each block stores one line of 16 bytes to the same block of each peer and polls for theirs: data and sequence
-//             number in one relaxed store, so the line itself says that it is there
+//   exchange  each block stores one line of 16 bytes to the same block of each peer and polls for theirs: data and
+//             sequence number in one relaxed store, so the line itself says that it is there
 //   release   the same data, announced by a flag: store, st.release of the flag, ld.acquire until it is there, load
 //
 //   block b of rank 0                          block b of rank 1
 //   store (word(0, b, n), n) ----------------> lines[b][0]: polled until its sequence number is n
 //   lines[b][1] <----------------------------- store (word(1, b, n), n)
 //
-// Memory order. A 16-byte aligned vector store is seen as a whole, so whoever reads sequence number n reads the word of n.
-// `release` needs no such promise: the flag's release orders the word before it, the reader's acquire orders its load after.
-// A node of the graph has lines and counters of its own; n grows with each replay, and a reader takes any number >= n, which
-// a peer can reach only after this block's store of the same n. Counters are written by the node itself and read before the
-// wait for the kernel in front: replays of a graph do not overlap.
+// Memory order. A 16-byte aligned vector store is seen as a whole, so whoever reads sequence number n reads the word of
+// n. `release` needs no such promise: the flag's release orders the word before it, the reader's acquire orders its
+// load after. A node of the graph has lines and counters of its own; n grows with each replay, and a reader takes any
+// number >= n, which a peer can reach only after this block's store of the same n. Counters are written by the node
+// itself and read before the wait for the kernel in front: replays of a graph do not overlap.
 //
-// Every wait ends: at the deadline, or once another has ended so; then `failed` says how many, and nothing was measured.
+// Every wait ends: at the deadline, or once another has ended so; then `failed` says how many, and nothing was
+// measured.
 
 constexpr u32 kLine = 128, kFlag = 64;  // bytes from line to line, and from a line to its flag
 constexpr u32 kLookAround = 64;         // polls between two looks at the clock
@@ -36,7 +38,8 @@ __device__ __forceinline__ u64 word_of(i32 rank, u32 block, u64 n) {
 }
 
 __device__ __forceinline__ u8* line_at(const Exchange& args, i32 at, i32 from) {
-  return reinterpret_cast<u8*>(args.peers[at] + args.offset) + (static_cast<u64>(blockIdx.x) * args.size + from) * kLine;
+  u8* lines = reinterpret_cast<u8*>(args.peers[at] + args.offset);
+  return lines + (static_cast<u64>(blockIdx.x) * args.size + from) * kLine;
 }
 
 template <class Poll>

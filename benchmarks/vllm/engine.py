@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.vllm.plan import LONG, PROMPT, SHORT, START, VOCABULARY, step_ms
 from benchmarks.vllm.tokens import NEW, TOP, prompts_of
-from crossdock.child import die_with
+from crossdock.host.child import die_with
 from ep_kernels import StoreGroup
 
 TURN = "turn"

@@ -1,1 +1,1 @@
-"""Programs for those who change the kernels. Nothing imports them."""
+"""Tools for those who build the kernels; nothing that runs imports them."""

@@ -8,7 +8,7 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
   later operation of its kind begins: that one the communicator refuses. So at most max_in_flight dispatches, and as
   many combines, are pending at once, all of them the latest begun, and slots may be taken in turn.
 * Handles leave the transport with owner 0; the communicator stamps owner, rows_shape, topk_ids and topk_weights.
-* Receive capacity is `routing.receive_rows`. A row whose place (`reference.py`) lies past it is dropped: combine leaves
+* Receive capacity is `config.receive_rows`. A row whose place (`reference.py`) lies past it is dropped: combine leaves
   it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.
 * Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
 

@@ -26,11 +26,11 @@ import grpc
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from crossdock import wire
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc, topology_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc, topology_pb2
 from tests.attack.scene import Scene, all_closed
 from tests.services import http2
 from tests.services.cluster import Batch, E, H, K

@@ -25,8 +25,8 @@ from typing import Any
 import grpc
 import msgspec
 
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 from tests.attack.attacks import abi_of, registration
 from tests.attack.scene import Scene
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from crossdock.common import rpc
 from crossdock.common.config import WorkerConfig
-from crossdock.supervisor import Supervisor, current_view
-from crossdock.v1.control_pb2 import SERVING, GroupView
+from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.chaos.ways import NUM_WORKERS, Place, Ways
 from tests.services.cluster import write_model
 from tests.services.lease_api import LeaseApi

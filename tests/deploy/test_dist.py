@@ -54,7 +54,7 @@ def test_equal_files_give_equal_archives(dist: ModuleType, tmp_path: Path) -> No
 
 def test_the_images_context_is_what_the_dockerfile_reads(dist: ModuleType) -> None:
     found = {str(path.relative_to(ROOT)) for path in dist.context()}
-    assert {"Dockerfile", ".dockerignore", "pyproject.toml", "services/crossdock/cli.py"} <= found
+    assert {"Dockerfile", ".dockerignore", "pyproject.toml", "services/crossdock/cli/app.py"} <= found
     assert not [name for name in found if name.endswith((".so", ".pyc"))]
 
 

@@ -16,7 +16,7 @@ import yaml
 from crossdock.common.addresses import split_address
 from crossdock.common.config import HostConfig, load
 from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
-from crossdock.v1.control_pb2 import GroupState
+from crossdock.protocol.v1.control_pb2 import GroupState
 from tests.house.tree import ROOT
 
 DEPLOY = ROOT / "deploy"

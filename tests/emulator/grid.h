@@ -1,5 +1,5 @@
-// A CUDA block on one thread of the machine: its CUDA threads are fibers. A fiber runs until it meets others (a warp's vote, a
-// block barrier) or polls; then the next one that is not done goes on. x86-64 only.
+// A CUDA block on one thread of the machine: its CUDA threads are fibers. A fiber runs until it meets others (a warp's
+// vote, a block barrier) or polls; then the next one that is not done goes on. x86-64 only.
 #pragma once
 
 #include <sched.h>
@@ -37,7 +37,8 @@ struct Copy {
 };
 
 inline void perform(std::vector<Copy>& copies) {
-  for (const Copy& copy : copies) copy.from ? memcpy(copy.to, copy.from, copy.num_bytes) : memset(copy.to, 0, copy.num_bytes);
+  for (const Copy& copy : copies)
+    copy.from ? memcpy(copy.to, copy.from, copy.num_bytes) : memset(copy.to, 0, copy.num_bytes);
   copies.clear();
 }
 
@@ -198,7 +199,8 @@ unsigned fold(T value, int line, unsigned first, Combine combine) {
 }
 
 inline unsigned ballot(bool yes, int line) {
-  return fold(yes, line, 0u, [](unsigned sum, Word one, unsigned i) { return sum | static_cast<unsigned>(one & 1) << i; });
+  return fold(yes, line, 0u,
+              [](unsigned sum, Word one, unsigned i) { return sum | static_cast<unsigned>(one & 1) << i; });
 }
 
 template <class T>

@@ -20,8 +20,8 @@ inline void start() {
   abort();
 }
 
-inline void run_block(unsigned index, unsigned num_blocks, unsigned num_threads, unsigned shared_bytes, const void* arguments,
-                      int per_rank) {
+inline void run_block(unsigned index, unsigned num_blocks, unsigned num_threads, unsigned shared_bytes,
+                      const void* arguments, int per_rank) {
   Block here{index, num_blocks, num_threads};
   here.live = num_threads;
   here.fibers.resize(num_threads);

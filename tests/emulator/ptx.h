@@ -1,4 +1,5 @@
-// What device/ptx.cuh has, for fibers: memory order is sequential, bulk copies happen when they are waited for and not before.
+// What device/ptx.cuh has, for fibers: memory order is sequential, bulk copies happen when they are waited for and not
+// before.
 #pragma once
 
 namespace ptx {
@@ -17,8 +18,8 @@ inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_block(u64* at) { return polled(at); }
 inline u8* known(u8* address) { return address; }
-// Words that are looked at when a kernel begins. The lanes of a warp load at once on a GPU, and decide alike; fibers come one
-// after the other while other blocks write, so the first of them reads for all.
+// Words that are looked at when a kernel begins. The lanes of a warp load at once on a GPU, and decide alike; fibers
+// come one after the other while other blocks write, so the first of them reads for all.
 inline u64 load_cached(const u64* at) {
   std::vector<emulated::Early>& early = emulated::block->warps[emulated::block->current / 32].early;
   const emulated::Fiber& fiber = emulated::me();
@@ -97,7 +98,8 @@ struct Barrier {
     left = count;
   }
   bool is_past(u32 parity) {
-    if (left == 0 && awaited == 0 && (phase & 1) == parity && emulated::block->rounds >= round) {  // loads happen as late as this
+    const bool is_complete = left == 0 && awaited == 0 && (phase & 1) == parity;
+    if (is_complete && emulated::block->rounds >= round) {  // loads happen as late as this
       emulated::perform(loads);
       complete();
     }

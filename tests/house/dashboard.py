@@ -52,18 +52,18 @@ def _rate(metric: str, by: str, function: str = "rate") -> tuple[tuple[str, str]
 
 _ROWS_OF_RANKS = "sum by (instance) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
 _TOKENS_OF_RANKS = "sum by (rank) (rate(crossdock_ep_received_tokens_total{}[$__rate_interval]))"
-_DISPATCHES = 'crossdock_op_seconds_bucket{op="dispatch", phase="total"}'
+_DISPATCHES = 'crossdock_operation_duration_seconds_bucket{op="dispatch", phase="total"}'
 
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Health": (
-        Panel("State", "none", (("max by (state) (crossdock_state{}) == 1", "{{state}}"),), "stat", 6),
+        Panel("State", "none", (("max by (state) (crossdock_group_state{}) == 1", "{{state}}"),), "stat", 6),
         Panel(
             "Members",
             "none",
             (
                 ("max(crossdock_members{})", "members"),
-                ("min(crossdock_active_ranks{})", "taking part"),
+                ("min(crossdock_active_ranks{})", "active"),
                 ("max(crossdock_world_size{})", "of"),
             ),
             "stat",
@@ -72,21 +72,23 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Epoch", "none", (("max(crossdock_epoch{})", "epoch"),), "stat", 6, "Each change of membership raises it."
         ),
-        Panel("Processes up", "none", (("sum(crossdock_up{})", "up"),), "stat", 6),
+        Panel("Processes up", "none", (("sum(crossdock_process_up{})", "up"),), "stat", 6),
     ),
     "Requests": (
         Panel("Tokens answered", "cps", _rate("crossdock_tokens_total", "instance")),
-        Panel("Request latency", "s", _quantiles("crossdock_request_seconds"), meaning="Queueing included."),
+        Panel("Request latency", "s", _quantiles("crossdock_request_duration_seconds"), meaning="Including queueing."),
         Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
         Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
         Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),
         Panel("Steps", "ops", _rate("crossdock_steps_total", "instance")),
-        Panel("Streams given up", "ops", _rate("crossdock_streams_dropped_total", "instance")),
-        Panel("Steps not counted", "ops", _rate("crossdock_telemetry_dropped_total", "instance")),
+        Panel("Streams closed, answers not read", "ops", _rate("crossdock_streams_dropped_total", "instance")),
+        Panel("Telemetry records dropped", "ops", _rate("crossdock_telemetry_records_dropped_total", "instance")),
     ),
     "Steps": (
-        Panel("Step by phase", "s", _quantiles("crossdock_step_phase_seconds", "phase"), width=12),
-        Panel("Dispatch and combine", "s", _quantiles("crossdock_op_seconds", "op, mode, phase"), width=12),
+        Panel("Step by phase", "s", _quantiles("crossdock_step_phase_duration_seconds", "phase"), width=12),
+        Panel(
+            "Dispatch and combine", "s", _quantiles("crossdock_operation_duration_seconds", "op, mode, phase"), width=12
+        ),
         Panel(
             "Dispatch, every call",
             "s",
@@ -94,7 +96,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "heatmap",
             12,
         ),
-        Panel("Bytes between ranks", "Bps", _rate("crossdock_bytes_total", "op"), width=12),
+        Panel("Bytes between ranks", "Bps", _rate("crossdock_payload_bytes_total", "op"), width=12),
     ),
     "Balance": (
         Panel(
@@ -113,33 +115,40 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             ((f"max({_ROWS_OF_RANKS}) / avg({_ROWS_OF_RANKS})", "imbalance"),),
         ),
-        Panel("Imbalance as placed", "none", (("max(crossdock_expert_imbalance{})", "now"),), meaning="1 is perfect."),
+        Panel(
+            "Imbalance of the placement",
+            "none",
+            (("max(crossdock_expert_imbalance_ratio{})", "now"),),
+            meaning="1 is perfect.",
+        ),
         Panel(
             "Copies of experts loaded", "none", _rate("crossdock_expert_copies_loaded_total", "instance", "increase")
         ),
-        Panel("Steps held up by a switch", "s", _quantiles("crossdock_expert_switch_seconds")),
+        Panel("Delay of steps by a switch", "s", _quantiles("crossdock_expert_switch_duration_seconds")),
     ),
     "Faults": (
         Panel("Timeouts", "none", _rate("crossdock_peer_timeouts_total", "peer", "increase")),
-        Panel("Members lost", "none", _rate("crossdock_lost_total", "cause", "increase")),
-        Panel("Ranks called silent", "none", _rate("crossdock_blamed_total", "rank", "increase")),
+        Panel("Members lost", "none", _rate("crossdock_members_lost_total", "cause", "increase")),
+        Panel("Ranks reported silent", "none", _rate("crossdock_silent_rank_reports_total", "rank", "increase")),
         Panel(
-            "Workers kept out, and sick ranks",
+            "Excluded workers and sick ranks",
             "none",
-            (("sum by (cause) (crossdock_barred_workers{})", "{{cause}}"), ("max(crossdock_sick_ranks{})", "sick")),
+            (("sum by (cause) (crossdock_excluded_workers{})", "{{cause}}"), ("max(crossdock_sick_ranks{})", "sick")),
         ),
-        Panel("Changes of state", "none", _rate("crossdock_transitions_total", "to", "increase")),
-        Panel("Restarts", "none", (("crossdock_restarts{}", "{{process}}"),)),
+        Panel("State transitions", "none", _rate("crossdock_group_state_transitions_total", "to", "increase")),
+        Panel("Restarts", "none", _rate("crossdock_process_restarts_total", "process", "increase")),
     ),
     "Control plane": (
-        Panel("Calls", "s", _quantiles("crossdock_rpc_seconds", "method")),
-        Panel("Calls by code", "reqps", _rate("crossdock_rpc_seconds_count", "code")),
-        Panel("Watchers", "none", (("crossdock_watchers{}", "{{instance}}"),)),
+        Panel("Calls", "s", _quantiles("crossdock_rpc_duration_seconds", "method")),
+        Panel("Calls by code", "reqps", _rate("crossdock_rpc_duration_seconds_count", "code")),
+        Panel("Watchers", "none", (("crossdock_watch_streams{}", "{{instance}}"),)),
         Panel(
-            "Who leads", "none", (("crossdock_leading{}", "{{instance}}"), ("crossdock_term{}", "term of {{instance}}"))
+            "Leader",
+            "none",
+            (("crossdock_is_leader{}", "{{instance}}"), ("crossdock_leader_term{}", "term of {{instance}}")),
         ),
-        Panel("Changes of leader", "none", _rate("crossdock_reigns_total", "instance", "increase")),
-        Panel("Lease calls that failed", "none", _rate("crossdock_lease_failures_total", "instance", "increase")),
+        Panel("New leader terms", "none", _rate("crossdock_leader_terms_total", "instance", "increase")),
+        Panel("Failed lease requests", "none", _rate("crossdock_leader_lease_failures_total", "instance", "increase")),
         Panel(
             "Placement",
             "none",
@@ -150,18 +159,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Security": (
-        Panel("Calls turned away", "reqps", _rate("crossdock_calls_refused_total", "reason")),
-        Panel("Lines of gRPC's core", "cps", _rate("crossdock_grpc_core_lines_total", "about")),
+        Panel("Refused calls", "reqps", _rate("crossdock_rpc_refusals_total", "reason")),
+        Panel("Log lines of gRPC's core", "cps", _rate("crossdock_grpc_core_log_lines_total", "topic")),
         Panel(
-            "Certificates end in",
+            "Certificates expire in",
             "s",
-            (("(crossdock_certificate_not_after_seconds{} > 0) - time()", "{{instance}}"),),
+            (("(crossdock_certificate_expiry_timestamp_seconds{} > 0) - time()", "{{instance}}"),),
         ),
-        Panel("Certificates read again", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
+        Panel("Certificate reloads", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
     ),
     "Inside vLLM and other engines": (
-        Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_seconds", "op, mode, phase")),
-        Panel("Tokens brought", "cps", _rate("crossdock_ep_tokens_total", "rank")),
+        Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_operation_duration_seconds", "op, mode, phase")),
+        Panel("Tokens", "cps", _rate("crossdock_ep_tokens_total", "rank")),
         Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
         Panel(
             "Tokens received, largest rank to mean",

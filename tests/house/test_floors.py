@@ -12,50 +12,40 @@ from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_fil
 
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
-    "crossdock.v1": set(),
-    "crossdock.common": {"crossdock.v1"},
-    "crossdock.wire": {"crossdock.v1"},
-    "crossdock.control": {"crossdock.common", "crossdock.v1"},
-    "crossdock.facts": {"crossdock.v1", "ep_kernels"},
+    "ep_kernels.tools": {"ep_kernels"},
+    "crossdock.protocol": set(),
+    "crossdock.protocol.v1": set(),
+    "crossdock.protocol.wire": {"crossdock.protocol.v1"},
+    "crossdock.common": {"crossdock.protocol.v1"},
+    "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
+    "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},
+    "crossdock.topo.facts": {"crossdock.protocol.v1", "ep_kernels"},
+    "crossdock.worker": {
+        "crossdock.common",
+        "crossdock.protocol.v1",
+        "crossdock.protocol.wire",
+        "crossdock.topo.facts",
+        "ep_kernels",
+    },
+    "crossdock.client": {"crossdock.common", "crossdock.protocol.v1", "crossdock.protocol.wire", "ep_kernels"},
+    "crossdock.deep_ep": {"crossdock.common", "ep_kernels"},
+    "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
+    "crossdock.tune": {"ep_kernels"},
     "crossdock.doctor": {
         "crossdock.common",
         "crossdock.control",
-        "crossdock.facts",
+        "crossdock.protocol.v1",
+        "crossdock.topo.facts",
         "crossdock.tune",
-        "crossdock.v1",
         "ep_kernels",
     },
-    "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.v1"},
-    "crossdock.worker": {"crossdock.common", "crossdock.facts", "crossdock.v1", "crossdock.wire", "ep_kernels"},
-    "crossdock.client": {"crossdock.common", "crossdock.v1", "crossdock.wire", "ep_kernels"},
-    "crossdock.deep_ep": {"crossdock.common", "ep_kernels"},
-    "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
-    "crossdock.child": {"crossdock.common"},
-    "crossdock.supervisor": {"crossdock.child", "crossdock.common", "crossdock.v1"},
-    "crossdock.status": {"crossdock.common", "crossdock.v1"},
-    "crossdock.certs": {"crossdock.common"},
-    "crossdock.experts": {"crossdock.v1"},
-    "crossdock.regions": {"ep_kernels"},
-    "crossdock.kernels": {"ep_kernels"},
-    "crossdock.tune": {"ep_kernels"},
-    "crossdock.parts": {"crossdock.common"},
-    "crossdock.containers": {"crossdock.child", "crossdock.common", "crossdock.parts", "crossdock.supervisor"},
-    "crossdock.host": {
-        "crossdock.common",
-        "crossdock.containers",
-        "crossdock.status",
-        "crossdock.supervisor",
-        "crossdock.v1",
-    },
-    "crossdock.demo": {"crossdock.client", "crossdock.common", "crossdock.supervisor", "crossdock.v1", "ep_kernels"},
+    "crossdock.host": {"crossdock.common", "crossdock.protocol.v1"},
+    "crossdock.demo": {"crossdock.client", "crossdock.common", "crossdock.host", "crossdock.protocol.v1", "ep_kernels"},
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
 
 ANYTHING = (
     "crossdock.cli",
-    "crossdock.cli_members",
-    "crossdock.cli_shared",
-    "crossdock.cli_tune",
     "crossdock.__main__",
     "benchmarks",
     "benchmarks.vllm",
@@ -64,7 +54,7 @@ ANYTHING = (
 RESERVED: dict[str, set[str]] = {
     "torch": {
         "ep_kernels",
-        "crossdock.wire",
+        "crossdock.protocol.wire",
         "crossdock.worker",
         "crossdock.client",
         "crossdock.demo",
@@ -85,13 +75,13 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.doctor",
         "crossdock.worker",
         "crossdock.client",
-        "crossdock.supervisor",
+        "crossdock.host",
     },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
-    "typer": {"crossdock.cli", "crossdock.cli_members", "crossdock.cli_shared", "crossdock.cli_tune"},
+    "typer": {"crossdock.cli"},
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
-    "docker": {"crossdock.containers"},
+    "docker": {"crossdock.host"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),
@@ -99,7 +89,7 @@ RESERVED: dict[str, set[str]] = {
 """Packages that live on exactly these floors. Nothing of the product unpickles anything. Of vLLM the product knows the
 plugin alone; `benchmarks.vllm` measures vLLM itself."""
 
-DATA_PLANE_NEEDS = {"torch", "msgspec", "pynvml", "cuda"}
+DATA_PLANE_NEEDS = {"ep_kernels": {"torch", "msgspec", "pynvml", "cuda"}, "ep_kernels.tools": {"rich"}}
 
 
 def floor_of(module: str) -> str | None:
@@ -137,7 +127,8 @@ def test_the_data_plane_stands_on_torch_and_msgspec_only() -> None:
         f"{name_of(path)}:{line} imports {name}"
         for path in python_files("ep_kernels")
         for name, line in imports_of(path)
-        if name.split(".")[0] not in sys.stdlib_module_names | DATA_PLANE_NEEDS | {"ep_kernels"}
+        if name.split(".")[0]
+        not in {"ep_kernels", *sys.stdlib_module_names, *DATA_PLANE_NEEDS[floor_of(module_of(path)) or ""]}
     }
     assert not foreign, "\n".join(sorted(foreign))
 
@@ -168,8 +159,11 @@ def test_the_rule_sees_a_planted_fault(
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("crossdock.cli", ["torch", "grpc", "transformers", "msgspec", "prometheus_client"]),
-        ("crossdock.control.process, crossdock.supervisor, crossdock.host, crossdock.status", ["torch", "numpy"]),
+        ("crossdock.cli.app", ["torch", "grpc", "transformers", "msgspec", "prometheus_client"]),
+        (
+            "crossdock.control.process, crossdock.host.supervisor, crossdock.host.run, crossdock.cli.status",
+            ["torch", "numpy", "docker"],
+        ),
     ],
 )
 def test_what_starts_quickly_loads_nothing_heavy(modules: str, absent: list[str]) -> None:

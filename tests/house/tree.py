@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("ep_kernels", "services", "benchmarks")
-GENERATED = ROOT / "services" / "crossdock" / "v1"
+GENERATED = ROOT / "services" / "crossdock" / "protocol" / "v1"
 
 _SKIPPED = {"out", "build", "dist", "__pycache__", "node_modules", "results"}
 

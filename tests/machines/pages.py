@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from crossdock.facts import host_facts
-from crossdock.topo import picture, sources, words
+from crossdock.topo import listing, picture, sources
+from crossdock.topo.facts import host_facts
 from ep_kernels.topology import probe
 from tests.machines.kinds import KINDS
 
@@ -40,7 +40,7 @@ def pages(folder: Path) -> dict[str, str]:
     for kind in [*KINDS, *RECORDED]:
         topology = recorded(kind) if kind in RECORDED else shown(kind, folder)
         out = io.StringIO()
-        Console(file=out, width=_WIDTH).print(words.as_tables(topology))
+        Console(file=out, width=_WIDTH).print(listing.as_tables(topology))
         found[f"{kind}.txt"] = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
         found[f"{kind}.svg"] = picture.as_svg(topology)
     return found

@@ -20,13 +20,13 @@ import grpc
 import torch
 from safetensors.torch import save_file
 
-from crossdock import wire
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, LogConfig, PlacementConfig, WorkerConfig
 from crossdock.common.settings import SecurityConfig
-from crossdock.supervisor import Supervisor, current_view
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.v1.control_pb2 import SERVING, GroupView
+from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 
 PLAIN = SecurityConfig()
 LAYERS, E, H, INNER, K = 3, 8, 64, 32, 2

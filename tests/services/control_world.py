@@ -17,11 +17,11 @@ import grpc.aio
 
 from crossdock.common import announce, rpc
 from crossdock.common.config import ControlConfig
-from crossdock.common.line import SERVICE_NAME
+from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 TIMEOUT_S = 120.0
 """Deadline of calls, and of processes that start or end; nothing is expected to take so long."""

@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 import torch
 
-from crossdock import wire
-from crossdock.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.experts import Experts
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.worker.expert_mlps import ExpertMLPs
 
 Answer = expert_pb2.ForwardResponse
 Behaviour = Callable[[expert_pb2.ForwardRequest], Answer | None]
@@ -27,7 +27,7 @@ Behaviour = Callable[[expert_pb2.ForwardRequest], Answer | None]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def dense(experts: Experts, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def dense(experts: ExpertMLPs, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """All experts on one rank: the weighted sum [T, H] in fp32 order of ascending k, in the dtype of x.
 
     Args:
@@ -159,7 +159,7 @@ def refuse(code: grpc.StatusCode, message: str, lost_ranks: Sequence[int] = (), 
     return lambda request: Answer(error=error)
 
 
-def serve(experts: Experts) -> Behaviour:
+def serve(experts: ExpertMLPs) -> Behaviour:
     """Answers with what these experts make of the rows."""
 
     def behave(request: expert_pb2.ForwardRequest) -> Answer:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from crossdock.common import announce, rpc
 from crossdock.common.config import WorkerConfig
-from crossdock.common.line import ask
-from crossdock.supervisor import Supervisor, current_view
-from crossdock.v1.control_pb2 import SERVING, GroupView
+from crossdock.common.control_channel import call_leader
+from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
 from tests.services.lease_api import LeaseApi
@@ -110,7 +110,7 @@ class Replicas:
     def view(self) -> GroupView | None:
         """The leader's, by way of any of them; None: nobody leads just now."""
         try:
-            return ask(self.target, None, lambda channel: current_view(channel, _SOON_S))
+            return call_leader(self.target, None, lambda channel: current_view(channel, _SOON_S))
         except rpc.CallError:
             return None
 

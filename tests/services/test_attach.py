@@ -16,10 +16,10 @@ from torch import nn
 from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
 from crossdock.client.attach import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
-from crossdock.v1 import expert_pb2
-from crossdock.wire import NAMES
+from crossdock.protocol.v1 import expert_pb2
+from crossdock.protocol.wire import NAMES
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from tests.services.fakes import FakeWorker, refuse, serve
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
@@ -47,7 +47,7 @@ def _worker(path: Path, dtype: torch.dtype = torch.float32) -> FakeWorker:
         dtype=NAMES[dtype],
         serving=True,
     )
-    return FakeWorker(description, serve(Experts.load(checkpoint, range(spec.num_experts), dtype=dtype)))
+    return FakeWorker(description, serve(ExpertMLPs.load(checkpoint, range(spec.num_experts), dtype=dtype)))
 
 
 def _ids(num_tokens: int = 24) -> torch.Tensor:
@@ -202,7 +202,7 @@ def test_service_errors_reach_the_model_code(path: Path, worker: FakeWorker) -> 
 class _Experts(nn.Module):
     """Any module with the signature will do."""
 
-    def __init__(self, experts: Experts, layer: int) -> None:
+    def __init__(self, experts: ExpertMLPs, layer: int) -> None:
         super().__init__()
         self.experts, self.layer = experts, layer
 
@@ -213,7 +213,7 @@ class _Experts(nn.Module):
 
 
 def test_any_torch_module(path: Path, worker: FakeWorker) -> None:
-    experts = Experts.load(Checkpoint.open(path), range(8), dtype=torch.float32)
+    experts = ExpertMLPs.load(Checkpoint.open(path), range(8), dtype=torch.float32)
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.ModuleDict({"moe": _Experts(experts, layer)}) for layer in range(2))
     x, ids, weights = torch.randn(3, 5, 64), torch.randint(0, 9, (15, 2)), torch.rand(15, 2)
@@ -227,7 +227,7 @@ def test_any_torch_module(path: Path, worker: FakeWorker) -> None:
     torch.testing.assert_close(y.view(15, 64), z, rtol=1e-4, atol=1e-5)
 
 
-def remote_reference(experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def remote_reference(experts: ExpertMLPs, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Layer 1, row by row."""
     gate_up, down = experts._weights[1]
     rows = []

@@ -17,7 +17,7 @@ import typer.core
 import typer.main
 
 import crossdock
-from crossdock.cli import app
+from crossdock.cli.app import app
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
 from tests.services.cluster import FORM_S, TEST_S

@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 import pytest
 
-from crossdock import cli
-from crossdock.v1 import control_pb2_grpc
-from crossdock.v1.control_pb2 import ExpertsResponse, LayerExperts, RebalanceResponse
+from crossdock.cli import app as cli
+from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import ExpertsResponse, LayerExperts, RebalanceResponse
 
 KNOWN = ExpertsResponse(
     version=7, num_experts=4, num_slots=6, world_size=2, last_change="moved in 1.5 s",

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdock import client as public
-from crossdock import wire
 from crossdock.client import AsyncClient, Client, client, stream
 from crossdock.client import errors as tree
 from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2, expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import control_pb2, expert_pb2
 from tests.chaos.proxy import Network
 from tests.services.control_world import TIMEOUT_S, lasting_port
 from tests.services.fakes import Answer, FakeControl, FakeWorker, echo, refuse, view_of

@@ -12,10 +12,10 @@ import torch
 
 from crossdock.client import Client, InvalidRequest, Unavailable
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.supervisor import Supervisor
-from crossdock.v1.control_pb2 import FORMING
+from crossdock.host.supervisor import Supervisor
+from crossdock.protocol.v1.control_pb2 import FORMING
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, without_successors
 from tests.services.fakes import dense
 from tests.unit.moe_files import Sizes, draw_weights, write_files
@@ -25,7 +25,7 @@ SIZES = Sizes(num_experts=7, hidden=64, inner=32, layers=2)
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor, Experts]]:
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor, ExpertMLPs]]:
     folder = tmp_path_factory.mktemp("group")
     path = write_files(folder / "model", "qwen3_moe", SIZES, draw_weights(SIZES))
     control = ControlConfig(listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=2, lease_s=6.0)
@@ -33,7 +33,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor
         WorkerConfig(model=str(path), local_rank=rank, max_tokens_per_step=64, step_timeout_s=STEP_S)
         for rank in range(2)
     ]
-    experts = Experts.load(Checkpoint.open(path), range(7), dtype=torch.float32)
+    experts = ExpertMLPs.load(Checkpoint.open(path), range(7), dtype=torch.float32)
     with Supervisor(control, workers, folder / "logs") as supervisor:
         supervisor.wait_serving(FORM_S)
         yield supervisor, experts
@@ -45,7 +45,7 @@ def _batch(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(num_tokens, 64), ids, torch.rand(num_tokens, 2)
 
 
-def _assert_serves(client: Client, experts: Experts, num_tokens: int) -> None:
+def _assert_serves(client: Client, experts: ExpertMLPs, num_tokens: int) -> None:
     for layer in (0, 1):
         x, ids, weights = _batch(num_tokens)
         expected = dense(experts, layer, x, ids, weights)
@@ -54,7 +54,7 @@ def _assert_serves(client: Client, experts: Experts, num_tokens: int) -> None:
         )
 
 
-def test_rows_are_the_dense_models(group: tuple[Supervisor, Experts]) -> None:
+def test_rows_are_the_dense_models(group: tuple[Supervisor, ExpertMLPs]) -> None:
     supervisor, experts = group
     with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
         for num_tokens in (1, 7, 64, 333):
@@ -63,7 +63,7 @@ def test_rows_are_the_dense_models(group: tuple[Supervisor, Experts]) -> None:
             list(pool.map(lambda n: _assert_serves(client, experts, 10 + n), range(12)))
 
 
-def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, Experts]) -> None:
+def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, ExpertMLPs]) -> None:
     supervisor, experts = group
     x, ids, weights = _batch(5)
     with Client(supervisor.control_address) as client:
@@ -80,7 +80,7 @@ def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, Experts]) ->
         _assert_serves(client, experts, 5)
 
 
-def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, Experts]) -> None:
+def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, ExpertMLPs]) -> None:
     supervisor, experts = group
     patient = Client(supervisor.control_address, min_tokens_per_worker=8)
     hasty = Client(supervisor.control_address, min_tokens_per_worker=8, retry=False)
@@ -99,7 +99,7 @@ def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, Experts]) -> N
         assert patient.describe().epoch > before
 
 
-def test_a_worker_that_stood_still_takes_its_place_again(group: tuple[Supervisor, Experts]) -> None:
+def test_a_worker_that_stood_still_takes_its_place_again(group: tuple[Supervisor, ExpertMLPs]) -> None:
     supervisor, experts = group
     with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
         _assert_serves(client, experts, 40)

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from crossdock import host as hosts
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
 from crossdock.common.settings import DockerConfig
-from crossdock.supervisor import SupervisorError
-from crossdock.v1.control_pb2 import FORMING, SERVING, GroupView
+from crossdock.host import run as hosts
+from crossdock.host.supervisor import SupervisorError
+from crossdock.protocol.v1.control_pb2 import FORMING, SERVING, GroupView
 from tests.services.docker_daemon import DEADLINE_S, Daemon
 from tests.services.fakes import FakeControl
 
 docker = pytest.importorskip("docker", reason="the docker SDK comes with the extra [docker]")
-containers = pytest.importorskip("crossdock.containers")
+containers = pytest.importorskip("crossdock.host.docker")
 
 NAME = "group"
 CONTROL, WORKER = f"{NAME}-control", f"{NAME}-worker"
@@ -217,7 +217,7 @@ def test_a_daemon_that_does_not_answer_is_named(config: HostConfig, tmp_path: Pa
 def test_without_the_sdk_it_says_what_to_install(
     config: HostConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "crossdock.containers")
+    monkeypatch.delitem(sys.modules, "crossdock.host.docker")
     monkeypatch.setitem(sys.modules, "docker", None)
     with pytest.raises(ConfigFileError, match=r'pip install "crossdock\[docker\]"'):
         hosts._containers(config, tmp_path)

@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
-from crossdock.common.line import SERVICE_NAME
+from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.control import views, watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 from tests.services.control_world import (
     TIMEOUT_S,
     FakeWorker,
@@ -179,11 +179,11 @@ async def test_watchers_are_counted_and_forgotten(control: InProcess) -> None:
     calls = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(2)]
     for call in calls:
         await call.read()
-    assert control.sample("crossdock_watchers") == 2
+    assert control.sample("crossdock_watch_streams") == 2
     for call in calls:
         call.cancel()
     async with asyncio.timeout(TIMEOUT_S):
-        while control.sample("crossdock_watchers"):
+        while control.sample("crossdock_watch_streams"):
             await asyncio.sleep(0.01)
 
 
@@ -207,10 +207,10 @@ async def test_metrics_follow_the_group(control: InProcess) -> None:
     assert control.sample("crossdock_epoch") == 2
     assert control.sample("crossdock_members") == 2
     assert control.sample("crossdock_world_size") == 3
-    assert control.sample("crossdock_state", state="FORMING") == 1
-    assert control.sample("crossdock_state", state="SERVING") == 0
-    assert control.sample("crossdock_lost_total", cause="lease") == 1
-    assert control.sample("crossdock_transitions_total", to="SERVING") == 1
+    assert control.sample("crossdock_group_state", state="FORMING") == 1
+    assert control.sample("crossdock_group_state", state="SERVING") == 0
+    assert control.sample("crossdock_members_lost_total", cause="lease") == 1
+    assert control.sample("crossdock_group_state_transitions_total", to="SERVING") == 1
     assert control.sample("crossdock_heartbeats_total") == 32
 
 
@@ -366,9 +366,9 @@ async def test_a_stranger_gets_no_regions_by_asking_for_a_brief_view(control: In
 
 async def test_many_changes_at_once_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large group: those who come and go before the table is complete; that all are there is told soon."""
-    size = 2 * watchers.QUIET_FROM
-    monkeypatch.setattr(watchers, "QUIET_S_PER_RANK", 3600.0 / size)
-    monkeypatch.setattr(watchers, "SHORT_QUIET_S_PER_RANK", 2.0 / size)
+    size = 2 * watchers.DEBOUNCE_FROM_RANKS
+    monkeypatch.setattr(watchers, "NOTIFY_DEBOUNCE_S_PER_RANK", 3600.0 / size)
+    monkeypatch.setattr(watchers, "FULL_NOTIFY_DEBOUNCE_S_PER_RANK", 2.0 / size)
     async with in_process(ControlConfig(world_size=size, lease_s=60, recover_s=0.01)) as control:
         control.clock.now += 1.0
         control.service.tick()

@@ -11,9 +11,9 @@ import pytest
 
 from crossdock.common.config import ControlConfig
 from crossdock.control import watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
-from crossdock.worker.link import Link
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
+from crossdock.worker.control_client import ControlPlaneClient
 from tests.services.control_world import (
     TIMEOUT_S,
     FakeWorker,
@@ -119,32 +119,32 @@ async def test_a_workers_link_keeps_the_table_when_later_views_have_none(control
         worker=pb.WorkerId(uid="a/2", incarnation=1), host=topology_pb2.HostFacts(hostname="a"), local_rank=2,
         address="a:1", http_address="a:2", transport="cpu", abi="a", model="m",
     )  # fmt: skip
-    link = Link(control.address, registration, pb.WorkerStats)
-    link.start()
+    client = ControlPlaneClient(control.address, registration, pb.WorkerStats)
+    client.start()
     try:
         for worker in workers:
             await worker.register()
         async with asyncio.timeout(TIMEOUT_S):
-            view = await link.wait(lambda view: view.state == pb.EXCHANGING)
-            await link.publish(view.epoch, 2, b"mine")
+            view = await client.wait(lambda view: view.state == pb.EXCHANGING)
+            await client.publish_region(view.epoch, 2, b"mine")
             for worker in workers:
                 await worker.publish(await newest_view(control.stub))
-            assert await link.table(view.epoch) == [workers[0].region, workers[1].region, b"mine"]
-            await link.ready(view.epoch, view.placement)
+            assert await client.region_table(view.epoch) == [workers[0].region, workers[1].region, b"mine"]
+            await client.ready(view.epoch, view.placement)
             for worker in workers:
                 await worker.get_ready()
-            serving = await link.wait(lambda view: view.state == pb.SERVING)
+            serving = await client.wait(lambda view: view.state == pb.SERVING)
             assert len(serving.members) == 1
-            assert await link.table(view.epoch) == [workers[0].region, workers[1].region, b"mine"]
+            assert await client.region_table(view.epoch) == [workers[0].region, workers[1].region, b"mine"]
             await workers[0].beat(1)
-            await link.wait(lambda newer: newer.epoch > view.epoch)
-            assert await link.table(view.epoch) is None, "that epoch is over"
+            await client.wait(lambda newer: newer.epoch > view.epoch)
+            assert await client.region_table(view.epoch) is None, "that epoch is over"
     finally:
-        await link.close()
+        await client.close()
 
 
 async def test_every_watcher_is_woken_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "WOKEN_AT_ONCE", 3)
+    monkeypatch.setattr(watchers, "NOTIFY_BATCH", 3)
     async with in_process(ControlConfig(world_size=2, recover_s=0.01)) as control:
         streams = [control.stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S) for _ in range(10)]
         for stream in streams:

@@ -1,4 +1,4 @@
-"""Workers that an operator drains, or that the group keeps out: the real service, the worker's link, the command."""
+"""Workers that an operator drains, or that the group keeps out: the real service, the worker's client, the command."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
-from crossdock.v1 import control_pb2 as pb
-from crossdock.worker.link import Link
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.worker.control_client import ControlPlaneClient
 from tests.services.control_world import TIMEOUT_S, FakeWorker, InProcess, exchange, form, in_process, newest_view
 
 CONFIG = ControlConfig(world_size=3, recover_s=0.01)
 
 
-def link_of(control: InProcess, uid: str, incarnation: int = 1) -> Link:
+def client_of(control: InProcess, uid: str, incarnation: int = 1) -> ControlPlaneClient:
     host, _, local = uid.partition("/")
     registration = pb.RegisterRequest(
         worker=pb.WorkerId(uid=uid, incarnation=incarnation), transport="cpu", abi="a", model="m", address="h:1"
     )
     registration.host.hostname, registration.local_rank = host, int(local or 0)
-    return Link(control.address, registration, pb.WorkerStats)
+    return ControlPlaneClient(control.address, registration, pb.WorkerStats)
 
 
 def over(control: InProcess) -> None:
@@ -41,30 +41,30 @@ async def command(control: InProcess, *args: str) -> subprocess.CompletedProcess
 async def test_a_drained_worker_leaves_and_waits_until_it_is_uncordoned() -> None:
     async with in_process(CONFIG) as control, asyncio.timeout(TIMEOUT_S):
         over(control)
-        link, told = link_of(control, "b/0"), asyncio.Event()
-        link.on_drain = told.set
-        link.start()
-        await link.heard()
+        client, told = client_of(control, "b/0"), asyncio.Event()
+        client.on_drain = told.set
+        client.start()
+        await client.wait_first_answer()
         draining = asyncio.create_task(command(control, "drain", "b", "--reason", "new memory", "--json"))
         await told.wait()
-        await link.leave("drained")
-        await link.close()
+        await client.leave("drained")
+        await client.close()
         done = await draining
         assert (done.returncode, json.loads(done.stdout)["stayed"]) == (0, [])
 
-        again = link_of(control, "b/0", 2)
+        again = client_of(control, "b/0", 2)
         again.start()
-        await again.heard()
+        await again.wait_first_answer()
         assert (again.spare, again.registered) == (True, False)
         assert again.trouble == "cordoned: new memory, until `crossdock uncordon b/0`"
         view = await newest_view(control.stub)
         assert [(one.uid, one.cause, one.reason) for one in view.barred] == [("b/0", "cordoned", "new memory")]
-        assert control.sample("crossdock_barred_workers", cause="cordoned") == 1
+        assert control.sample("crossdock_excluded_workers", cause="cordoned") == 1
         assert (await command(control, "uncordon", "b/0")).stdout == "b/0 on b: may come back\n"
         await again.wait(lambda view: view.version > 0)
         assert not again.spare
         await again.close()
-        assert control.sample("crossdock_barred_workers", cause="cordoned") == 0
+        assert control.sample("crossdock_excluded_workers", cause="cordoned") == 0
 
 
 async def test_a_waiting_worker_tells_the_next_control_plane_that_it_is_cordoned() -> None:
@@ -119,15 +119,15 @@ async def test_a_sick_rank_is_seen_and_quarantined_when_a_spare_waits() -> None:
             await exchange(control.stub, [a, b, c])
         control.service.tick()
         view = await newest_view(control.stub)
-        assert view.members[2].sick == "called silent in 3 epochs by a/0, b/0 within 600 s"
+        assert view.members[2].sick == "reported silent in 3 epochs by a/0, b/0 within 600 s"
         assert control.sample("crossdock_sick_ranks") == 1
-        assert control.sample("crossdock_blamed_total", rank="2") == 6
+        assert control.sample("crossdock_silent_rank_reports_total", rank="2") == 6
         with pytest.raises(rpc.ResourceExhausted):
             await one_more(control, "d/0")
         await a.beat(2)
         await b.beat(2)
-        assert control.sample("crossdock_lost_total", cause="quarantined") == 1
-        assert control.sample("crossdock_barred_workers", cause="quarantined") == 1
+        assert control.sample("crossdock_members_lost_total", cause="quarantined") == 1
+        assert control.sample("crossdock_excluded_workers", cause="quarantined") == 1
         control.service.tick()
         assert control.sample("crossdock_sick_ranks") == 0
         with pytest.raises(rpc.ResourceExhausted, match="quarantined"):

@@ -12,7 +12,7 @@ import pytest
 
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Answer, Batch, Cluster, E, check, cluster
 
 pytestmark = pytest.mark.timeout(TEST_S)

@@ -9,7 +9,7 @@ import pytest
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 from tests.services.control_world import TIMEOUT_S, FakeWorker, InProcess, form, in_process, newest_view
 
 SIZE = 6

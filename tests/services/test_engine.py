@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker.engine import Engine
-from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 R, E, H, K, M = 2, 4, 16, 2, 8
@@ -66,7 +66,7 @@ def ranks() -> Iterator[list[Rank]]:
     store, made = dist.HashStore(), []
     for number in range(R):
         metrics = WorkerMetrics()
-        made.append(Rank(number, Engine(M, Telemetry(metrics, (H * 4, H * 4))), Scale(number), metrics))
+        made.append(Rank(number, Engine(M, WorkerTelemetry(metrics, (H * 4, H * 4))), Scale(number), metrics))
 
     def run(rank: Rank) -> None:
         group = StoreGroup(store, rank.number, R, epoch=3)
@@ -330,7 +330,7 @@ def test_a_rank_without_experts_takes_part() -> None:
         with MoECommunicator(config) as comm:
             answers.append(engine.run(comm, Scale(0) if rank == 0 else None, 1))  # type: ignore[arg-type]
 
-    engines = [Engine(M, Telemetry(WorkerMetrics(), (H * 4, H * 4))) for _ in range(R)]
+    engines = [Engine(M, WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))) for _ in range(R)]
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(engines)]
     for engine, thread in zip(engines, threads, strict=True):
         engine.open()
@@ -369,7 +369,7 @@ def test_half_types_come_home_in_float32_and_are_rounded_once(dtype: torch.dtype
             assert tokens.dtype is dtype
             return super().forward(layer, tokens.float(), *args, **kwargs)
 
-    engine = Engine(M, Telemetry(WorkerMetrics(), (H * 2, H * 4)))
+    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (H * 2, H * 4)))
     engine.open()
     asked = Asked(2 * M + 1)
     x = asked.work.x = asked.work.x.to(dtype)

@@ -22,9 +22,9 @@ from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
-from crossdock.supervisor import current_view
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.host.supervisor import current_view
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker import device
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.process import run_worker

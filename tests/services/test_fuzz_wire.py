@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
 from crossdock.common.access import METHODS
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 from tests.services.control_world import TIMEOUT_S, ControlProcess
 
 NUM_CALLS = 150

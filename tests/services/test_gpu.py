@@ -21,11 +21,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from crossdock import wire
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.supervisor import Supervisor, SupervisorError
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.host.supervisor import Supervisor, SupervisorError
+from crossdock.protocol import wire
+from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, Answer, Batch, Cluster, check, cluster, write_model
 
 NUM_WORKERS, MAX_TOKENS = 2, 64
@@ -156,12 +156,12 @@ class TestOneGroup:
                 caller.forward(bf16_batch(MAX_TOKENS))
         assert page(group, 0, "readyz").startswith("serving")
         until = time.monotonic() + ANSWER_S
-        while not counted(group, "crossdock_op_seconds_count"):
+        while not counted(group, "crossdock_operation_duration_seconds_count"):
             assert time.monotonic() < until, "no latency samples"
             threading.Event().wait(0.1)
-        assert counted(group, "crossdock_step_phase_seconds_sum") > 0
+        assert counted(group, "crossdock_step_phase_duration_seconds_sum") > 0
         assert counted(group, "crossdock_expert_rows_total") > 0
-        assert counted(group, "crossdock_experts_loaded_bytes") == sum(
+        assert counted(group, "crossdock_expert_weights_bytes") == sum(
             tensor.numel() * 2 for tensor in group.tensors.values()
         )
 
@@ -170,9 +170,9 @@ class TestOneGroup:
             caller.forward(bf16_batch(3))
         steps = counted(group, "crossdock_steps_total")
         threading.Event().wait(1.0)  # samples of the last step are collected
-        launched = counted(group, "crossdock_op_seconds_count")
+        launched = counted(group, "crossdock_operation_duration_seconds_count")
         threading.Event().wait(2.0)
-        assert counted(group, "crossdock_op_seconds_count") == launched
+        assert counted(group, "crossdock_operation_duration_seconds_count") == launched
         assert counted(group, "crossdock_steps_total") == steps
 
     def test_a_killed_worker_costs_an_epoch_and_nothing_else(self, group: Cluster) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossdock import certs
+from crossdock.cli import certs
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.http import HttpServer, ask_http, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.security import Security, load_security
-from crossdock.host import readiness
+from crossdock.host.run import readiness
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 

@@ -15,8 +15,8 @@ import torch
 from crossdock.client import Client, stream
 from crossdock.common import rpc
 from crossdock.control.leader import TERM_KEY
-from crossdock.v1.control_pb2 import TopologyRequest
-from crossdock.v1.control_pb2_grpc import ControlPlaneStub
+from crossdock.protocol.v1.control_pb2 import TopologyRequest
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Cluster
 from tests.services.control_world import TIMEOUT_S
 from tests.services.replicas import Replica, Replicas, leads, replicated_cluster, term_of, wait
@@ -99,7 +99,7 @@ def refusal(replica: Replica, *metadata: tuple[str, str]) -> rpc.Unavailable | N
         except grpc.RpcError as error:
             refused = rpc.error_of(error)
             assert isinstance(refused, rpc.Unavailable)
-            assert "stands by" in str(refused)
+            assert "is a standby" in str(refused)
             return refused
     return None
 
@@ -108,7 +108,7 @@ def test_one_leads_and_the_others_send_callers_there(replicas: Replicas) -> None
     def settled() -> bool:
         """As soon as the others have read the lease."""
         leader = replicas.leader()
-        words = f"this control plane stands by; {leader.address} leads"
+        words = f"this control plane is a standby; {leader.address} leads"
         told = [refusal(replica) for replica in replicas.all if replica is not leader]
         view = replicas.view()
         known = [refused is not None and (refused.leader, str(refused)) == (leader.address, words) for refused in told]

@@ -17,10 +17,10 @@ import torch
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
-from crossdock.supervisor import Supervisor
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
-from crossdock.v1.control_pb2 import SERVING
+from crossdock.host.supervisor import Supervisor
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Batch, Cluster, E, check, cluster, write_model
 
 pytestmark = pytest.mark.timeout(TEST_S)
@@ -40,13 +40,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 _CANNOT_LOAD = """
 import sys
 from crossdock.common.config import WorkerConfig
-from crossdock.worker.experts import Experts
+from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
 
 def stage(*args, **kwargs):
     raise OSError("gone")
 
-Experts.stage = stage
+ExpertMLPs.stage = stage
 _, control, _, model, _, step_s = sys.argv[1:]
 config = WorkerConfig(model=model, control=control, local_rank=2, uid="w2", step_timeout_s=float(step_s))
 sys.exit(run_worker(config))
@@ -70,7 +70,7 @@ class Control:
     def experts(self) -> pb.ExpertsResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
-            return stub.Experts(pb.ExpertsRequest(), timeout=ANSWER_S)
+            return stub.ExpertMLPs(pb.ExpertsRequest(), timeout=ANSWER_S)
 
     def rebalance(self) -> pb.RebalanceResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:
@@ -190,7 +190,7 @@ def test_a_worker_that_cannot_load_turns_the_move_back(tmp_path: Path) -> None:
         try:
             group = Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))
             found = move_that_fails(group)
-            assert re.fullmatch("turned back: rank [0-2]: layer [12]: OSError: gone", found.last_change)
+            assert re.fullmatch("rolled back: rank [0-2]: layer [12]: OSError: gone", found.last_change)
             assert Control(group).until(lambda found: found.layers_moving == 0).last_change == found.last_change
             for rank in range(3):
                 serve_some(group, rank)
@@ -204,8 +204,8 @@ def move_that_fails(group: Cluster) -> pb.ExpertsResponse:
     control = Control(group)
     for hot in itertools.cycle((5, 2, 0)):
         rebalance(group, hot)
-        found = control.until(lambda found: found.last_change.startswith(("moved in", "turned back")))
-        if found.last_change.startswith("turned back"):
+        found = control.until(lambda found: found.last_change.startswith(("moved in", "rolled back")))
+        if found.last_change.startswith("rolled back"):
             return found
     raise AssertionError("unreachable")
 

@@ -16,25 +16,25 @@ import grpc
 import msgspec
 import pytest
 
-from crossdock import certs
-from crossdock.cli import app
+from crossdock.cli import certs
+from crossdock.cli.app import app
 from crossdock.client import Client, NotAllowed
 from crossdock.common import rpc
-from crossdock.common.access import ANYBODY, METHODS, Caller, Limiter, Role, door_of, matches
+from crossdock.common.access import ANYBODY, METHODS, Caller, RateLimiter, Role, authorizer_of, matches
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
+from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader
 from crossdock.common.http import ask_http
-from crossdock.common.line import SERVICE_NAME, Line, ask
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server import ControlPlane
-from crossdock.host import readiness
-from crossdock.supervisor import current_view
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.link import LEASE_KEY
+from crossdock.host.run import readiness
+from crossdock.host.supervisor import current_view
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.worker.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
 
@@ -65,9 +65,9 @@ async def served(guard: Security, rate: float = 0.0) -> AsyncIterator[tuple[str,
     """A guarded control plane on this event loop."""
     metrics = ControlMetrics()
     service = ControlPlane(ControlConfig(world_size=2), metrics)
-    door = door_of(guard, rate, metrics)
-    door._limiter = Limiter(rate, lambda: 0.0)  # however long it takes to make the calls
-    server = await rpc.server(1 << 16, rpc.Health([SERVICE_NAME]), door=door)
+    authorizer = authorizer_of(guard, rate, metrics)
+    authorizer._rate_limiter = RateLimiter(rate, lambda: 0.0)  # however long it takes to make the calls
+    server = await rpc.server(1 << 16, rpc.Health([SERVICE_NAME]), authorizer=authorizer)
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
     address = rpc.bind(server, "127.0.0.1:0", guard)
     await server.start()
@@ -113,7 +113,7 @@ async def test_clients_watch_but_neither_join_nor_see_regions(folder: Path) -> N
         with pytest.raises(rpc.PermissionDenied, match="worker a/0: expected its own certificate"):
             await _first(client, intruder.id)
         assert [member.worker.uid for member in (await newest_view(client)).members] == ["a/0"]
-        assert metrics.registry.get_sample_value("crossdock_calls_refused_total", {"reason": "permission"}) == 4
+        assert metrics.registry.get_sample_value("crossdock_rpc_refusals_total", {"reason": "permission"}) == 4
 
 
 async def test_a_worker_speaks_for_its_own_uid_only(folder: Path) -> None:
@@ -163,23 +163,23 @@ async def test_new_certificates_count_from_the_next_connection(folder: Path, tmp
     here = tmp_path / "live"
     shutil.copytree(folder, here)
     server, caller = security(here, "control"), security(here, "worker")
-    line: Line | None = None
+    channel: ControlPlaneChannel | None = None
     async with served(server) as (address, _):
-        line = Line(address, caller)
-        stub = control_pb2_grpc.ControlPlaneStub(line.channel)
+        channel = ControlPlaneChannel(address, caller)
+        stub = control_pb2_grpc.ControlPlaneStub(channel.grpc_channel)
         await FakeWorker(stub, "a/0").register()
         before = _serial(address, here)
         for old in ("ca.pem", "ca.key"):
             (here / old).unlink()
         certs.make_all(here)
         assert _serial(address, here) != before
-        assert await line.turn()
-        await FakeWorker(control_pb2_grpc.ControlPlaneStub(line.channel), "a/1").register()
-        assert not await line.turn()
+        assert await channel.fail_over()
+        await FakeWorker(control_pb2_grpc.ControlPlaneStub(channel.grpc_channel), "a/1").register()
+        assert not await channel.fail_over()
         async with stub_of(address, security(folder, "worker")) as former:
             with pytest.raises(rpc.Unavailable):  # of an authority that is trusted no more
                 await rpc.call(former.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
-        await line.close()
+        await channel.close()
 
 
 async def test_a_pair_that_does_not_fit_leaves_the_former_in_force(folder: Path, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ async def test_tokens_give_roles_and_may_be_replaced(folder: Path, tmp_path: Pat
             with pytest.raises(rpc.PermissionDenied):
                 await FakeWorker(stub, "a/0").register()
         sample = metrics.registry.get_sample_value
-        assert sample("crossdock_calls_refused_total", {"reason": "unauthenticated"}) == 2
+        assert sample("crossdock_rpc_refusals_total", {"reason": "unauthenticated"}) == 2
 
 
 async def test_too_many_calls_of_one_are_refused_and_others_are_not(folder: Path) -> None:
@@ -283,12 +283,12 @@ def test_a_caller_without_the_role_speaks_for_nobody() -> None:
 
 def test_the_limiter_refills_and_forgets() -> None:
     now = [0.0]
-    limiter = Limiter(2.0, lambda: now[0])
+    limiter = RateLimiter(2.0, lambda: now[0])
     assert [limiter.allow("a") for _ in range(5)] == [True] * 4 + [False]
     assert limiter.allow("b")
     now[0] = 0.5
     assert [limiter.allow("a") for _ in range(2)] == [True, False]
-    assert all(Limiter(0.0).allow("a") for _ in range(1000))
+    assert all(RateLimiter(0.0).allow("a") for _ in range(1000))
     for caller in range(10_000):
         limiter.allow(caller)
     assert len(limiter._left) <= 8192
@@ -387,7 +387,7 @@ def test_a_guarded_group_serves_who_is_known_and_nobody_else(
         client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S)
     _drain_in_vain(group, known)
     with pytest.raises(rpc.CallError):
-        ask(target, None, lambda plain: current_view(plain, ANSWER_S))
+        call_leader(target, None, lambda plain: current_view(plain, ANSWER_S))
 
 
 def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster, folder: Path) -> None:

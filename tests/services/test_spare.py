@@ -10,9 +10,9 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from crossdock.common.config import ControlConfig
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1.control_pb2 import SERVING, GroupView
-from crossdock.worker.link import Link
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+from crossdock.worker.control_client import ControlPlaneClient
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, check, cluster
 from tests.services.control_world import TIMEOUT_S, form, in_process
 from tests.services.replicas import wait
@@ -56,16 +56,16 @@ async def test_a_spare_is_heard_of_and_asks_until_there_is_a_place() -> None:
         registration = pb.RegisterRequest(
             worker=pb.WorkerId(uid="w1", incarnation=1), transport="cpu", abi="a", model="m", address="h:1"
         )
-        link = Link(control.address, registration, pb.WorkerStats)
-        link.start()
+        client = ControlPlaneClient(control.address, registration, pb.WorkerStats)
+        client.start()
         async with asyncio.timeout(TIMEOUT_S):
-            await link.heard()
-            assert (link.spare, link.registered) == (True, False)
-            assert link.trouble == "worker w1: all 1 slots have live members"
+            await client.wait_first_answer()
+            assert (client.spare, client.registered) == (True, False)
+            assert client.trouble == "worker w1: all 1 slots have live members"
             await member.leave()
-            view = await link.wait(lambda view: view.version > 0)
-        assert (link.spare, view.members[0].worker.uid) == (False, "w1")
-        await link.close()
+            view = await client.wait(lambda view: view.version > 0)
+        assert (client.spare, view.members[0].worker.uid) == (False, "w1")
+        await client.close()
 
 
 def test_a_spare_takes_the_place_of_a_lost_rank_and_its_successor_is_the_next_spare(group: Cluster) -> None:

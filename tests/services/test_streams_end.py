@@ -19,15 +19,15 @@ import torch
 from crossdock.common import rpc
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import service as service_module
-from crossdock.worker.admission import Door
+from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
 from crossdock.worker.service import Backend, ExpertService
-from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S
 
@@ -35,12 +35,12 @@ GONE = rpc.Unavailable("this worker has left the group")
 
 
 def service_of(
-    folder: Path, engine: Engine, telemetry: Telemetry, max_bytes_per_client: int = 1 << 20, **settings: float
+    folder: Path, engine: Engine, telemetry: WorkerTelemetry, max_bytes_per_client: int = 1 << 20, **settings: float
 ) -> ExpertService:
     write_model(folder)
-    door = Door(Checkpoint.open(folder).spec, torch.float32)
+    validator = RequestValidator(Checkpoint.open(folder).spec, torch.float32)
     config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
-    backend = Backend(config, door, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
+    backend = Backend(config, validator, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
 
     async def drain() -> None:
         raise AssertionError("nobody asks for it")
@@ -49,7 +49,7 @@ def service_of(
 
 
 async def test_a_stream_ends_after_its_answers_and_no_other_begins(tmp_path: Path) -> None:
-    telemetry = Telemetry(WorkerMetrics(), (H * 4, H * 4))
+    telemetry = WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))
     engine = Engine(64, telemetry)
     engine.open()
     service = service_of(tmp_path, engine, telemetry)
@@ -91,7 +91,7 @@ class Answering(Engine):
 @contextlib.asynccontextmanager
 async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[str, WorkerMetrics]]:
     metrics = WorkerMetrics()
-    telemetry = Telemetry(metrics, (H * 4, H * 4))
+    telemetry = WorkerTelemetry(metrics, (H * 4, H * 4))
     service = service_of(folder, Answering(64, telemetry), telemetry, **settings)  # type: ignore[arg-type]
     metrics.queued_bytes.set_function(lambda: service.queued_bytes)
     server = await rpc.server(8 << 20, rpc.Health([]))

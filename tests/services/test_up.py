@@ -22,8 +22,8 @@ import pytest
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.common.http import ask_http
-from crossdock.supervisor import HopelessError, Supervisor, SupervisorError
-from crossdock.v1.expert_pb2 import DescribeResponse
+from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError
+from crossdock.protocol.v1.expert_pb2 import DescribeResponse
 from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from crossdock import wire
 from crossdock.common import rpc
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from tests.services.cluster import ANSWER_S, LAYERS, TEST_S, Batch, Caller, Cluster, E, H, K, check, cluster, rows
 
 pytestmark = pytest.mark.timeout(TEST_S)

@@ -37,8 +37,8 @@ from benchmarks import facts
 from crossdock.client import Client
 from crossdock.common import rpc
 from crossdock.common.http import ask_http
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 from tests.attack.scene import NUM_WORKERS, Scene, meter
 from tests.attack.witness import Witness
 from tests.services.cluster import Batch, E, K

@@ -251,7 +251,7 @@ def test_samples_become_metrics() -> None:
     value = made.metrics.registry.get_sample_value
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14
-    assert value("crossdock_ep_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)
+    assert value("crossdock_ep_operation_duration_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)
     waited = {"rank": "1", "op": "dispatch", "peer": "2"}
     assert value("crossdock_ep_peer_wait_seconds_total", waited) == pytest.approx(1e-6)
     made._serve("127.0.0.1:0")

@@ -1,5 +1,5 @@
-"""A small world for an exhaustive search: the real group machine, workers that follow worker/link.py and session.py,
-and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
+"""A small world for an exhaustive search: the real group machine, workers that follow worker/control_client.py and
+session.py, and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
 With experts, a worker fetches placements. Answers may come late, as may views of a control plane that was replaced.
@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from crossdock.control import blame
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Effect,
     Event,
     Group,
@@ -33,8 +32,9 @@ from crossdock.control.records import (
     Tick,
     Worker,
 )
-from crossdock.v1 import control_pb2 as pb
-from tests.unit.experts_model import Holding, Side, drops, report_of, takes
+from crossdock.control.ranks import Place
+from crossdock.protocol.v1 import control_pb2 as pb
+from tests.unit.placement_model import Holding, Side, drops, report_of, takes
 
 LEASE_S, FORM_S, RECOVER_S = 4.0, 100.0, 50.0
 Table = tuple[tuple[int, str, int, bytes], ...]
@@ -231,7 +231,7 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         elif peer.view.active is None:
             yield "publishes", _publish(world, peer)
         elif peer.rank in peer.view.active:
-            yield "goes on", _put(world, _go_on(peer))
+            yield "goes on", _put(world, _continue_without_lost(peer))
     if peer.stage == "published" and current and all(region for *_, region in peer.view.table):
         table = peer.view.table
         yield "maps", _put(world, replace(peer, stage="mapped", table=table, mapped=table))
@@ -278,7 +278,7 @@ def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
 
 
 def _all_can_switch(world: World) -> bool:
-    """All ranks have loaded the same version, as their words say: holdings.py's `settle`."""
+    """All ranks have loaded the same version, by their words: expert_tables.py's `apply_agreed`."""
     told = {(peer.joined, peer.target.goal.version) for peer in world.serving if peer.target is not None}
     whole = len(world.serving) == len(world.peers)
     return whole and len(told) == 1 and any(peer.held != peer.target for peer in world.peers)
@@ -291,7 +291,7 @@ def _late(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
             yield "hears late", _put(world, _look(peer, late))
 
 
-def _go_on(peer: Peer) -> Peer:
+def _continue_without_lost(peer: Peer) -> Peer:
     """`set_active` on the communicator that it has: a collective of those that go on."""
     assert peer.view is not None
     seats = peer.view.seats
@@ -325,7 +325,7 @@ def _seen(group: Group, peer: Peer, term: int) -> View:
 
 
 def _look(peer: Peer, view: View) -> Peer:
-    """A view comes: link.py's `_show` and `_remember`, and a session whose epoch is over."""
+    """A view comes: control_client.py's `_take_view` and `_remember`, and a session whose epoch is over."""
     fault = None if peer.fault is not None and view.epoch > peer.fault[0] else peer.fault
     peer = replace(peer, view=view, fault=fault, term=max(peer.term, view.term))
     past = peer.prior.epoch if peer.prior is not None else 0
@@ -357,7 +357,7 @@ def _beats(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         epoch, silent = peer.fault
         words = "broken"
     outside = peer.view is not None and peer.view.active is not None and peer.rank not in peer.view.active
-    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, loaded=outside and peer.rank is not None)
+    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, standby_ready=outside and peer.rank is not None)
     after, refused = _tell(world, beat)
     if after.side is not None and not refused and peer.stage == "serving" and peer.held and peer.target:
         request = pb.HeartbeatRequest(worker=pb.WorkerId(uid=peer.uid, incarnation=peer.incarnation), epoch=epoch)

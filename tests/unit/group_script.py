@@ -29,8 +29,7 @@ from pathlib import Path
 
 from crossdock.control import cordon
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Bar,
     Blamed,
     Cordon,
@@ -53,6 +52,7 @@ from crossdock.control.records import (
     Waits,
     Worker,
 )
+from crossdock.control.ranks import Place
 
 
 def show(group: Group) -> str:
@@ -94,7 +94,7 @@ class Replay:
             case Lost(rank, uid, cause):
                 return f"lost rank {rank} ({uid}): {cause}"
             case Blamed(rank, by_rank, num_blamed):
-                return f"rank {rank} called silent by rank {by_rank}, {num_blamed} in all"
+                return f"rank {rank} reported silent by rank {by_rank}, {num_blamed} in all"
             case Publish():
                 return show(self.group)
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from crossdock.control import blame
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Effect,
     Event,
     Group,
@@ -24,6 +23,7 @@ from crossdock.control.records import (
     Waits,
     Worker,
 )
+from crossdock.control.ranks import Place
 
 sizes = st.integers(3, 7)
 said = st.lists(st.sets(st.integers(0, 6), min_size=1), min_size=1, max_size=12)
@@ -70,7 +70,7 @@ class World:
             for member in inside:
                 self.take(Ready(member.uid, 1, self.group.epoch))
             for member in [m for m in self.group.members if m.rank not in self.group.taking_part]:
-                self.take(Heartbeat(member.uid, 1, self.group.epoch, loaded=True))
+                self.take(Heartbeat(member.uid, 1, self.group.epoch, standby_ready=True))
 
     @property
     def quarantined(self) -> set[str]:
@@ -119,7 +119,7 @@ def test_without_a_spare_a_sick_rank_keeps_its_place_and_is_named() -> None:
         world.says("h1/0", epoch, 2)
         world.serve()
     assert not world.quarantined
-    assert blame.sick(world.group) == {"h2/0": "called silent in 3 epochs by h0/0, h1/0 within 600 s"}
+    assert blame.sick(world.group) == {"h2/0": "reported silent in 3 epochs by h0/0, h1/0 within 600 s"}
     world.now += 600.0
     world.take(Tick())
     assert not blame.sick(world.group)
@@ -132,7 +132,9 @@ def test_two_that_disagree_are_named_though_neither_is_quarantined() -> None:
         assert not blame.sick(world.group), number
         world.says("h0/0", world.group.epoch, 2)
         world.serve()
-    assert blame.sick(world.group) == {"h2/0": "called silent in 3 epochs by h0/0 alone: either of the two may be sick"}
+    assert blame.sick(world.group) == {
+        "h2/0": "reported silent in 3 epochs by h0/0 alone: either of the two may be sick"
+    }
     assert not world.quarantined
 
 

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 import pytest
 
-from crossdock.worker.budget import Budget, BudgetExceeded, Share
+from crossdock.worker.budget import Budget, BudgetExceeded, StreamQuota
 
 
-def share_of(budget: Budget, client: Hashable) -> Share:
+def share_of(budget: Budget, client: Hashable) -> StreamQuota:
     return budget.open(client, lambda: None)
 
 
@@ -29,21 +29,21 @@ def test_in_all() -> None:
 
 
 def test_one_request_may_be_larger_than_its_client_may_hold() -> None:
-    share = share_of(Budget(max_bytes_per_client=100, max_bytes=1000), "a")
-    assert share.has_room()
-    share.charge(300)
-    assert not share.has_room()
-    share.release(300)
-    assert share.has_room()
+    quota = share_of(Budget(max_bytes_per_client=100, max_bytes=1000), "a")
+    assert quota.has_room()
+    quota.charge(300)
+    assert not quota.has_room()
+    quota.release(300)
+    assert quota.has_room()
 
 
 def test_the_streams_of_a_client_share_its_account_and_leave_the_rest_to_others() -> None:
     budget = Budget(max_bytes_per_client=100, max_bytes=1000)
     streams = [share_of(budget, "a") for _ in range(50)]
-    for share in streams:
+    for quota in streams:
         for _ in range(10):
-            if share.has_room(30):
-                share.charge(30)
+            if quota.has_room(30):
+                quota.charge(30)
     assert budget.num_bytes <= 200, "twice the limit of one client, however many streams it has"
     other = share_of(budget, "b")
     assert other.has_room(30)

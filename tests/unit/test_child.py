@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.child import Child, bound_log, last_words
 from crossdock.common.announce import Addresses, parse
+from crossdock.host.child import Child, bound_log, last_words
 
 LISTEN = "import sys, time, crossdock.common.announce as a; a.announce('h:1', 'h:2', https=False)\n"
 SLEEP = "import sys; print('noise'); print('trouble', file=sys.stderr, flush=True)\n" + LISTEN + "time.sleep(600)"
@@ -88,7 +88,7 @@ def test_a_terminated_child_stays_away(run: Callable[[str], Watched]) -> None:
 def test_the_last_words_of_a_dead_child_are_told(
     run: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("crossdock.host.child._FIRST_DELAY_S", 0.01)
     watched = run(LISTEN + "print('early', file=sys.stderr); print('the disk is full', file=sys.stderr); sys.exit(3)")
     watched.wait(lambda child: child.restarts >= 1)
     told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
@@ -107,7 +107,7 @@ def test_a_child_killed_by_a_signal_is_told_with_its_name_and_without_unrelated_
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("crossdock.host.child._FIRST_DELAY_S", 0.01)
     code = f"import os; print({line!r}, file=sys.stderr, flush=True); os.kill(os.getpid(), 7)"
     run(LISTEN + code).wait(lambda child: child.restarts >= 1)
     told = [vars(record)["crossdock_fields"] for record in caplog.records if record.getMessage() == "process ended"]
@@ -124,8 +124,8 @@ def test_bytes_that_are_no_text_do_not_end_the_supervision(run: Callable[[str], 
 def test_a_dead_child_whose_own_child_holds_its_stdout_is_started_again(
     run: Callable[[str], Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("crossdock.child._READ_S", 0.01)
+    monkeypatch.setattr("crossdock.host.child._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("crossdock.host.child._READ_S", 0.01)
     holder = "import subprocess; p = subprocess.Popen(['sleep', '20']); print(p.pid, file=sys.stderr); sys.exit(1)"
     watched = run(LISTEN + holder)
     watched.wait(lambda child: child.restarts >= 1)
@@ -193,7 +193,7 @@ def test_a_hopeless_child_is_not_started_again(run: Callable[[str], Watched]) ->
 def test_a_child_that_dies_again_and_again_before_it_listens_is_given_up(
     run: Callable[[str], Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.child._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("crossdock.host.child._FIRST_DELAY_S", 0.01)
     watched = run("import sys; sys.exit(1)")
     watched.wait(lambda child: bool(child.hopeless))
     assert watched.child.restarts == 4
@@ -236,9 +236,9 @@ def test_without_a_log_file_a_child_shares_our_stderr(capfd: pytest.CaptureFixtu
 
 
 def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
-    kept = f"import os, crossdock.child as c; c.die_with({{parent}}); {LISTEN}time.sleep(600)".replace("\n", "; ")
+    kept = f"import os, crossdock.host.child as c; c.die_with({{parent}}); {LISTEN}time.sleep(600)".replace("\n", "; ")
     keeper = (
-        "import os, sys, time, pathlib, crossdock.child as c\n"
+        "import os, sys, time, pathlib, crossdock.host.child as c\n"
         f"code = {kept!r}.format(parent=os.getpid())\n"
         f"child = c.Child('c', [sys.executable, '-c', code], pathlib.Path({str(tmp_path)!r}) / 'c.log')\n"
         "child.start()\n"

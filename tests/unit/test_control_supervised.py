@@ -16,12 +16,12 @@ from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, ElectionConfig, PlacementConfig
 from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import leader, leases, nodes, process
-from crossdock.control.curator import Curator
+from crossdock.control import kube_lease, leader, nodes, process
 from crossdock.control.election import Lease
-from crossdock.control.experts import Experts
+from crossdock.control.placement_manager import PlacementManager
+from crossdock.control.placement_service import PlacementService
 from crossdock.control.server import ControlPlane
-from tests.unit.test_elector import Leases
+from tests.unit.test_elector import LeaseStore
 
 FREE = "127.0.0.1:0"
 ALONE = ControlConfig(listen=FREE, http_listen=FREE, world_size=1)
@@ -46,11 +46,11 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[Addresses]:
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Leases:
+def shared(monkeypatch: pytest.MonkeyPatch) -> LeaseStore:
     """A lease that any candidate may take at once."""
-    place = Leases()
+    place = LeaseStore()
     place.lease = Lease("", "", 7, 0.01, "0")
-    monkeypatch.setattr(leases, "KubernetesLeases", lambda config: place)
+    monkeypatch.setattr(kube_lease, "KubernetesLeaseStore", lambda config: place)
     return place
 
 
@@ -87,7 +87,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_when_ticking_fails_everything_is_closed_and_the_lease_given_back(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    shared: Leases,
+    shared: LeaseStore,
     announced: list[Addresses],
 ) -> None:
     stopped: list[ControlPlane] = []
@@ -107,7 +107,7 @@ async def test_when_ticking_fails_everything_is_closed_and_the_lease_given_back(
 
 
 async def test_a_reign_that_cannot_begin_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, shared: Leases, announced: list[Addresses]
+    monkeypatch: pytest.MonkeyPatch, shared: LeaseStore, announced: list[Addresses]
 ) -> None:
     """The elector's news were once a callback of the loop, which only writes an error down: a leader without a group
     held the lease."""
@@ -121,7 +121,7 @@ async def test_a_reign_that_cannot_begin_ends_the_process(
 
 
 async def test_one_part_that_cannot_be_closed_keeps_no_other_open(
-    monkeypatch: pytest.MonkeyPatch, shared: Leases, announced: list[Addresses]
+    monkeypatch: pytest.MonkeyPatch, shared: LeaseStore, announced: list[Addresses]
 ) -> None:
     monkeypatch.setattr(leader.Replica, "stop", breaks)
     monkeypatch.setattr(leader.Replica, "tick", breaks)
@@ -135,14 +135,14 @@ async def test_one_part_that_cannot_be_closed_keeps_no_other_open(
 
 
 async def test_a_start_that_fails_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, shared: Leases, announced: list[Addresses]
+    monkeypatch: pytest.MonkeyPatch, shared: LeaseStore, announced: list[Addresses]
 ) -> None:
     """The elector was not started then."""
     made: list[Any] = []
     serve = process.serve_http
     monkeypatch.setattr(process, "serve_http", lambda *args: made.append(serve(*args)) or made[-1])
     monkeypatch.setattr(process, "announce", lambda *told, https: None)
-    monkeypatch.setattr(process._Reign, "ready", breaks)
+    monkeypatch.setattr(process.Leadership, "ready", breaks)
     async with running(ONE_OF_SEVERAL, announced) as task:
         with pytest.raises(Broken):
             await task
@@ -154,13 +154,13 @@ def test_whatever_else_ends_it_is_one_line_and_exit_1(
 ) -> None:
     monkeypatch.setattr(process.logs, "setup", lambda config, role: None)
     monkeypatch.setattr(process, "grpc_lines", lambda counter: contextlib.nullcontext())
-    monkeypatch.setattr(process, "door_of", breaks)
+    monkeypatch.setattr(process, "authorizer_of", breaks)
     assert process.run_control(ALONE) == process.EXIT_BROKEN
     assert [record.message for record in caplog.records] == ["the control plane ended; this is a bug"]
 
 
 async def test_livez_is_dead_without_the_elector(
-    monkeypatch: pytest.MonkeyPatch, shared: Leases, announced: list[Addresses]
+    monkeypatch: pytest.MonkeyPatch, shared: LeaseStore, announced: list[Addresses]
 ) -> None:
     ends = threading.Event()
     monkeypatch.setattr(leader.Elector, "_run", lambda self: ends.wait(TIMEOUT_S))
@@ -185,21 +185,21 @@ async def test_livez_is_dead_without_the_nodes(monkeypatch: pytest.MonkeyPatch, 
 async def test_a_look_at_the_experts_that_fails_is_told_and_the_next_one_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experts = Experts(PlacementConfig(), 2, ControlMetrics(), lambda: 0.0, breaks, lambda: None)
+    experts = PlacementService(PlacementConfig(), 2, ControlMetrics(), lambda: 0.0, breaks, lambda: None)
 
     async def plan() -> Any:
         return type("Made", (), {"plan": None})()
 
     monkeypatch.setattr(experts, "_plan", plan)
-    monkeypatch.setattr(Curator, "is_due", lambda self, now: True)
-    monkeypatch.setattr(Curator, "is_worth_it", breaks)
+    monkeypatch.setattr(PlacementManager, "is_due", lambda self, now: True)
+    monkeypatch.setattr(PlacementManager, "is_worth_it", breaks)
     for looks in (1, 2):
         experts.tick(serving=True)
-        assert experts._looking is not None
-        await asyncio.wait([experts._looking])
+        assert experts._rebalance_task is not None
+        await asyncio.wait([experts._rebalance_task])
         await asyncio.sleep(0)
         told = [record.message for record in caplog.records]
-        assert told == ["the look at where experts should be ended; this is a bug"] * looks
+        assert told == ["placement planning ended; this is a bug"] * looks
 
 
 def _join(name: str) -> None:

@@ -85,7 +85,7 @@ def test_phases_of_several_workers_are_summed() -> None:
     for seconds in (0.0015, 0.0045):
         metrics = WorkerMetrics()
         for phase in scrape.PHASES:
-            metrics.step_phase_seconds.labels(phase=phase).observe(seconds)
+            metrics.step_phase_duration_seconds.labels(phase=phase).observe(seconds)
         pages.append(generate_latest(metrics.registry).decode())
     buckets = scrape.phase_buckets(pages)["experts"]
     assert (buckets[1e-3], buckets[2e-3], buckets[5e-3], buckets[math.inf]) == (0, 1, 2, 2)

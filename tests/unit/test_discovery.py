@@ -12,9 +12,9 @@ from rich.console import Console
 
 from crossdock.common.config import ConfigFileError
 from crossdock.control.discovery import CPU, Labels, Topology, gpu_index, join, place
-from crossdock.facts import host_facts
-from crossdock.topo import picture, sources, words
-from crossdock.v1 import control_pb2, topology_pb2
+from crossdock.protocol.v1 import control_pb2, topology_pb2
+from crossdock.topo import listing, picture, sources
+from crossdock.topo.facts import host_facts
 from ep_kernels.topology import distance, probe
 from tests.machines import KINDS, gb200_tray, hgx_h100, mig_h100, no_gpu, pages, pcie_box
 from tests.machines.host import Host
@@ -183,7 +183,7 @@ def test_every_kind_is_shown_in_every_way(tmp_path: Path, kind: str) -> None:
     read = sources.read_facts(paths)
     assert read == hosts
     shown = sources.of_hosts(read, None, kind)
-    data = json.loads(json.dumps(words.as_dict(shown)))
+    data = json.loads(json.dumps(listing.as_dict(shown)))
     devices = len(shown.topology.devices)
     assert sum(len(way["pairs"]) for way in data["ways"]) == devices * (devices - 1) // 2
     assert sorted(device["rank"] for device in data["devices"]) == list(range(devices))
@@ -194,7 +194,7 @@ def test_every_kind_is_shown_in_every_way(tmp_path: Path, kind: str) -> None:
     dot = picture.as_dot(shown)
     assert dot.count("{") == dot.count("}") == 1 + len(hosts)
     console = Console(width=200, file=open(tmp_path / "out", "w+"))  # noqa: SIM115
-    console.print(words.as_tables(shown))
+    console.print(listing.as_tables(shown))
     console.file.seek(0)
     text = console.file.read()
     assert "off, and why" in text or devices == 1
@@ -211,7 +211,7 @@ def test_ranks_of_a_live_group_are_its_own(tmp_path: Path) -> None:
     assert [shown.topology.name(number) for number in shown.in_order] == ["h100-0/6", "h100-0/1"]
     assert sorted(shown.ranks.values()) == [0, 2]
     assert "rack r9" in picture.as_svg(shown)
-    assert words.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
+    assert listing.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
 
 
 @pytest.mark.parametrize("text", ["{}", "nonsense", '{"crossdock-host-facts": 1}', '{"crossdock-host-facts": 2}', "[]"])

@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from crossdock import cli
+from crossdock.cli import app as cli
 from crossdock.common.config import ConfigFileError
 from crossdock.doctor import hardware, reach, run, system, trial
 from crossdock.doctor.records import Finding, Level
-from crossdock.facts import host_facts
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import topology_pb2
+from crossdock.topo.facts import host_facts
 from ep_kernels.topology import PeerTrial, probe
 from tests.machines import hgx_h100, mig_h100, no_gpu, pcie_box
 from tests.machines.host import Host

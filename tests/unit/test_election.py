@@ -16,18 +16,18 @@ import pytest
 
 from crossdock.control.election import (
     FENCE,
-    FEW_TERMS,
-    LEAPS,
-    MOST_TERM,
-    NEAR,
+    LAST_LEAPING_TERM,
+    MAX_LEAP,
+    MAX_TERM,
+    MAX_TERM_STEP,
     Lease,
     State,
-    given_back,
-    hear,
-    near,
+    is_plausible,
+    next_lease,
     observe,
-    wanted,
-    written,
+    observe_term,
+    record_write,
+    released,
 )
 
 LEASE_S, END_S, QUIET_S = 6.0, 240.0, 60.0
@@ -42,7 +42,7 @@ class World:
         self.now = 0.0
         self.lease: Lease | None = None
         self.away_until = 0.0
-        self.reigns: list[int] = []
+        self.terms: list[int] = []
         self.told = 0  # the greatest term that workers have seen
         self._versions, self._order = itertools.count(1), itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -118,9 +118,9 @@ class Candidate:
     def look(self, seen: Lease | None) -> None:
         told = self.world.told if self.leads else 0
         self.state = observe(self.state, seen, self.now)
-        if self.state.term and near(self.state, told):
-            self.state = hear(self.state, told)
-        lease = wanted(self.state, self.now, self.world.random.randrange(LEAPS))
+        if self.state.term and is_plausible(self.state, told):
+            self.state = observe_term(self.state, told)
+        lease = next_lease(self.state, self.now, self.world.random.randrange(MAX_LEAP))
         if lease is None:
             return self.rest()
         began = self.now
@@ -134,9 +134,9 @@ class Candidate:
 
         def answered() -> None:
             led = self.state.term
-            self.state = written(self.state, made, began, self.now)
+            self.state = record_write(self.state, made, began, self.now)
             if self.state.term and self.state.term != led:
-                self.world.reigns.append(self.state.term)
+                self.world.terms.append(self.state.term)
                 self.world.told = max(self.world.told, self.world.random.choice([0, self.state.term]))
             self.rest()
 
@@ -165,82 +165,88 @@ def test_never_two_lead_and_no_term_comes_twice(first: int) -> None:
             leaders = [candidate.name for candidate in running if candidate.leads]
             assert len(leaders) <= 1, (seed, world.now, leaders)
             served += len(leaders)
-        assert len(world.reigns) == len(set(world.reigns)), seed
+        assert len(world.terms) == len(set(world.terms)), seed
         assert [candidate.state.term >= world.told for candidate in running if candidate.leads] == [True], seed
         assert served > 100, seed
 
 
 def test_a_leader_that_cannot_renew_stops_before_another_may_begin() -> None:
     lease = Lease("a", "a:1", 1, LEASE_S, "1")
-    leader = written(State("a", "a:1", LEASE_S), lease, began=10.0, now=10.5)
+    leader = record_write(State("a", "a:1", LEASE_S), lease, began=10.0, now=10.5)
     waiting = observe(State("b", "b:1", LEASE_S), lease, 10.2)
     assert (leader.term, leader.until) == (1, 10.0 + FENCE * LEASE_S)
-    assert wanted(waiting, leader.until, 5) is None
-    assert wanted(waiting, 10.2 + LEASE_S, 5) == Lease("b", "b:1", 7, LEASE_S)
+    assert next_lease(waiting, leader.until, 5) is None
+    assert next_lease(waiting, 10.2 + LEASE_S, 5) == Lease("b", "b:1", 7, LEASE_S)
     assert observe(leader, lease, leader.until).term == 0
 
 
 def test_a_write_that_took_too_long_begins_no_reign() -> None:
     lease = Lease("a", "a:1", 1, LEASE_S, "1")
-    assert written(State("a", "a:1", LEASE_S), lease, began=0.0, now=FENCE * LEASE_S).term == 0
+    assert record_write(State("a", "a:1", LEASE_S), lease, began=0.0, now=FENCE * LEASE_S).term == 0
 
 
 def test_a_missing_lease_is_made_without_a_holder_and_taken_like_any_other() -> None:
     """A leader whose lease was deleted may go on until its fence: only then another one may begin."""
     state = observe(State("b", "b:1", LEASE_S), Lease("a", "a:1", 41, LEASE_S, "7"), 0.0)
     state = observe(state, None, 1.0)
-    made = wanted(state, 1.0, leap=500)
+    made = next_lease(state, 1.0, leap=500)
     assert made == Lease("", "", 541, LEASE_S)
-    state = written(state, replace(made, version="8"), 1.0, 1.1)
+    state = record_write(state, replace(made, version="8"), 1.0, 1.1)
     assert state.term == 0
-    assert wanted(state, 1.0 + LEASE_S, 0) is None
-    assert wanted(state, 1.1 + LEASE_S, 0) == Lease("b", "b:1", 542, LEASE_S)
+    assert next_lease(state, 1.0 + LEASE_S, 0) is None
+    assert next_lease(state, 1.1 + LEASE_S, 0) == Lease("b", "b:1", 542, LEASE_S)
 
 
 def test_a_lease_that_nobody_has_written_to_is_taken_as_late_as_a_missing_one() -> None:
     """The chart makes one, also in the place of one that was deleted from under a leader."""
     made = Lease("", "", 0, 0.0, "7")
-    state = hear(observe(State("b", "b:1", LEASE_S), made, 1.0), 41)
-    assert wanted(state, 0.9 + LEASE_S, 5) is None
-    assert wanted(state, 1.0 + LEASE_S, 5) == Lease("b", "b:1", 47, LEASE_S)
+    state = observe_term(observe(State("b", "b:1", LEASE_S), made, 1.0), 41)
+    assert next_lease(state, 0.9 + LEASE_S, 5) is None
+    assert next_lease(state, 1.0 + LEASE_S, 5) == Lease("b", "b:1", 47, LEASE_S)
 
 
 def test_whoever_hears_of_a_later_term_leads_no_more_and_then_above_it() -> None:
     lease = Lease("a", "a:1", 3, LEASE_S, "1")
-    leader = written(State("a", "a:1", LEASE_S), lease, began=0.0, now=0.1)
-    assert hear(leader, 3).term == 3
-    leader = hear(leader, 9)
+    leader = record_write(State("a", "a:1", LEASE_S), lease, began=0.0, now=0.1)
+    assert observe_term(leader, 3).term == 3
+    leader = observe_term(leader, 9)
     assert leader.term == 0
-    again = wanted(leader, 0.2, 5)
+    again = next_lease(leader, 0.2, 5)
     assert again is not None
     assert again.term == 15
 
 
 def test_a_term_far_above_the_lease_is_nobodys() -> None:
     """Whoever claims one cannot use up the terms that the API can keep."""
-    leader = written(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
-    assert [near(leader, term) for term in (3, 4, 3 + NEAR, 4 + NEAR, 10**18)] == [False, True, True, False, False]
-    late = replace(leader, heard=FEW_TERMS - 1)
-    assert (near(late, FEW_TERMS), near(late, FEW_TERMS + 1)) == (True, False)
+    leader = record_write(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
+    assert [is_plausible(leader, term) for term in (3, 4, 3 + MAX_TERM_STEP, 4 + MAX_TERM_STEP, 10**18)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    late = replace(leader, highest_term=LAST_LEAPING_TERM - 1)
+    assert (is_plausible(late, LAST_LEAPING_TERM), is_plausible(late, LAST_LEAPING_TERM + 1)) == (True, False)
 
 
-@pytest.mark.parametrize("kept", [FEW_TERMS, MOST_TERM - 3000, MOST_TERM - 1, MOST_TERM])
+@pytest.mark.parametrize("kept", [LAST_LEAPING_TERM, MAX_TERM - 3000, MAX_TERM - 1, MAX_TERM])
 def test_terms_never_leave_what_the_api_can_keep(kept: int) -> None:
     """Whatever is in the lease: somebody leads, and its term grows for as long as there are any."""
     state = observe(State("b", "b:1", LEASE_S), Lease("a", "a:1", kept, LEASE_S, "7"), 0.0)
-    lease = wanted(state, LEASE_S, LEAPS - 1)
+    lease = next_lease(state, LEASE_S, MAX_LEAP - 1)
     assert lease is not None
-    assert min(kept + 1, MOST_TERM) <= lease.term <= MOST_TERM
-    missing = wanted(observe(state, None, 1.0), 1.0, LEAPS - 1)
+    assert min(kept + 1, MAX_TERM) <= lease.term <= MAX_TERM
+    missing = next_lease(observe(state, None, 1.0), 1.0, MAX_LEAP - 1)
     assert missing is not None
-    assert kept <= missing.term <= MOST_TERM
+    assert kept <= missing.term <= MAX_TERM
 
 
 def test_a_lease_that_was_given_back_is_taken_after_a_second() -> None:
-    leader = written(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
-    back = given_back(leader)
+    leader = record_write(State("a", "a:1", LEASE_S), Lease("a", "a:1", 3, LEASE_S, "1"), began=0.0, now=0.1)
+    back = released(leader)
     assert back == Lease("", "", 3, 1.0)
     other = observe(State("b", "b:1", LEASE_S), back, 0.2)
-    assert wanted(other, 1.1, 5) is None
-    assert wanted(other, 1.2, 5) == Lease("b", "b:1", 9, LEASE_S)
-    assert given_back(State("b", "b:1", LEASE_S)) is None
+    assert next_lease(other, 1.1, 5) is None
+    assert next_lease(other, 1.2, 5) == Lease("b", "b:1", 9, LEASE_S)
+    assert released(State("b", "b:1", LEASE_S)) is None

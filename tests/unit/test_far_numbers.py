@@ -9,10 +9,10 @@ from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
 from crossdock.control import views
-from crossdock.control.records import Phase
+from crossdock.control.group_state import Phase
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 
 NOW_S = 1.8e9
 UIDS = ("h/0", "h/1")

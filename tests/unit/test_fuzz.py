@@ -15,7 +15,7 @@ from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import CallError
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2 as pb
 
 REQUESTS = {
     "Register": pb.RegisterRequest,

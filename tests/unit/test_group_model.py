@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from crossdock.control import group as machine
-from crossdock.control.curator import Goal
-from crossdock.control.experts import Experts, _Made
-from crossdock.control.records import Phase
+from crossdock.control.group_state import Phase
+from crossdock.control.placement_manager import Goal
+from crossdock.control.placement_service import PlacementService, _CachedPlan
 from tests.unit import group_model
 from tests.unit.group_model import Budget, Peer, World, moves, start
 
@@ -209,14 +209,14 @@ def test_two_workers_whose_experts_move_in_every_order(budget: Budget) -> None:
 def test_the_search_sees_experts_that_start_to_move_while_an_epoch_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is started whatever the group does by then, answers are what is newest, and Ready compares nothing."""
 
-    def start_at_once(experts: Experts, made: _Made) -> bool:
-        started = experts._curator.start(made.plan, 0.0)
-        experts._curator.begun = Goal(experts._curator.version, experts._curator.tables)
+    def start_at_once(experts: PlacementService, made: _CachedPlan) -> bool:
+        started = experts._manager.start(made.plan, 0.0)
+        experts._manager.epoch_goal = Goal(experts._manager.version, experts._manager.tables)
         return started
 
     budget = Budget(plans=1, silences=1)
     first = serving(2, budget, elastic=False, experts=True)
-    monkeypatch.setattr(Experts, "_start", start_at_once)
+    monkeypatch.setattr(PlacementService, "_start", start_at_once)
     search(2, budget, most=2500, first=first)  # Ready alone is enough
     monkeypatch.setattr(machine, "_check_same_placement", lambda *_: None)
     with pytest.raises(AssertionError, match="hold different experts under epoch 2"):
@@ -285,8 +285,8 @@ if __name__ == "__main__":
     kinds += [("elastic workers", start(2, pair, elastic=True)) for pair in PAIRS]
     kinds += [("workers whose experts move", start(2, pair, experts=True)) for pair in EXPERTS]
     for kind, first in kinds:
-        begun = time.monotonic()
+        began = time.monotonic()
         count, whole = search(2, first.budget, most=most, first=first)
         what = ", ".join(f"{name} {value}" for name, value in vars(first.budget).items() if value)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - began
         print(f"2 {kind}, {what}: {count} worlds{'' if whole else ' (not all)'}, {seconds:.0f} s", flush=True)

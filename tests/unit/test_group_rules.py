@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from crossdock.control import views
 from crossdock.control.group import new_group, step
-from crossdock.control.ranks import Place
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Event,
     Group,
     Heartbeat,
@@ -27,7 +26,8 @@ from crossdock.control.records import (
     Tick,
     Worker,
 )
-from crossdock.v1 import control_pb2 as pb
+from crossdock.control.ranks import Place
+from crossdock.protocol.v1 import control_pb2 as pb
 
 UIDS = [f"{host}/{local}" for host in "ab" for local in range(3)]
 uids = st.sampled_from(UIDS)

@@ -11,7 +11,7 @@ from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import SecurityConfig
-from crossdock.host import exposed, readiness
+from crossdock.host.run import exposed, readiness
 
 GUARDED = SecurityConfig(cert_file="a", key_file="b", ca_file="c")
 NAMES = ["control", "worker-0"]

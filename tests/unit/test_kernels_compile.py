@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock import kernels
 from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.errors import TransportError
+from ep_kernels.tools import kernels
 from ep_kernels.transports.nvlink import inspection
 from ep_kernels.transports.nvlink.engine import Engine
 from ep_kernels.transports.nvlink.inspection import Job, PaperGroup

@@ -19,7 +19,7 @@ pytest.importorskip("kubernetes", reason="the client comes with the extra [contr
 from kubernetes.client import ApiClient, CoordinationV1Api, V1Lease
 from kubernetes.config import incluster_config
 
-from crossdock import certs
+from crossdock.cli import certs
 from crossdock.control import kube
 from crossdock.control.kube import ApiError, ApiServer, Timeouts
 from tests.services.lease_api import LeaseApi

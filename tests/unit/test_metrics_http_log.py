@@ -75,10 +75,14 @@ def test_two_sets_of_metrics_do_not_meet() -> None:
 
 def test_buckets_are_printed_as_they_are_written() -> None:
     metrics = WorkerMetrics()
-    metrics.op_seconds.labels(op="dispatch", mode="ll", phase="total").observe(3e-6)
+    metrics.operation_duration_seconds.labels(op="dispatch", mode="ll", phase="total").observe(3e-6)
     labels = {"op": "dispatch", "mode": "ll", "phase": "total"}
-    assert metrics.registry.get_sample_value("crossdock_op_seconds_bucket", {**labels, "le": "2e-06"}) == 0
-    assert metrics.registry.get_sample_value("crossdock_op_seconds_bucket", {**labels, "le": "5e-06"}) == 1
+    assert (
+        metrics.registry.get_sample_value("crossdock_operation_duration_seconds_bucket", {**labels, "le": "2e-06"}) == 0
+    )
+    assert (
+        metrics.registry.get_sample_value("crossdock_operation_duration_seconds_bucket", {**labels, "le": "5e-06"}) == 1
+    )
     assert all(len(str(bound)) <= 6 for bound in STEP_BUCKETS)
 
 

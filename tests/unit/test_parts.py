@@ -14,7 +14,7 @@ import pytest
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
 from crossdock.common.settings import AccessConfig, DockerConfig, SecurityConfig
-from crossdock.parts import Owner, Part, changed, control_address, parts_of, with_ports
+from crossdock.host.docker_plan import Owner, Part, changed, control_address, parts_of, with_ports
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from crossdock import cli, regions
+from crossdock.cli import app as cli
+from crossdock.cli import memory as regions
 from ep_kernels import ConfigError, Layout, Mode
 from ep_kernels.device import abi
 from ep_kernels.transports.nvlink import plan

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from ep_kernels.config import receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.routing import (
     ExpertMap,
@@ -14,7 +15,6 @@ from ep_kernels.routing import (
     expert_rows,
     group_offsets,
     rank_rows,
-    receive_rows,
     route,
 )
 from ep_kernels.types import Layout, Mode

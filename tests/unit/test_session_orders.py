@@ -16,14 +16,14 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
+from crossdock.control.group_state import Phase
 from crossdock.control.plans import Plan, Snapshot
-from crossdock.control.records import Phase
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.link import Link
-from crossdock.worker.mover import Mover
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
+from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.placement import Placement
 from crossdock.worker.session import Session
 from crossdock.worker.work import Fault
@@ -71,7 +71,7 @@ class Views:
 
 
 class Node:
-    """A worker: the real link, mover and session, around a model, an engine and a communicator that only note."""
+    """A worker: the real client, mover and session, around a model, an engine and a communicator that only note."""
 
     def __init__(self, uid: str, world: World) -> None:
         self.uid, self._world = uid, world
@@ -80,13 +80,13 @@ class Node:
             local_rank=int(uid[-1]), model="m", num_experts=E, moe_layers=LAYERS,
         )  # fmt: skip
         spec = SimpleNamespace(num_experts=E, moe_layers=LAYERS)
-        self.link = Link("127.0.0.1:1", registration, pb.WorkerStats, experts=self._report)
+        self.client = ControlPlaneClient("127.0.0.1:1", registration, pb.WorkerStats, experts=self._report)
         stub: Any = Calls(world.control, self.gate)
-        self.link._stub = stub
+        self.client._stub = stub
         model: Any = SimpleNamespace(node=self, spec=spec, num_bytes=0, load=self.load, connect=self.connect)
-        self.mover = Mover(self.link, model, Mock(), Mock(take_rows=dict))
+        self.mover = ExpertMover(self.client, model, Mock(), Mock(take_rows=dict))
         engine: Any = Mock(run=self.step)
-        self.session = Session(self.link, model, engine, Mock(), Mock(), self.mover)
+        self.session = Session(self.client, model, engine, Mock(), Mock(), self.mover)
         self.comm = Mock()
         self.loaded: Placement | None = None
 
@@ -109,7 +109,7 @@ class Node:
         self.comm.ended, self.comm.abort = ended, lambda reason: ended.set()
         return self.comm
 
-    async def step(self, comm: Any, experts: Any, epoch: int, holdings: Holdings) -> Fault:
+    async def step(self, comm: Any, experts: Any, epoch: int, tables: ExpertTables) -> Fault:
         """The engine: steps until the communicator is aborted."""
         await self.gate("steps")
         assert self.loaded is not None
@@ -176,10 +176,12 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
     monkeypatch.setattr("crossdock.worker.session.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.worker.mover.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.control.experts.asyncio.to_thread", to_thread)
-    monkeypatch.setattr("crossdock.worker.link.Line", lambda target, security: Mock(has_choice=False))
-    monkeypatch.setattr("crossdock.worker.link.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
+    monkeypatch.setattr("crossdock.worker.expert_mover.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
+    monkeypatch.setattr(
+        "crossdock.worker.control_client.ControlPlaneChannel", lambda target, security: Mock(has_several_targets=False)
+    )
+    monkeypatch.setattr("crossdock.worker.control_client.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
 
 
 def test_a_worker_is_held_anywhere_while_experts_move_and_an_epoch_ends() -> None:
@@ -188,7 +190,7 @@ def test_a_worker_is_held_anywhere_while_experts_move_and_an_epoch_ends() -> Non
     async def scenario(loop: StepLoop) -> None:
         world = World(loop, metrics)
         for node in world.nodes:
-            node.link.start()
+            node.client.start()
         lives = [asyncio.ensure_future(node.session.run()) for node in world.nodes]
         disturbed = [asyncio.ensure_future(world.break_epoch()), asyncio.ensure_future(world.rebalance())]
         await asyncio.gather(*disturbed)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from crossdock.status import as_dict, as_table, format_bytes, plain_text
-from crossdock.supervisor import describe
-from crossdock.v1.control_pb2 import FORMING, SERVING, GroupView, Member, WorkerId, WorkerStats
+from crossdock.cli.status import as_dict, as_table, plain_text
+from crossdock.host.group_table import format_bytes
+from crossdock.host.supervisor import describe
+from crossdock.protocol.v1.control_pb2 import FORMING, SERVING, GroupView, Member, WorkerId, WorkerStats
 
 
 def view() -> GroupView:

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from crossdock.common.tasks import beside, watched
+from crossdock.common.tasks import background, log_failure
 
 
 async def fails(error: Exception) -> None:
@@ -16,7 +16,7 @@ async def fails(error: Exception) -> None:
 
 
 async def test_a_task_that_fails_is_told_once_and_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    task = beside(fails(ValueError("why")), "the look")
+    task = background(fails(ValueError("why")), "the look")
     await asyncio.wait([task])
     await asyncio.sleep(0)
     assert [record.message for record in caplog.records] == ["the look ended; this is a bug"]
@@ -24,8 +24,8 @@ async def test_a_task_that_fails_is_told_once_and_at_once(caplog: pytest.LogCapt
 
 
 async def test_a_task_that_ends_on_purpose_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    expected = beside(fails(OSError("the peer went")), "a call", OSError)
-    done, cancelled = beside(asyncio.sleep(0), "a pause"), beside(asyncio.sleep(60), "a long pause")
+    expected = background(fails(OSError("the peer went")), "a call", OSError)
+    done, cancelled = background(asyncio.sleep(0), "a pause"), background(asyncio.sleep(60), "a long pause")
     cancelled.cancel()
     await asyncio.wait([expected, done, cancelled])
     await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def test_a_task_is_kept_until_it_ends() -> None:
     async def waits() -> None:
         await asyncio.get_running_loop().create_future()  # nobody else knows that future
 
-    task = beside(waits(), "a wait")
+    task = background(waits(), "a wait")
     task.add_done_callback(lambda _: went_on.set())
     del task
     await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_a_task_is_kept_until_it_ends() -> None:
 
 async def test_what_a_thread_was_to_say_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
     future = asyncio.get_running_loop().create_future()
-    watched(future, "the loader")
+    log_failure(future, "the loader")
     future.set_exception(ValueError("why"))
     await asyncio.sleep(0)
     assert [record.message for record in caplog.records] == ["the loader ended; this is a bug"]

@@ -15,7 +15,7 @@ import pytest
 
 from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
-from crossdock.supervisor import share_cpus
+from crossdock.host.supervisor import share_cpus
 from crossdock.worker.threads import in_thread
 
 _PRODUCT = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossdock import wire
-from crossdock.v1 import expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

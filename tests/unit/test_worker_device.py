@@ -12,7 +12,7 @@ import torch
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
 from crossdock.worker.device import choose, enter
-from crossdock.worker.lane import HostLane, lane_of
+from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
 from ep_kernels import ConfigError
 from tests.groups import LonelyGroup
@@ -60,7 +60,7 @@ def test_the_demos_stage(transport: str, num_workers: int | None, num_gpus: int,
     stage = Stage.of(transport, num_workers, num_gpus)
     assert (stage.num_workers, str(stage.device)) == expected
     worker = stage.worker("m", 1, "bfloat16")
-    assert (worker.transport, worker.local_rank, worker.home_dtype) == (transport, 1, "float32")
+    assert (worker.transport, worker.local_rank, worker.combine_dtype) == (transport, 1, "float32")
 
 
 @pytest.mark.parametrize(
@@ -74,23 +74,23 @@ def test_the_demo_refuses_too_few_gpus(num_workers: int | None, num_gpus: int, w
 
 def test_on_a_cpu_nothing_is_moved() -> None:
     enter(torch.device("cpu"))
-    lane = lane_of(torch.device("cpu"))
-    assert isinstance(lane, HostLane)
-    lane.enter()
+    stream = stream_of(torch.device("cpu"))
+    assert isinstance(stream, CpuStream)
+    stream.enter()
     first, second, counts = torch.randn(3, 4), torch.randn(2, 4), torch.tensor([2, 1], dtype=torch.int32)
-    with lane.running():
-        (alone, joined) = lane.bring([[first], [first, second]])
-        lane.mark()
-        lane.mark()
-        lane.send_home(joined, counts)
+    with stream.running():
+        (alone, joined) = stream.copy_in([[first], [first, second]])
+        stream.mark()
+        stream.mark()
+        stream.copy_out(joined, counts)
     counts.zero_()  # dispatch's counts may lie in a buffer that is used again
-    landed = lane.wait()
+    result = stream.wait()
     assert alone is first
     assert torch.equal(joined, torch.cat([first, second]))
-    assert landed.z is joined
-    assert landed.rows_per_expert.tolist() == [2, 1]
-    assert len(landed.phases_ns) == 3
-    assert min(landed.phases_ns) >= 0
+    assert result.z is joined
+    assert result.rows_per_expert.tolist() == [2, 1]
+    assert len(result.phases_ns) == 3
+    assert min(result.phases_ns) >= 0
 
 
 class Counting(LonelyGroup):

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.worker import experts as experts_module
+from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.experts import Experts, has_grouped_mm
-from crossdock.worker.lane import GpuLane
+from crossdock.worker.device_stream import GpuStream
+from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup
@@ -46,7 +46,7 @@ def test_experts_of_worst_case_rows(
         assert has_grouped_mm(torch.device("cuda"), torch.bfloat16)
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "qwen3_moe", SIZES, weights))
-    experts = Experts.load(checkpoint, range(8), dtype=torch.bfloat16, device="cuda")
+    experts = ExpertMLPs.load(checkpoint, range(8), dtype=torch.bfloat16, device="cuda")
     assert experts.output_dtype is torch.bfloat16
     counts = torch.tensor(COUNTS, dtype=torch.int32, device="cuda")
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -119,11 +119,11 @@ def pieces(num_tokens: int) -> list[Slice]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype: torch.dtype) -> None:
-    lane = GpuLane(torch.device("cuda", torch.cuda.current_device()))
+    stream = GpuStream(torch.device("cuda", torch.cuda.current_device()))
     kept = []
     for number in range(1, M):
         slices = pieces(number)
-        batch = Stepper(comm, Doubles(dtype), lane).step(0, M, slices)  # type: ignore[arg-type]
+        batch = Stepper(comm, Doubles(dtype), stream).step(0, M, slices)  # type: ignore[arg-type]
         work = slices[0].work
         expected = 2 * work.x.float() * work.topk_weights.sum(1, keepdim=True)
         kept.append((batch.z, expected))
@@ -134,22 +134,22 @@ def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype:
     for z, expected in kept:  # pinned memory that is still held is not used again
         assert z.device.type == "cpu"
         torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5)
-    failed = Stepper(comm, Fails(dtype), lane).step(3, M, pieces(9))  # type: ignore[arg-type]
+    failed = Stepper(comm, Fails(dtype), stream).step(3, M, pieces(9))  # type: ignore[arg-type]
     assert failed.error == "layer 3: experts: RuntimeError: no such luck"
     assert not failed.z.any()
-    assert Stepper(comm, Doubles(dtype), lane).step(0, 1, []).z.shape == (0, 64)  # type: ignore[arg-type]
+    assert Stepper(comm, Doubles(dtype), stream).step(0, 1, []).z.shape == (0, 64)  # type: ignore[arg-type]
 
 
 def test_a_lane_copies_what_several_requests_bring() -> None:
-    lane = GpuLane(torch.device("cuda", 0))
+    stream = GpuStream(torch.device("cuda", 0))
     parts = [[torch.randn(3, 8), torch.randn(5, 8)], [torch.arange(6).view(2, 3)], [torch.empty(0, 4)]]
-    with lane.running():
-        there = lane.bring(parts)
-        lane.mark()
-        lane.mark()
-        lane.send_home(there[0] + 1, torch.tensor([8, 0], dtype=torch.int32, device="cuda"))
-        landed = lane.wait()
+    with stream.running():
+        there = stream.copy_in(parts)
+        stream.mark()
+        stream.mark()
+        stream.copy_out(there[0] + 1, torch.tensor([8, 0], dtype=torch.int32, device="cuda"))
+        result = stream.wait()
     assert [part.device.type for part in there] == ["cuda"] * 3
-    assert torch.equal(landed.z, torch.cat(parts[0]) + 1)
-    assert landed.rows_per_expert.tolist() == [8, 0]
+    assert torch.equal(result.z, torch.cat(parts[0]) + 1)
+    assert result.rows_per_expert.tolist() == [8, 0]
     assert there[2].shape == (0, 4)

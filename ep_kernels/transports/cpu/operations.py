@@ -5,20 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import HandleError
+from ep_kernels.errors import HandleError, TransportError
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.region import private_bytes
+from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, ScaleFormat
-
-if TYPE_CHECKING:
-    from ep_kernels.transports.cpu.transport import CpuTransport
 
 _MODES = (Mode.LL, Mode.HT)
 
@@ -162,10 +159,60 @@ class SlotBuffers:
         return raw.view(*lead, self._config.hidden_size)
 
 
+class NativeComm:
+    """Owner of the native object and of the memory it works on. Freed when the last operation that uses it has
+    returned, whatever `close` does meanwhile."""
+
+    def __init__(self, config: MoEConfig, lib: ctypes.CDLL, geometry: native.Geometry) -> None:
+        self.lib = lib
+        experts = config.resolved_expert_map
+        first, ranks, slots = experts.tables()
+        places = ranks * experts.stride + slots
+        self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
+        if not self.pointer:
+            raise TransportError("cpu transport: out of memory")
+        self.region: OwnRegion | None = None
+        self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
+
+    def forsake(self) -> None:
+        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+        self.__del__()
+        for buffers in self.buffers:
+            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
+        if self.region is not None:
+            self.region.close()
+            self.region = None
+
+    def __del__(self) -> None:
+        pointer, self.pointer = getattr(self, "pointer", None), None
+        if pointer:
+            self.lib.cd_destroy(pointer)
+
+
+class Home(Protocol):
+    """What an operation needs of the transport that it is of."""
+
+    config: MoEConfig
+    geometry: native.Geometry
+    epoch: int
+
+    def native(self) -> NativeComm:
+        """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
+
+    def next_slot(self, op: int) -> int:
+        """Slot of the next dispatch (0) or combine (1)."""
+
+    def ended(self, pending: PendingDispatch | PendingCombine) -> None:
+        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+
+    def judge(self, status: int) -> None:
+        """Turn a native status into the exception it stands for."""
+
+
 class PendingDispatch:
     """See `base.PendingDispatch`."""
 
-    def __init__(self, transport: CpuTransport, args: DispatchArgs) -> None:
+    def __init__(self, transport: Home, args: DispatchArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -250,7 +297,7 @@ class PendingDispatch:
 class PendingCombine:
     """See `base.PendingCombine`."""
 
-    def __init__(self, transport: CpuTransport, args: CombineArgs) -> None:
+    def __init__(self, transport: Home, args: CombineArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -338,7 +385,7 @@ def _again(previous: RoutingState, args: DispatchArgs) -> RoutingState:
     )
 
 
-def _same_epoch(transport: CpuTransport, epoch: int) -> None:
+def _same_epoch(transport: Home, epoch: int) -> None:
     if transport.epoch != epoch:
         raise HandleError(f"wait: begun in epoch {epoch}, the group is in epoch {transport.epoch}")
 

@@ -14,13 +14,12 @@ from dataclasses import replace
 import torch
 
 from ep_kernels import tuning
-from ep_kernels.config import FP8_BLOCK, MoEConfig
+from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
-from ep_kernels.routing import receive_rows
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.operations import PendingCombine, PendingDispatch, RoutingState, SlotBuffers, fresh_state
+from ep_kernels.transports.cpu.operations import NativeComm, PendingCombine, PendingDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
 
@@ -89,36 +88,6 @@ def _scale_format(config: MoEConfig) -> tuple[int, int]:
     if config.scale_columns:
         return config.scale_columns * config.scale_dtype.itemsize, native.CALLER_SCALES
     return 0, 0
-
-
-class NativeComm:
-    """Owner of the native object and of the memory it works on. Freed when the last operation that uses it has
-    returned, whatever `close` does meanwhile."""
-
-    def __init__(self, config: MoEConfig, lib: ctypes.CDLL, geometry: native.Geometry) -> None:
-        self.lib = lib
-        experts = config.resolved_expert_map
-        first, ranks, slots = experts.tables()
-        places = ranks * experts.stride + slots
-        self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
-        if not self.pointer:
-            raise TransportError("cpu transport: out of memory")
-        self.region: OwnRegion | None = None
-        self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
-
-    def forsake(self) -> None:
-        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
-        self.__del__()
-        for buffers in self.buffers:
-            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
-        if self.region is not None:
-            self.region.close()
-            self.region = None
-
-    def __del__(self) -> None:
-        pointer, self.pointer = getattr(self, "pointer", None), None
-        if pointer:
-            self.lib.cd_destroy(pointer)
 
 
 class CpuTransport:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ep_kernels.transports.nvlink.engine import Call, Dispatch
 from ep_kernels.types import DispatchHandle, DispatchOutput
 
-if TYPE_CHECKING:
-    from ep_kernels.transports.nvlink.transport import NvlinkTransport
+
+class Home(Protocol):
+    """What an operation needs of the transport that it is of: what is left of it."""
+
+    def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
+        """Of a dispatch."""
+
+    def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+
+    def receive(self, call: Call, halves: int) -> None:
+        """Of a combine."""
 
 
 class PendingDispatch:
@@ -22,7 +32,7 @@ class PendingDispatch:
         halves: RECEIVE or BOTH.
     """
 
-    def __init__(self, transport: NvlinkTransport, step: Dispatch, halves: int) -> None:
+    def __init__(self, transport: Home, step: Dispatch, halves: int) -> None:
         self._transport, self._step, self._halves = transport, step, halves
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
@@ -40,7 +50,7 @@ class PendingDispatch:
 class PendingCombine:
     """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
 
-    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, halves: int) -> None:
+    def __init__(self, transport: Home, call: Call, receive: Any, halves: int) -> None:
         self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from ep_kernels import jit, quant
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
-from ep_kernels.routing import receive_rows
 from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
@@ -35,12 +34,12 @@ HT_BLOCKS = 64
 LINK_GBPS = 350
 COMBINE_GBPS, DISPATCH_GBPS = {False: 60, True: 45}, {False: 25, True: 19}
 """What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
-move through its shared memory, in and out; measured on H200: docs/kernels/ht.md. Their ratio says how many
+move through its shared memory, in and out; measured on H200: docs/kernels/log/ht.md. Their ratio says how many
 blocks keep the links busy."""
 SENT_GBPS, SUMMED_NS, MADE_NS = 15, 250, 130
 """Where rows travel as they are: what a block of HT combine sends at most, for it takes long ones only when it has
 room, and how long it takes, at home, for each that it sums, however short. Where rows are summed on their way out: how
-long it takes for a row, for a partial that it makes of them, and for one that comes: docs/kernels/ht.md."""
+long it takes for a row, for a partial that it makes of them, and for one that comes: docs/kernels/log/ht.md."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (device/order.cuh)."""
@@ -50,7 +49,7 @@ CPP_TYPES = {
 }  # fmt: skip
 STAGED_ROWS = 6
 """Most rows of a partial that a warp of LL combine asks for together, where rows are per expert. 3, 4 and 7 were slower
-on 2 H200, 5 no faster: docs/kernels/ll.md."""
+on 2 H200, 5 no faster: docs/kernels/log/ll.md."""
 LL_MAX_TOKENS = {
     Layout.RANK_MAJOR: 512,
     Layout.FLAT: 512,
@@ -66,10 +65,10 @@ MAX_RANKS = abi.MAX_RANKS
 DISPATCH_SENDERS = {(False, False): 0.15, (False, True): 0.3, (True, False): 0.12, (True, True): 0.3}
 COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.5, (True, True): 0.6}
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
-quantises needs more hands. Measured on 4 H200: docs/kernels/ll.md."""
+quantises needs more hands. Measured on 4 H200: docs/kernels/log/ll.md."""
 ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
 """Few blocks need a larger share to fill the links, up to so many senders: on 24 blocks a pair of 128 tokens took 76
-us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/kernels/ll.md)."""
+us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/kernels/log/ll.md)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -84,7 +83,7 @@ class Sizes:
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
         scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
-        capacity, capacities: receive capacity of this rank and of each rank (`routing.receive_rows`).
+        capacity, capacities: receive capacity of this rank and of each rank (`config.receive_rows`).
         output_rows: leading shape of `tokens` without trimming.
         shape: from which the byte map follows.
     """
@@ -338,7 +337,7 @@ def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
     """Blocks of an HT dispatch with which the links are what limits a step of uniform routing.
 
     A row is loaded once and stored once for each rank. More blocks gain nothing, and take longer where routing is
-    skewed (docs/kernels/ht.md). Per-expert layouts also copy rows where they arrive: as many as there may be.
+    skewed (docs/kernels/log/ht.md). Per-expert layouts also copy rows where they arrive: as many as there may be.
     """
     if c.resolved_layout.per_expert:
         return HT_BLOCKS

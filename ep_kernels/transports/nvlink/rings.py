@@ -33,7 +33,7 @@ HOME_SHARE = 0.36
 """Of what is left for stages of rows and stages of partials that have come home. Rows of several experts are summed on
 their way out, so more bytes go out than come home."""
 COPIED_HOME_SHARE = 0.7
-"""The same where rows travel as they are: what waits in stages to leave comes late at home (docs/kernels/ht.md)."""
+"""The same where rows travel as they are: what waits in stages to leave comes late at home (docs/kernels/log/ht.md)."""
 
 
 @dataclass(frozen=True, slots=True)

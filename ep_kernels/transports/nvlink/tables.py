@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
-from ep_kernels.routing import may_overflow
 from ep_kernels.transports.nvlink import launch, plan, samples
 from ep_kernels.types import LatencySample, Overflow
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossdock import wire
 from crossdock.client.client import Client
 from crossdock.client.errors import ClientError, ModelMismatch
 from crossdock.common.settings import SecurityConfig
-from crossdock.v1 import expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
 
 SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
 """Parameters of an experts module's forward."""

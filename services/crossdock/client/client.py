@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 import tenacity
 import torch
 
-from crossdock import wire
 from crossdock.client.directory import Directory, Service
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
-from crossdock.v1 import expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
 
 Result = TypeVar("Result")
 

@@ -13,10 +13,10 @@ import grpc
 
 from crossdock.client.errors import REFUSALS, NotAllowed, Unavailable
 from crossdock.common import rpc
-from crossdock.common.line import Line
+from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import get
 from crossdock.common.security import Security
-from crossdock.v1 import control_pb2, control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
 
@@ -48,7 +48,7 @@ class Directory:
 
     def __init__(self, target: str, security: Security | None = None) -> None:
         self._target = target
-        self._line = Line(target, security)
+        self._channel = ControlPlaneChannel(target, security)
         self._changed = asyncio.Condition()
         self._service: Service | None = None
         self._trouble = Unavailable(f"control plane {target}: no answer yet")
@@ -93,7 +93,7 @@ class Directory:
             self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
-        if not await self._line.answers():
+        if not await self._channel.is_leading():
             self._doubted.set()
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class Directory:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._closed = True
         await self._set(None)
-        await self._line.close()
+        await self._channel.close()
 
     async def _follow(self) -> None:
         self._pause_s = _RETRY_S[0]
@@ -126,8 +126,8 @@ class Directory:
 
     async def _watch(self, last: Exception | None) -> rpc.CallError:
         """Follow whoever leads until that ends; why it did. `last` is how it ended before."""
-        if last is not None or self._line.has_choice:
-            await self._line.turn(last)
+        if last is not None or self._channel.has_several_targets:
+            await self._channel.fail_over(last)
         self._doubted.clear()
         reader = asyncio.create_task(self._read())
         doubted = asyncio.create_task(self._doubted.wait())
@@ -141,7 +141,7 @@ class Directory:
 
     async def _read(self) -> rpc.CallError:
         """Take views until the stream ends; why it did."""
-        stub = control_pb2_grpc.ControlPlaneStub(self._line.channel)
+        stub = control_pb2_grpc.ControlPlaneStub(self._channel.grpc_channel)
         try:
             async for view in stub.Watch(control_pb2.WatchRequest()):
                 self._pause_s, self._refused = _RETRY_S[0], None

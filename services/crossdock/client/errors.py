@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import grpc
 
 from crossdock.common import rpc
-from crossdock.v1 import expert_pb2
+from crossdock.protocol.v1 import expert_pb2
 
 
 class ClientError(Exception):

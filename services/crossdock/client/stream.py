@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
 from crossdock.common import rpc
 from crossdock.common.security import Security
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
 _QUIET_S, _ALIVE_S = 1.0, 3.0
 """A worker that owes answers and has sent none for so long is asked whether it is there, and has so long to say it."""

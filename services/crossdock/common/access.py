@@ -1,12 +1,12 @@
-"""Who may call what, and how often: a caller becomes roles, a method names the roles that may call it.
+"""Authorization and rate limits of calls: a caller has roles, a method names the roles that may call it.
 
     role       by certificate (names)           by token (files)          may
-    worker     access.worker_names              access.worker_tokens      register, beat, see regions: for its own uid
-    client     access.client_names              access.client_tokens      Forward, Describe, watch without regions
-    operator   access.operator_names            access.operator_tokens    drain workers
+    worker     access.worker_names              access.worker_tokens      register, send heartbeats, see regions: for
+    its own uid client     access.client_names              access.client_tokens      Forward, Describe, watch without
+    regions operator   access.operator_names            access.operator_tokens    drain workers
 
-Where both are configured a caller has the roles that both give it. Without TLS everybody may do everything. A method
-that the table below does not name is an operator's.
+With certificates and tokens configured, a caller has the roles granted by both. Without TLS every caller has all
+roles. A method that the table below does not name requires the operator role.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from typing import Any
 import grpc
 
 from crossdock.common import log as logs
-from crossdock.common.calls import CallError, InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
+from crossdock.common.call_errors import (
+    CallError,
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from crossdock.common.call_limits import CallLimits, CallPermits, LimitReached, PermitPool
 from crossdock.common.metrics import GuardedMetrics
-from crossdock.common.places import CallLimits, NoPlace, Places, Visit
 from crossdock.common.security import Security
 
 log = logs.get(__name__)
 
 
 class Role(Enum):
-    """What a caller is allowed to be."""
+    """A role of a caller."""
 
     WORKER = "worker"
     CLIENT = "client"
@@ -50,7 +56,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Ready": WORKERS,
     "/crossdock.v1.ControlPlane/Heartbeat": WORKERS,
     "/crossdock.v1.ControlPlane/Leave": WORKERS,
-    "/crossdock.v1.ControlPlane/Watch": ANYBODY,  # as a member: a worker's, checked where the member is known
+    "/crossdock.v1.ControlPlane/Watch": ANYBODY,  # as a member: workers only, checked by the control plane
     "/crossdock.v1.ControlPlane/Topology": ANYBODY,
     "/crossdock.v1.ControlPlane/Placement": WORKERS,
     "/crossdock.v1.ControlPlane/Experts": ANYBODY,
@@ -63,10 +69,10 @@ METHODS: Mapping[str, frozenset[Role]] = {
 }
 
 OUR_METHODS = "/crossdock."
-"""What begins otherwise (health, reflection) needs no role."""
+"""Prefix of methods that require a role; others (health, reflection) require none."""
 MAX_UID_CHARS = 256
 CALLERS_PER_HOST = 4
-"""Calls per second of all uids at one host, in units of those of one."""
+"""Rate limit of all uids at one host together, as a multiple of the limit of one uid."""
 _SCHEME = "Bearer "
 _KEPT_CALLERS = 8192
 _KEPT_PATTERNS = 256
@@ -74,25 +80,25 @@ _OTHERS = 256
 _SAY_S = 1.0
 
 
-def door_of(
+def authorizer_of(
     security: Security | None, max_calls_per_s: float, metrics: GuardedMetrics, limits: CallLimits | None = None
-) -> Door:
-    """A door that counts, and certificates that are measured."""
+) -> CallAuthorizer:
+    """An authorizer whose refusals and certificates are exported as metrics."""
     if security is not None:
         guarded = security
-        metrics.certificate_not_after_seconds.set_function(lambda: guarded.not_after)
+        metrics.certificate_expiry_timestamp_seconds.set_function(lambda: guarded.not_after)
         reloads = metrics.certificate_reloads_total
         guarded.on_reload = lambda ok: reloads.labels(result="ok" if ok else "failed").inc()
-    refused = metrics.calls_refused_total
-    return Door(security, max_calls_per_s, lambda why: refused.labels(reason=why).inc(), limits)
+    refused = metrics.rpc_refusals_total
+    return CallAuthorizer(security, max_calls_per_s, lambda why: refused.labels(reason=why).inc(), limits)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call.
+    """The caller of a call.
 
     Attributes:
-        names: of its certificate; empty without one.
+        names: names in its certificate; empty without one.
         roles: what it may be.
         host: where it calls from.
         guarded: whether anything was checked at all.
@@ -118,11 +124,11 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
-"""Of the call that is being answered."""
+"""Of the current call."""
 
 
-class Limiter:
-    """So many per second and caller, with a burst of twice as many; a rate of 0 limits nothing.
+class RateLimiter:
+    """Token bucket per caller: `rate` per second, bursts of twice the rate; a rate of 0 limits nothing.
 
     Args:
         rate: per second.
@@ -134,7 +140,7 @@ class Limiter:
         self._left: dict[object, tuple[float, float]] = {}
 
     def allow(self, caller: object) -> bool:
-        """Take one; False: there is none left just now."""
+        """Take one token; False: none is left."""
         if self.rate <= 0:
             return True
         now, most = self._clock(), max(1.0, 2 * self.rate)
@@ -143,28 +149,28 @@ class Limiter:
         allowed = left >= 1
         self._left[caller] = (left - allowed, now)
         if len(self._left) > _KEPT_CALLERS:
-            del self._left[next(iter(self._left))]  # who has been quiet for longest
+            del self._left[next(iter(self._left))]  # the least recently used one
         return allowed
 
 
-VISIT: ContextVar[Visit] = ContextVar("visit")
-"""Of the call that is being answered."""
+CALL_PERMITS: ContextVar[CallPermits] = ContextVar("call_permits")
+"""Of the current call."""
 
 
-class Door:
-    """Looks at each call before its request is read, and at the request before its handler does.
+class CallAuthorizer:
+    """Authorizes each call before its request is read, and checks the request before the handler runs.
 
     Args:
-        security: what is checked; None: nothing is, calls are only counted.
-        max_calls_per_s: of one caller; each uid at a host counts by itself, and all of them together have
-            CALLERS_PER_HOST times as many; 0 = no limit.
-        refused: told why a call was turned away: "unauthenticated", "permission", "rate", "full" or "value".
-        limits: of calls that are open at once; None: as for messages of 1 MiB.
+        security: TLS and tokens to check; None: only the limits apply.
+        max_calls_per_s: rate limit of one caller. Each uid at a host has its own; all uids of a host together have
+            CALLERS_PER_HOST times the rate. 0 = no limit.
+        refused: called with the reason of each refusal: "unauthenticated", "permission", "rate", "full" or "value".
+        limits: of concurrent calls; None: as for messages of 1 MiB.
 
     Attributes:
-        calls: places of our own methods.
-        others: places of health and reflection.
-        reading: places for requests that are under way.
+        calls: permits of Crossdock's own methods.
+        others: permits of health and reflection.
+        reading: permits for requests that are not yet complete.
     """
 
     def __init__(
@@ -175,48 +181,48 @@ class Door:
         limits: CallLimits | None = None,
     ) -> None:
         self._security = security
-        self._limiter, self._hosts = Limiter(max_calls_per_s), Limiter(max_calls_per_s * CALLERS_PER_HOST)
-        self._others = Limiter(max_calls_per_s)
+        self._rate_limiter, self._hosts = RateLimiter(max_calls_per_s), RateLimiter(max_calls_per_s * CALLERS_PER_HOST)
+        self._others = RateLimiter(max_calls_per_s)
         limits = limits or CallLimits.of(1 << 20, 1024)
-        self.calls, self.others = Places(limits.calls, limits.calls_of_peer), Places(_OTHERS, _OTHERS // 4)
-        self.reading = Places(limits.reading, limits.reading_of_peer)
+        self.calls, self.others = PermitPool(limits.calls, limits.calls_per_peer), PermitPool(_OTHERS, _OTHERS // 4)
+        self.reading = PermitPool(limits.reading, limits.reading_per_peer)
         self._refused = refused or (lambda why: None)
         self._said_at = float("-inf")
 
-    def enter(self, method: str, context: Any) -> Visit:
-        """Before anything of the request is read: set CALLER and VISIT for the handler.
+    def authorize(self, method: str, context: Any) -> CallPermits:
+        """Authorize a call before its request is read; sets CALLER and CALL_PERMITS for the handler.
 
         Raises:
             CallError: Unauthenticated, PermissionDenied or ResourceExhausted.
         """
         ours = method.startswith(OUR_METHODS)
         try:
-            caller = self.caller_of(context) if ours else self._anybody(context)
+            caller = self.caller_of(context) if ours else self._unrestricted_caller(context)
             if ours:
                 self._check_role(method, caller)
             self._count(self._hosts if ours else self._others, (caller.host, caller.names))
-            places = self.calls if ours else self.others
-            visit = Visit(places, self.reading, (caller.host, caller.names), str(context.peer()))
+            pool = self.calls if ours else self.others
+            permits = CallPermits(pool, self.reading, (caller.host, caller.names), str(context.peer()))
         except CallError as error:
-            self._turn_away(method, error, context)
+            self._refuse(method, error, context)
             raise
         CALLER.set(caller)
-        VISIT.set(visit)
-        return visit
+        CALL_PERMITS.set(permits)
+        return permits
 
-    async def read(self, visit: Visit, method: str, context: Any) -> None:
-        """Wait for a place to read the request. Raises ResourceExhausted."""
+    async def acquire_reading(self, permits: CallPermits, method: str, context: Any) -> None:
+        """Wait for a permit to read the request. Raises ResourceExhausted."""
         try:
-            await visit.read()
+            await permits.acquire_reading()
         except CallError as error:
-            self._turn_away(method, error, context)
+            self._refuse(method, error, context)
             raise
 
-    def look(self, method: str, request: object, context: Any) -> None:
-        """At who a request says that it is for, before that is used anywhere. `request`: None for a stream of them.
+    def check_request(self, method: str, request: object, context: Any) -> None:
+        """Check the uid in a request before it is used anywhere. `request`: None for a stream of requests.
 
         Raises:
-            CallError: InvalidArgument, or ResourceExhausted for a uid that calls too often.
+            CallError: InvalidArgument, or ResourceExhausted for a uid over its rate limit.
         """
         if not method.startswith(OUR_METHODS):
             return
@@ -224,22 +230,22 @@ class Door:
         uid = getattr(getattr(request, "worker", None), "uid", "")
         try:
             check_uid(uid)
-            self._count(self._limiter, (caller.host, caller.names, uid if Role.WORKER in caller.roles else ""))
+            self._count(self._rate_limiter, (caller.host, caller.names, uid if Role.WORKER in caller.roles else ""))
         except CallError as error:
-            self._turn_away(method, error, context)
+            self._refuse(method, error, context)
             raise
 
-    def _turn_away(self, method: str, error: CallError, context: Any) -> None:
-        known = {Unauthenticated: "unauthenticated", PermissionDenied: "permission", NoPlace: "full"}
-        self.note({**known, InvalidArgument: "value"}.get(type(error), "rate"), method, str(error), context)
+    def _refuse(self, method: str, error: CallError, context: Any) -> None:
+        known = {Unauthenticated: "unauthenticated", PermissionDenied: "permission", LimitReached: "full"}
+        self.record_refusal({**known, InvalidArgument: "value"}.get(type(error), "rate"), method, str(error), context)
 
     @staticmethod
-    def _count(limiter: Limiter, key: object) -> None:
+    def _count(limiter: RateLimiter, key: object) -> None:
         if not limiter.allow(key):
             raise ResourceExhausted(f"calls: expected at most {limiter.rate:g} a second of one caller, got more")
 
-    def note(self, why: str, method: str, message: str, context: Any) -> None:
-        """Count a refusal, and say so; a caller that tries again and again cannot fill the log."""
+    def record_refusal(self, why: str, method: str, message: str, context: Any) -> None:
+        """Count a refusal and log it, at most once per `_SAY_S`."""
         self._refused(why)
         now = time.monotonic()
         if now - self._said_at >= _SAY_S:
@@ -247,8 +253,8 @@ class Door:
             log.warning("call refused", method=method, why=message, peer=host_of(context))
 
     def caller_of(self, context: Any) -> Caller:
-        """Who calls. Raises Unauthenticated: a token is needed and there is none, or an unknown one."""
-        caller = self._anybody(context)
+        """The caller and its roles. Raises Unauthenticated: a required token is missing or unknown."""
+        caller = self._unrestricted_caller(context)
         if self._security is None or not caller.guarded:
             return caller
         access, names, roles = self._security.config.access, caller.names, ANYBODY
@@ -263,8 +269,8 @@ class Door:
             roles &= self._by_token(context)
         return Caller(names, roles, caller.host, patterns=access.worker_names)
 
-    def _anybody(self, context: Any) -> Caller:
-        """Where a call comes from and by which certificate, whatever that may do."""
+    def _unrestricted_caller(self, context: Any) -> Caller:
+        """The host and certificate names of a call, with all roles."""
         guarded = self._security is not None and bool(self._security.config.cert_file)
         shown = guarded and self._security is not None and self._security.config.requires_certs
         return Caller(names_of(context.auth_context()) if shown else (), ANYBODY, host_of(context), guarded=guarded)
@@ -272,15 +278,15 @@ class Door:
     def _by_token(self, context: Any) -> frozenset[Role]:
         assert self._security is not None
         headers = dict(context.invocation_metadata() or ())
-        told = str(headers.get("authorization", ""))
-        if not told.startswith(_SCHEME):
+        header = str(headers.get("authorization", ""))
+        if not header.startswith(_SCHEME):
             raise Unauthenticated("authorization: expected `Bearer` and a token, got none")
-        token = told.removeprefix(_SCHEME).encode()
+        token = header.removeprefix(_SCHEME).encode()
         roles = set()
-        for role, file in self._security.accepted.items():  # all are compared, whichever fits
+        for role, file in self._security.accepted.items():  # compare all, so the time does not depend on the match
             roles |= {Role(role) for known in file.tokens if hmac.compare_digest(known.encode(), token)}
         if not roles:
-            raise Unauthenticated("authorization: expected a token that is known here, got another one")
+            raise Unauthenticated("authorization: expected a known token, got an unknown one")
         return frozenset(roles)
 
     @staticmethod
@@ -288,7 +294,7 @@ class Door:
         wanted = METHODS.get(method, OPERATORS)
         if not caller.roles & wanted:
             roles = " or ".join(sorted(role.value for role in wanted))
-            held = ", ".join(sorted(role.value for role in caller.roles)) or "nobody known here"
+            held = ", ".join(sorted(role.value for role in caller.roles)) or "none of the known roles"
             raise PermissionDenied(f"{method.rpartition('/')[2]}: expected a caller that is {roles}, got {held}")
 
 
@@ -333,5 +339,5 @@ def names_of(auth: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_of(context: grpc.ServicerContext | Any) -> str:
-    """Where a caller is, without its port: a new connection is not a new caller."""
+    """Host of a caller without its port: a new connection is the same caller."""
     return str(context.peer()).rpartition(":")[0]

@@ -95,7 +95,7 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
     load_half_life_s: Seconds = 300.0
     """Rows that an expert computed so long ago count half."""
     move_timeout_s: Seconds = 600.0
-    """Longest that workers may take to load their new experts before the move is turned back."""
+    """Longest that workers may take to load their new experts before the move is rolled back."""
 
 
 class _ServerConfig(_Config, frozen=True, kw_only=True):
@@ -178,7 +178,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
-    home_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """In which expert rows come home and are summed. Empty: float32 on a CPU; on GPUs `dtype`, which is half the bytes
     and rounds each rank's share of a token once more."""
     max_tokens_per_step: Count = 512

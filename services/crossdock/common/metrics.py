@@ -1,7 +1,8 @@
 """Every metric of Crossdock, declared once: name, unit, meaning, labels, literal buckets.
 
-Each process owns one of these objects and so one registry; nothing is registered globally. Names carry the prefix
-`crossdock_` and end in their unit. The table in docs/operations.md is made from `declarations()`.
+Each process has one of these objects and so one registry; nothing is registered globally. Names follow Prometheus'
+rules: prefix `crossdock_`, base unit at the end, `_total` for counters. `declarations()` generates the table in
+docs/operations.md.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RPC_BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One metric as it was declared.
+    """One declared metric.
 
     Attributes:
         name: as it appears on /metrics.
@@ -57,17 +58,17 @@ class Declaration:
 
 
 class _Metrics:
-    """A registry and what was declared in it."""
+    """A registry and its declarations."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._declared: list[Declaration] = []
         ProcessCollector(registry=self.registry)
-        info = self._gauge("build_info", "1", "Always 1; the label names the running version", "version")
+        info = self._gauge("build_info", "1", "Always 1; the label is the running version", "version")
         info.labels(version=crossdock.__version__).set(1)
 
     def declarations(self) -> list[Declaration]:
-        """What this process exports, in order of declaration."""
+        """The metrics of this process, in order of declaration."""
         return list(self._declared)
 
     def _declare(self, name: str, kind: str, unit: str, text: str, labels: Sequence[str]) -> str:
@@ -88,26 +89,28 @@ class _Metrics:
 
 
 class GuardedMetrics(_Metrics):
-    """What a process with a gRPC server exports about who is let in, and about its own certificate."""
+    """Metrics of a process with a gRPC server: refused calls, certificates, event loop."""
 
     def _declare_guards(self) -> None:
-        self.calls_refused_total = self._counter(
-            "calls_refused_total",
+        self.rpc_refusals_total = self._counter(
+            "rpc_refusals_total",
             "calls",
-            "Calls turned away: unauthenticated, permission, rate, full or value",
+            "Refused calls: unauthenticated, permission, rate, full or value",
             "reason",
         )
-        self.certificate_not_after_seconds = self._gauge(
-            "certificate_not_after_seconds", "seconds", "Unix time when this process's certificate ends; 0 without one"
+        self.certificate_expiry_timestamp_seconds = self._gauge(
+            "certificate_expiry_timestamp_seconds",
+            "seconds",
+            "Unix time at which this process's certificate expires; 0 without one",
         )
         self.certificate_reloads_total = self._counter(
-            "certificate_reloads_total", "readings", "Certificates read again after a change: ok or failed", "result"
+            "certificate_reloads_total", "reloads", "Reloads of changed certificates: ok or failed", "result"
         )
-        self.grpc_core_lines_total = self._counter(
-            "grpc_core_lines_total",
+        self.grpc_core_log_lines_total = self._counter(
+            "grpc_core_log_lines_total",
             "lines",
-            "Lines of gRPC's core, by subject: handshake (a TLS handshake failed) or other",
-            "about",
+            "Log lines of gRPC's core, by topic: handshake (a failed TLS handshake) or other",
+            "topic",
         )
         self.event_loop_tasks = self._gauge("event_loop_tasks", "tasks", "Tasks of this process's event loop")
 
@@ -117,7 +120,7 @@ class GuardedMetrics(_Metrics):
 
 
 class WorkerMetrics(GuardedMetrics):
-    """What an expert worker exports. There is no rank label: Prometheus' `instance` is the worker."""
+    """Metrics of an expert worker. There is no rank label: Prometheus' `instance` is the worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,133 +130,154 @@ class WorkerMetrics(GuardedMetrics):
         self._declare_guards()
 
     def _declare_data_plane(self) -> None:
-        self.op_seconds = self._seconds(
-            "op_seconds",
-            "Time inside one dispatch or combine; phase is send, wait (for the slowest peer) or total",
+        self.operation_duration_seconds = self._seconds(
+            "operation_duration_seconds",
+            "Duration of one dispatch or combine; phase is send, wait (for the slowest peer) or total",
             STEP_BUCKETS,
             "op",
             "mode",
             "phase",
         )
         self.peer_wait_seconds_total = self._counter(
-            "peer_wait_seconds_total", "seconds", "Time until that peer's data had arrived, summed", "op", "peer"
+            "peer_wait_seconds_total", "seconds", "Time until that peer's data arrived, summed", "op", "peer"
         )
         self.peer_timeouts_total = self._counter(
-            "peer_timeouts_total", "timeouts", "Waits that ended because that peer was silent or dead", "peer"
+            "peer_timeouts_total", "timeouts", "Waits that timed out because that peer was silent or dead", "peer"
         )
-        self.bytes_total = self._counter(
-            "bytes_total",
+        self.payload_bytes_total = self._counter(
+            "payload_bytes_total",
             "bytes",
-            "Payload of this rank's tokens that went to (dispatch) or came from (combine) other ranks",
+            "Payload of this rank's tokens sent to (dispatch) or received from (combine) other ranks",
             "op",
         )
 
     def _declare_service(self) -> None:
         self.requests_total = self._counter("requests_total", "requests", "Forward requests answered", "code")
-        self.request_seconds = self._seconds(
-            "request_seconds", "From a request's arrival to its answer, queueing included", REQUEST_BUCKETS
+        self.request_duration_seconds = self._seconds(
+            "request_duration_seconds",
+            "Time from a request's arrival to its answer, including queueing",
+            REQUEST_BUCKETS,
         )
-        self.tokens_total = self._counter("tokens_total", "tokens", "Tokens that clients sent here and got answered")
-        self.steps_total = self._counter("steps_total", "steps", "Steps this rank took part in, empty ones included")
-        self.step_phase_seconds = self._seconds(
-            "step_phase_seconds", "One step by phase: dispatch, experts, combine", STEP_BUCKETS, "phase"
+        self.tokens_total = self._counter("tokens_total", "tokens", "Tokens of answered requests")
+        self.steps_total = self._counter("steps_total", "steps", "Steps of this rank, including empty ones")
+        self.step_phase_duration_seconds = self._seconds(
+            "step_phase_duration_seconds",
+            "Duration of one step by phase: dispatch, experts, combine",
+            STEP_BUCKETS,
+            "phase",
         )
         self.expert_rows_total = self._counter(
             "expert_rows_total", "rows", "Rows computed by that expert, over all layers", "expert"
         )
         self.expert_copies_loaded_total = self._counter(
-            "expert_copies_loaded_total", "copies", "Experts of one layer that were loaded while the group served"
+            "expert_copies_loaded_total", "copies", "Expert copies (per layer) loaded while the group served"
         )
-        self.expert_switch_seconds = self._seconds(
-            "expert_switch_seconds", "How long steps waited for a layer to change its experts", STEP_BUCKETS
+        self.expert_switch_duration_seconds = self._seconds(
+            "expert_switch_duration_seconds", "Delay of a step by the switch of a layer to other experts", STEP_BUCKETS
         )
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
         self.queued_bytes = self._gauge(
-            "queued_bytes", "bytes", "Bytes of requests and of answers that are not written yet"
+            "queued_bytes", "bytes", "Bytes of queued requests and of answers not yet written"
         )
-        self.telemetry_dropped_total = self._counter(
-            "telemetry_dropped_total", "records", "Steps and samples that were not counted: too many, or malformed"
+        self.telemetry_records_dropped_total = self._counter(
+            "telemetry_records_dropped_total", "records", "Telemetry records dropped: queue full, or malformed"
         )
         self.streams_dropped_total = self._counter(
-            "streams_dropped_total", "streams", "Forward streams ended because their client did not read its answers"
+            "streams_dropped_total", "streams", "Forward streams closed because their client did not read its answers"
         )
 
     def _declare_membership(self) -> None:
-        self.epoch = self._gauge("epoch", "1", "Membership counter of the group this worker is in")
-        self.members = self._gauge("members", "workers", "Members of the group as this worker sees it")
+        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker")
+        self.members = self._gauge("members", "workers", "Members of the group, as seen by this worker")
         self.rank = self._gauge("rank", "1", "This worker's rank; -1 before it has one")
-        self.serving = self._gauge("serving", "1", "1 while requests are served, 0 while joining or re-forming")
-        self.experts_loaded_bytes = self._gauge("experts_loaded_bytes", "bytes", "Memory held by this rank's experts")
+        self.serving = self._gauge("serving", "1", "1 while serving requests, 0 while joining or re-forming")
+        self.expert_weights_bytes = self._gauge("expert_weights_bytes", "bytes", "Memory held by this rank's experts")
 
 
 class ControlMetrics(GuardedMetrics):
-    """What the control plane exports."""
+    """Metrics of the control plane."""
 
     def __init__(self) -> None:
         super().__init__()
         self._declare_guards()
-        self.leading = self._gauge("leading", "1", "1 while this control plane decides; of replicas one does")
-        self.term = self._gauge("term", "1", "Number of the present reign among replicas; 0 without one")
-        self.reigns_total = self._counter("reigns_total", "reigns", "Times this replica began to lead")
-        self.lease_failures_total = self._counter(
-            "lease_failures_total", "attempts", "Readings and renewals of the Kubernetes Lease that failed"
+        self._declare_leadership()
+        self._declare_membership()
+        self._declare_placement()
+        self.rpc_duration_seconds = self._seconds(
+            "rpc_duration_seconds", "Duration of one unary call", RPC_BUCKETS, "method", "code"
         )
-        self.epoch = self._gauge("epoch", "1", "Membership counter of the group")
+
+    def _declare_leadership(self) -> None:
+        self.is_leader = self._gauge("is_leader", "1", "1 while this replica leads; exactly one of a group must")
+        self.leader_term = self._gauge("leader_term", "1", "Term of this replica's leadership; 0 without one")
+        self.leader_terms_total = self._counter("leader_terms_total", "terms", "Leaderships begun by this replica")
+        self.leader_lease_failures_total = self._counter(
+            "leader_lease_failures_total", "attempts", "Failed reads and writes of the leader's Kubernetes Lease"
+        )
+
+    def _declare_membership(self) -> None:
+        self.epoch = self._gauge("epoch", "1", "Epoch of the group; each change of membership raises it")
         self.members = self._gauge("members", "workers", "Live members of the group")
         self.active_ranks = self._gauge(
-            "active_ranks", "ranks", "Ranks that take part: fewer than members while some are still to be taken in"
+            "active_ranks", "ranks", "Active ranks: fewer than members while standbys wait to be readmitted"
         )
-        self.world_size = self._gauge("world_size", "ranks", "Ranks that the group is configured for")
-        self.state = self._gauge("state", "1", "1 for the state the group is in, 0 for the others", "state")
-        self.transitions_total = self._counter("transitions_total", "changes", "Changes of state, by new state", "to")
+        self.world_size = self._gauge("world_size", "ranks", "Configured number of ranks")
+        self.group_state = self._gauge("group_state", "1", "1 for the group's current state, 0 for the others", "state")
+        self.group_state_transitions_total = self._counter(
+            "group_state_transitions_total", "transitions", "Transitions of the group's state, by new state", "to"
+        )
         self.heartbeats_total = self._counter("heartbeats_total", "heartbeats", "Heartbeats accepted")
-        self.lost_total = self._counter("lost_total", "workers", "Members lost, by cause", "cause")
-        self.blamed_total = self._counter(
-            "blamed_total", "reports", "Times a member called that rank silent, once per member and epoch", "rank"
+        self.members_lost_total = self._counter("members_lost_total", "workers", "Members lost, by cause", "cause")
+        self.silent_rank_reports_total = self._counter(
+            "silent_rank_reports_total", "reports", "Reports of that rank as silent, once per member and epoch", "rank"
         )
-        self.sick_ranks = self._gauge(
-            "sick_ranks", "ranks", "Members called silent again and again that keep their place"
+        self.sick_ranks = self._gauge("sick_ranks", "ranks", "Members repeatedly reported silent that keep their slot")
+        self.excluded_workers = self._gauge(
+            "excluded_workers", "workers", "Workers excluded from the group: cordoned or quarantined", "cause"
         )
-        self.barred_workers = self._gauge(
-            "barred_workers", "workers", "Workers kept out of the group: cordoned or quarantined", "cause"
-        )
-        self.watchers = self._gauge("watchers", "streams", "Open Watch streams")
+        self.watch_streams = self._gauge("watch_streams", "streams", "Open Watch streams")
+
+    def _declare_placement(self) -> None:
         self.placement_version = self._gauge(
-            "placement_version", "1", "Placement of experts that is in force or aimed at"
+            "placement_version", "1", "Version of the current placement of experts, or of the goal of a move"
         )
-        self.expert_imbalance = self._gauge(
-            "expert_imbalance", "1", "Rows of the most loaded rank over the mean rank's, all layers; 1 is perfect"
+        self.expert_imbalance_ratio = self._gauge(
+            "expert_imbalance_ratio", "1", "Rows of the most loaded rank over the mean, all layers; 1 is perfect"
         )
         self.expert_moves_total = self._counter(
-            "expert_moves_total", "moves", "Moves of experts while the group serves, by result", "result"
+            "expert_moves_total",
+            "moves",
+            "Moves of experts while the group serves, by result: done or rolled_back",
+            "result",
         )
-        self.rpc_seconds = self._seconds("rpc_seconds", "Time to answer one unary call", RPC_BUCKETS, "method", "code")
 
     def clear_group(self) -> None:
-        """Take back what is said of the group: this control plane no longer decides for it."""
-        counted = self.epoch, self.members, self.active_ranks, self.watchers
-        for gauge in (*counted, self.placement_version, self.expert_imbalance):
+        """Clear the gauges of the group: this replica has stopped leading."""
+        counted = self.epoch, self.members, self.active_ranks, self.watch_streams
+        for gauge in (*counted, self.placement_version, self.expert_imbalance_ratio):
             gauge.set(0)
-        self.state.clear()
+        self.group_state.clear()
 
 
 class HostMetrics(_Metrics):
-    """What the supervisor of one host (`crossdock up`) exports about the processes it keeps."""
+    """Metrics of the supervisor of one host (`crossdock up`) about its processes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = self._gauge("up", "1", "1 while that process runs and has said that it listens", "process")
-        self.restarts = self._gauge("restarts", "restarts", "Times that process was started anew", "process")
+        self.process_up = self._gauge("process_up", "1", "1 while that process runs and listens", "process")
+        self.process_restarts_total = self._counter(
+            "process_restarts_total", "restarts", "Restarts of that process", "process"
+        )
 
 
 class FrameworkMetrics(_Metrics):
-    """What a rank inside another engine exports. The engine may serve all ranks' values on one page: hence `rank`."""
+    """Metrics of a rank inside another engine. The engine may serve all ranks on one page: hence the label `rank`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ep_seconds = self._seconds(
-            "ep_seconds",
-            "Time inside one dispatch or combine; phase is send, wait (for the slowest peer) or total",
+        self.ep_operation_duration_seconds = self._seconds(
+            "ep_operation_duration_seconds",
+            "Duration of one dispatch or combine; phase is send, wait (for the slowest peer) or total",
             STEP_BUCKETS,
             "rank",
             "op",
@@ -261,25 +285,25 @@ class FrameworkMetrics(_Metrics):
             "phase",
         )
         self.ep_tokens_total = self._counter(
-            "ep_tokens_total", "tokens", "Tokens that this rank brought to an operation", "rank", "op", "mode"
+            "ep_tokens_total", "tokens", "Tokens of this rank in an operation", "rank", "op", "mode"
         )
         self.ep_received_tokens_total = self._counter(
             "ep_received_tokens_total", "tokens",
-            "Tokens of that peer that dispatch brought to this rank's experts, once each; its own included",
+            "Tokens of that peer received by this rank's experts, once each; includes its own",
             "rank", "peer",
         )  # fmt: skip
         self.ep_received_bytes_total = self._counter(
-            "ep_received_bytes_total", "bytes", "Rows and scales that dispatch brought here from that other rank",
+            "ep_received_bytes_total", "bytes", "Rows and scales received by dispatch from that other rank",
             "rank", "peer",
         )  # fmt: skip
         self.ep_peer_wait_seconds_total = self._counter(
-            "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data had arrived, summed",
+            "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data arrived, summed",
             "rank", "op", "peer",
         )  # fmt: skip
         self.ep_peer_timeouts_total = self._counter(
             "ep_peer_timeouts_total",
             "timeouts",
-            "Waits that ended because that peer was silent or dead",
+            "Waits that timed out because that peer was silent or dead",
             "rank",
             "peer",
         )

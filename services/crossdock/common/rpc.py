@@ -1,7 +1,7 @@
-"""gRPC, set up in one place: servers, channels, limits, keepalive, health, reflection, errors and retries.
+"""gRPC setup: servers, channels, limits, keepalive, health, reflection, errors and retries.
 
-What is not here: any service, any policy about the group, what TLS rests on (security.py), who may call what
-(access.py), what a call can end with (calls.py; the errors are named here too).
+Elsewhere: TLS and tokens (security.py), authorization (access.py), the errors of calls (call_errors.py, re-exported
+here).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import tenacity
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from crossdock.common.access import Door
+from crossdock.common.access import CallAuthorizer
 from crossdock.common.addresses import format_address, split_address
-from crossdock.common.boundary import Boundary, Observe
-from crossdock.common.calls import (
+from crossdock.common.call_errors import (
     Aborted,
     AlreadyExists,
     CallError,
@@ -41,11 +40,12 @@ from crossdock.common.calls import (
     error_of,
     status_of,
 )
+from crossdock.common.interceptor import CallInterceptor, Observe
 from crossdock.common.security import Security
 
 __all__ = [
     "MAX_CONNECTIONS",
-    "MOST_SENT_BYTES",
+    "MAX_SENT_BYTES",
     "Aborted",
     "AlreadyExists",
     "CallError",
@@ -78,12 +78,12 @@ __all__ = [
 ]
 
 Message = TypeVar("Message")
-MOST_SENT_BYTES = 64 << 20
-"""Largest message that a server sends and a channel takes, unless told otherwise: the table of 2,048 ranks fits."""
+MAX_SENT_BYTES = 64 << 20
+"""Default for the largest message that a server sends and a channel accepts: the region table of 2,048 ranks fits."""
 
 
 MAX_CONNECTIONS = 4096
-"""Of one server, where the limit of open files is twice that or more."""
+"""Connections of one server, if the limit of open files is at least twice that."""
 
 
 class ListenError(OSError):
@@ -93,8 +93,8 @@ class ListenError(OSError):
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """grpc.health.v1 for the named services (full proto names) and "" for the whole process. Starts NOT_SERVING.
 
-    The one of grpcio-health-checking writes to a watcher while it holds the lock of all: one that does not read would
-    keep everybody from hearing, and this process from stopping.
+    grpcio-health-checking is not used: it writes to a watcher while it holds the lock of all watchers, so one client
+    that does not read would block all others and the shutdown.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -104,8 +104,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
         self._over = False
 
     def set(self, serving: bool, *names: str) -> None:
-        """Say whether these services (none named: all, and the process) answer usefully. Watchers of the health service
-        learn it at once."""
+        """Set the state of these services (none named: all services and the process), and notify watchers."""
         if not self._over:
             self._serving.update(dict.fromkeys(names or ("", *self.services), serving))
             for changed in self._watchers:
@@ -119,23 +118,23 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
         """The state now. Raises NotFound."""
         if request.service not in self._serving:
-            raise NotFound("service: expected one that this server has, got another one")
+            raise NotFound("service: expected one of this server, got an unknown one")
         return self._answer(request.service)
 
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The state, now and after each change."""
+        """The current state, then each change."""
         service = request.service if request.service in self._serving else None
         del request
-        changed, told = asyncio.Event(), None
+        changed, sent = asyncio.Event(), None
         self._watchers.add(changed)
         try:
             while True:
                 changed.clear()
                 answer = self._answer(service)
-                if answer.status != told:
-                    told = answer.status
+                if answer.status != sent:
+                    sent = answer.status
                     yield answer
                 await changed.wait()
         finally:
@@ -153,20 +152,22 @@ async def server(
     health: Health,
     *,
     observe: Observe | None = None,
-    door: Door | None = None,
+    authorizer: CallAuthorizer | None = None,
 ) -> grpc.aio.Server:
     """A server with size limits, keepalive, `health` and reflection; add servicers, then `bind`, then `start()`.
 
     Args:
-        max_message_bytes: larger messages that come end their call with RESOURCE_EXHAUSTED.
-        health: its services are also what reflection lists.
-        observe: told of each finished call of our own services.
-        door: looks at each call first, and limits connections and calls. None: everybody may call everything.
+        max_message_bytes: a larger incoming message ends its call with RESOURCE_EXHAUSTED.
+        health: reflection lists its services.
+        observe: called for each finished call of Crossdock's own services.
+        authorizer: authorizes calls and limits connections and calls. None: all calls are allowed.
     """
     made = grpc.aio.server(
-        interceptors=(Boundary(observe, door),),
-        options=[*_server_options(max_message_bytes), *(_guard_options() if door is not None else ())],
-        maximum_concurrent_rpcs=2 * (door.calls.most + door.others.most) if door is not None else None,
+        interceptors=(CallInterceptor(observe, authorizer),),
+        options=[*_server_options(max_message_bytes), *(_guard_options() if authorizer is not None else ())],
+        maximum_concurrent_rpcs=2 * (authorizer.calls.max_total + authorizer.others.max_total)
+        if authorizer is not None
+        else None,
     )
     health_pb2_grpc.add_HealthServicer_to_server(health, made)
     names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -196,15 +197,15 @@ def bind(server: grpc.aio.Server, listen: str, security: Security | None = None)
 
 
 def channel(
-    target: str, max_message_bytes: int = MOST_SENT_BYTES, security: Security | None = None, name: str = ""
+    target: str, max_message_bytes: int = MAX_SENT_BYTES, security: Security | None = None, name: str = ""
 ) -> grpc.Channel:
     """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`.
 
     Args:
         target: host:port.
         max_message_bytes: largest message in either direction.
-        security: how to reach it over TLS; its certificates are those of now. None: plain text.
-        name: that the server's certificate must carry; empty: the host of `target`.
+        security: TLS and tokens; the channel keeps the current certificates. None: plain text.
+        name: expected in the server's certificate; empty: the host of `target`.
     """
     credentials = security.channel_credentials() if security is not None else None
     options = _channel_options(max_message_bytes)
@@ -214,7 +215,7 @@ def channel(
 
 
 def aio_channel(
-    target: str, max_message_bytes: int = MOST_SENT_BYTES, security: Security | None = None, name: str = ""
+    target: str, max_message_bytes: int = MAX_SENT_BYTES, security: Security | None = None, name: str = ""
 ) -> grpc.aio.Channel:
     """`channel` for asyncio; make it inside the running loop."""
     credentials = security.channel_credentials() if security is not None else None
@@ -233,9 +234,9 @@ async def call(
         method: a unary method of a stub.
         request: its message.
         timeout_s: deadline of each attempt.
-        retry_s: for how long UNAVAILABLE is tried again, with jittered back-off; 0 = one attempt. Only for methods
-            that may safely happen twice (all of ControlPlane's).
-        more: further arguments of the stub's method: `metadata`.
+        retry_s: how long to retry UNAVAILABLE, with jittered back-off; 0 = one attempt. Only for idempotent methods
+            (all of ControlPlane).
+        more: further keyword arguments of the stub's method: `metadata`.
 
     Raises:
         CallError: the call's status, as the tree in the module docstring names it.
@@ -267,7 +268,7 @@ def call_sync(method: Callable[..., Message], request: Any, *, timeout_s: float,
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
-    """Seconds that the caller still waits; `default_s` for a caller that gave no deadline, and never more than it."""
+    """Seconds until the caller's deadline, at most `default_s`; `default_s` without a deadline."""
     left = context.time_remaining()
     return default_s if left is None else max(0.0, min(float(left), default_s))
 
@@ -296,27 +297,27 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # a second server on one port must fail, not share it
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max(max_message_bytes, MOST_SENT_BYTES)),
+        ("grpc.max_send_message_length", max(max_message_bytes, MAX_SENT_BYTES)),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s
-        ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing is not waited for
-        # Else the window of every stream grows to megabytes, read or not: a call that nobody reads can hold 64 KiB.
+        ("grpc.server_handshake_timeout_ms", 10_000),  # a client that connects and sends nothing
+        # Otherwise the window of every stream grows to megabytes; without it an unread call holds at most 64 KiB.
         ("grpc.http2.bdp_probe", 0),
     ]
 
 
 def _guard_options() -> list[tuple[str, Any]]:
-    """For a server that anybody can reach. What is not bounded here is bounded by the places of the door."""
+    """Limits of a server with untrusted clients; the permits of the authorizer bound the rest."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
         ("grpc.max_concurrent_streams", 128),  # of one connection
         ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, max(1, files // 2))),
         ("grpc.max_connection_idle_ms", 300_000),  # without any call
-        ("grpc.max_connection_age_ms", 1_800_000),  # give or take a tenth: a certificate that ended is seen by then
-        ("grpc.max_connection_age_grace_ms", 600_000),  # calls that are open may end by themselves until then
+        ("grpc.max_connection_age_ms", 1_800_000),  # +-10 %: an expired certificate is noticed by then
+        ("grpc.max_connection_age_grace_ms", 600_000),  # time for open calls to end by themselves
     ]
 
 
@@ -330,6 +331,6 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),  # a restarted server is found again within a second
-        ("grpc.enable_http_proxy", 0),  # a group is one network; a proxy named in the environment is not for it
+        ("grpc.enable_http_proxy", 0),  # never through a proxy named in the environment
         ("grpc.use_local_subchannel_pool", 1),
     ]

@@ -1,6 +1,6 @@
-"""Tasks that run beside the others, awaited by nobody or much later: none ends without a word.
+"""Background tasks whose failure is logged at once, although they are awaited late or never.
 
-self._looking = beside(self._look(), "the look at experts")
+self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Result = TypeVar("Result")
 log = logs.get(__name__)
 
 _running: set[asyncio.Future[Any]] = set()
-"""The loop itself holds tasks weakly."""
+"""References to running tasks: the event loop itself holds them weakly."""
 
 
-def beside(work: Coroutine[Any, Any, Result], what: str, *expected: type[Exception]) -> asyncio.Task[Result]:
-    """Run `work` as a task; see `watched`."""
+def background(work: Coroutine[Any, Any, Result], what: str, *expected: type[Exception]) -> asyncio.Task[Result]:
+    """Run `work` as a task; see `log_failure`."""
     task = asyncio.create_task(work, name=what)
-    watched(task, what, *expected)
+    log_failure(task, what, *expected)
     return task
 
 
-def watched(future: asyncio.Future[Any], what: str, *expected: type[Exception]) -> None:
-    """Keep a task, or what a thread will say, until it ends; if it fails the log tells so at once.
+def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exception]) -> None:
+    """Keep a reference to a future until it ends, and log its failure.
 
     Args:
-        future: belongs to the running loop.
-        what: it is, for the log.
-        expected: errors that are no fault of ours, and that somebody else tells of.
+        future: of the running loop.
+        what: its name, for the log.
+        expected: errors that are no bug, and are reported elsewhere.
     """
 
     def ended(future: asyncio.Future[Any]) -> None:
         _running.discard(future)
         error = None if future.cancelled() else future.exception()
-        if error is not None and not isinstance(error, expected):  # `future.result()` would tie the error to this frame
+        if error is not None and not isinstance(error, expected):  # `future.result()` would add this frame to the error
             text = "".join(traceback.format_exception(error)).strip()
             log.error(f"{what} ended; this is a bug", error=error, traceback=text)
 

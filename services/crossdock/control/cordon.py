@@ -1,7 +1,7 @@
-"""Who is kept out: bars by uid, set by an operator (cordoned) or by the group itself (quarantined). Pure.
+"""Bars by uid, set by an operator (cordoned) or by the group itself (quarantined). Pure.
 
-A bar ends no membership by itself: a cordoned member serves until it leaves, and is not let in again. Bars are soft
-state as everything here; a worker that was told of its bar tells the next control plane.
+A bar ends no membership by itself: a cordoned member serves until it leaves, and cannot register again. Bars are soft
+state; a barred worker reports its bar to the next control plane.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from crossdock.control.records import Bar, Group, Register, Spare, Worker
+from crossdock.control.group_state import Bar, Group, Register, Spare, Worker
 
-MOST_BARS = 4096
-MOST_SPARES = 1024
-MOST_RANKS = 1 << 30
+MAX_BARS = 4096
+MAX_SPARES = 1024
+MAX_RANK_NUMBER = 1 << 30
 
 
 def named(group: Group, name: str) -> list[tuple[str, str]]:
@@ -30,7 +30,7 @@ def named(group: Group, name: str) -> list[tuple[str, str]]:
 
 
 def is_kept_out(group: Group, event: Register) -> Bar | None:
-    """What keeps a worker that registers out. A member goes on, under a new control plane, too."""
+    """The bar that excludes a registering worker. An existing member stays, also under a new control plane."""
     worker, known = event.worker, group.member(event.worker.uid)
     stays = known is not None and known.worker.incarnation == worker.incarnation
     returns = group.recovering and event.prior is not None and event.prior.ready
@@ -38,7 +38,7 @@ def is_kept_out(group: Group, event: Register) -> Bar | None:
 
 
 def put(group: Group, bars: Iterable[Bar]) -> Group:
-    """Add bars; each takes the place of the one of its uid."""
+    """Add bars; each replaces the one of its uid."""
     fresh = {bar.uid: bar for bar in bars}
     kept = tuple(bar for bar in group.bars if bar.uid not in fresh)
     spares = tuple(spare for spare in group.spares if spare.uid not in fresh)
@@ -46,25 +46,25 @@ def put(group: Group, bars: Iterable[Bar]) -> Group:
 
 
 def lift(group: Group, uids: frozenset[str]) -> Group:
-    """Take bars away."""
+    """Remove bars."""
     return replace(group, bars=tuple(bar for bar in group.bars if bar.uid not in uids))
 
 
-def wait(group: Group, worker: Worker, now: float) -> Group:
-    """A worker waits as a spare."""
+def add_spare(group: Group, worker: Worker, now: float) -> Group:
+    """Add a spare."""
     if group.member(worker.uid) is not None:
         return group
     spare = Spare(worker.uid, worker.place.hostname, now)
-    return replace(group, spares=(*_without(group, worker.uid), spare)[-MOST_SPARES:])
+    return replace(group, spares=(*_without(group, worker.uid), spare)[-MAX_SPARES:])
 
 
-def seat(group: Group, uid: str) -> Group:
-    """A worker has a place: it is no spare any more."""
+def remove_spare(group: Group, uid: str) -> Group:
+    """Remove a spare that has become a member."""
     return replace(group, spares=_without(group, uid))
 
 
 def expire(group: Group, now: float) -> Group:
-    """End bars whose time is over, and forget spares that ask no more."""
+    """Remove expired bars, and spares that no longer retry."""
     if any(bar.until is not None and bar.until <= now for bar in group.bars):
         group = replace(group, bars=tuple(bar for bar in group.bars if bar.until is None or bar.until > now))
     if group.spares and group.spares[0].asked_at <= now - group.settings.lease_s:
@@ -78,7 +78,7 @@ def _without(group: Group, uid: str) -> tuple[Spare, ...]:
 
 
 def _in_slot(group: Group, name: str) -> str:
-    rank = int(name) if len(name) < len(str(MOST_RANKS)) else MOST_RANKS
+    rank = int(name) if len(name) < len(str(MAX_RANK_NUMBER)) else MAX_RANK_NUMBER
     member = next((member for member in group.members if member.rank == rank), None)
     owner = group.owners[rank] if rank < len(group.owners) else None
     return member.uid if member is not None else owner.uid if owner is not None else ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.control.ranks import Area, Place, natural
-from crossdock.v1 import topology_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2 as pb
 
 CPU = -1
 """`Device.gpu` of a host without GPUs."""

@@ -1,9 +1,9 @@
-"""How an epoch ends: all form anew, or in an elastic group those that are left go on with the regions they have. Pure.
+"""How an epoch ends: all ranks re-form, or in an elastic group the remaining ranks continue with their regions. Pure.
 
-An elastic group does not wait for a lost rank: the epoch rises, and the ranks that are left go on with the regions that
-they have mapped (`active`), through EXCHANGING to SERVING again. Whoever comes meanwhile takes a slot, loads its
-experts beside them and says so; when all slots are taken and loaded, the epoch rises once more and all exchange regions
-anew.
+An elastic group does not wait for a lost rank: the epoch rises, and the remaining ranks (`active`) continue with the
+regions that they have mapped, through EXCHANGING to SERVING again. A worker that joins in the meantime takes a slot as
+a standby, loads its experts and reports standby_ready; when all slots are filled and ready, the epoch rises once more
+and all ranks exchange regions.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crossdock.control.records import Group, Member, Members, Phase
+from crossdock.control.group_state import Group, Member, Members, Phase
 
 
 def raise_epoch(group: Group, epoch: int, now: float) -> Group:
-    """A new epoch: every region and every ready is void."""
-    members = group.members.each(lambda member: replace(member, region=b"", ready=False, loaded=False))
+    """Begin a new epoch: all regions and ready flags are cleared."""
+    members = group.members.each(lambda member: replace(member, region=b"", ready=False, standby_ready=False))
     return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members, active=None)
 
 
-def can_go_on(group: Group) -> bool:
-    """Whether members have mapped each other, so that some of them can go on without the others."""
+def can_continue(group: Group) -> bool:
+    """Whether the group is elastic and members have mapped each other, so that some can continue without the others."""
     serves = group.phase is Phase.SERVING or (group.phase is Phase.EXCHANGING and group.active is not None)
     return group.settings.elastic and serves
 
 
-def left_to_go_on(group: Group, ranks: Sequence[int]) -> frozenset[int] | None:
-    """The ranks that can go on without these, or None: the group must form anew."""
-    return group.taking_part.difference(ranks) or None if can_go_on(group) else None
+def survivors(group: Group, ranks: Sequence[int]) -> frozenset[int] | None:
+    """The ranks that can continue without these, or None: the group must re-form."""
+    return group.taking_part.difference(ranks) or None if can_continue(group) else None
 
 
-def go_on(
+def continue_with(
     group: Group, left: frozenset[int], gone: Sequence[Member], reason: str, ranks: Sequence[int], now: float
 ) -> Group:
-    """The ranks `left` go on in a new epoch, with their regions; a loss among the others costs them nothing."""
+    """The ranks `left` continue in a new epoch with their regions; a lost standby does not affect them."""
     lost = {member.rank for member in gone}
     members = Members(member for member in group.members if member.rank not in lost)
     if left == group.active:
@@ -54,19 +54,19 @@ def go_on(
     )
 
 
-def take_in(group: Group, now: float) -> Group:
-    """A group that went on without some ranks takes them in when all slots have members that hold their experts."""
+def readmit(group: Group, now: float) -> Group:
+    """Readmit standby ranks once all slots are filled and standby_ready."""
     if group.active is None or group.phase is not Phase.SERVING or not group.full:
         return group
-    outside = [member for member in group.members if member.rank not in group.active]
-    if not all(member.loaded for member in outside):
+    standbys = [member for member in group.members if member.rank not in group.active]
+    if not all(member.standby_ready for member in standbys):
         return group
-    names = ", ".join(map(str, outside))
-    group = replace(raise_epoch(group, group.epoch + 1, now), reason=f"{names} taken in", broken_ranks=())
+    names = ", ".join(map(str, standbys))
+    group = replace(raise_epoch(group, group.epoch + 1, now), reason=f"{names} readmitted", broken_ranks=())
     owners = tuple(member.worker.place for member in group.members)
     return replace(group, phase=Phase.EXCHANGING, owners=owners)
 
 
 def missing(group: Group) -> str:
-    """The ranks that take no part, in words."""
+    """The inactive ranks, as text."""
     return ", ".join(f"rank {rank}" for rank in range(group.settings.world_size) if rank not in group.taking_part)

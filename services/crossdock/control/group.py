@@ -5,16 +5,16 @@
        │  slot empty    epoch broken: │  └── too often in a row ──▶ FAILED            │
        └──────────────── epoch + 1 ◀──┴───────────────────────────────────────────────┘
 
-An epoch is one table of regions. It is *sealed* when the last region is in: from then on members map each other's
-memory, and whatever happens to one of them (lost, left, replaced, called silent) ends the epoch, once. Before that,
-nobody has built on it, so a member may go or be replaced without a new number. That is why killing one worker costs
-exactly one epoch, in whatever order its lease, its neighbours' reports and its successor arrive.
+An epoch is one table of regions. It is *sealed* when the last region is published: from then on members map each
+other's memory, and any change of a member (lost, left, replaced, reported silent) ends the epoch, once. Before that no
+member has used the table, so members may leave or be replaced within the epoch. So the loss of one worker costs exactly
+one epoch, in whatever order its lease, its peers' reports and its successor arrive.
 
-A new process has no memory. For `recover_s` it listens to workers that remember a group (`Prior`). When all of them
-agree, the group serves on at the same epoch and nobody noticed; else the group forms anew above every reported epoch.
+A new process has no memory. For `recover_s` it collects the memory of workers (`Prior`). If all of them agree, the
+group continues at the same epoch; else it re-forms above every reported epoch.
 
-docs/group-protocol.md has the tables. Ranks are chosen in ranks.py, the memory of workers is judged in recovery.py, how
-a group goes on without some ranks is in elastic.py, who is sick in blame.py, who is kept out in cordon.py.
+docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
+continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from crossdock.control import blame, cordon, elastic, recovery
 from crossdock.control.blame import Verdict
 from crossdock.control.elastic import raise_epoch
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Cordon,
     Effect,
     Event,
@@ -48,17 +48,19 @@ from crossdock.control.records import (
     Uncordon,
     Waits,
     Worker,
+    with_first_ranks,
 )
+from crossdock.control.ranks import claimed_or_free_rank
 
 Result = tuple[Group, tuple[Effect, ...]]
 
-ARRANGED_AT_ONCE = 64
-"""While the first group gathers, each arrival is given its place among so many. In larger groups the others have ranks
-in the order of arrival until all are there: to sort at each arrival would cost R^2 log R."""
+MAX_SORTED_ON_ARRIVAL = 64
+"""While the first group gathers, members are sorted into ranks at each arrival up to this number; beyond it they get
+preliminary ranks in the order of arrival, since sorting at each arrival would cost R^2 log R."""
 
 
 class _Refused(Exception):
-    """Leaves a rule early; `step` turns it into a Refuse effect on the unchanged group."""
+    """Aborts a rule; `step` turns it into a Refuse effect on the unchanged group."""
 
     def __init__(self, refusal: Refusal, message: str) -> None:
         super().__init__(message)
@@ -66,7 +68,7 @@ class _Refused(Exception):
 
 
 def new_group(settings: Settings, now: float) -> Group:
-    """The state of a process that was just started: empty, listening for a group that may have served before it."""
+    """Initial state of a process: empty, in recovery of a group that may still serve."""
     return Group(
         settings=settings,
         phase=Phase.FORMING,
@@ -85,7 +87,7 @@ def new_group(settings: Settings, now: float) -> Group:
 
 
 def step(group: Group, event: Event, now: float) -> Result:
-    """Take one event.
+    """Apply one event.
 
     Args:
         group: the state before.
@@ -93,13 +95,13 @@ def step(group: Group, event: Event, now: float) -> Result:
         now: seconds on a monotonic clock, never smaller than in the step before.
 
     Returns:
-        The state after and what the shell must do. A refused event gives the same state and one Refuse.
+        The new state and its effects. A refused event gives the same state and one Refuse.
     """
     try:
         after, effects = _RULES[type(event)](group, event, now)
     except _Refused as refused:
         return group, (Refuse(refused.refusal, str(refused)),)
-    after = _settle(after, now)
+    after = _advance(after, now)
     if _visible(after) != _visible(group):
         effects += (Publish(),)
     return after, effects
@@ -116,7 +118,7 @@ def _register(group: Group, event: Register, now: float) -> Result:
     if (bar := cordon.is_kept_out(group, event)) is not None:
         raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
     if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
-        reason = f"{newcomer} gives way to {worker.uid}, which remembers the group"
+        reason = f"{newcomer} is replaced by {worker.uid}, which remembers the group"
         group = _add(_remove(group, (newcomer,), reason, now), event, now)
         return group, (Lost(newcomer.rank, newcomer.uid, "replaced"),)
     if known is None and group.full:
@@ -145,7 +147,7 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
     if not group.sealed or group.phase is Phase.FAILED:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
     if group.active is not None and member.rank not in group.active:
-        raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not among those that go on in epoch {group.epoch}")
+        raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not active in epoch {group.epoch}")
     _check_same_placement(group, member, event.placement)
     lease_until = now + group.settings.lease_s
     return _update(group, replace(member, ready=True, placement=event.placement, lease_until=lease_until)), ()
@@ -159,12 +161,13 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
     group = _update(group, replace(member, lease_until=now + group.settings.lease_s))
     broken = bool(event.silent_ranks or event.fault)
     if group.recovering:
-        return recovery.hear(group, event, broken), ()
+        return recovery.note_heartbeat(group, event, broken), ()
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
         return replace(raise_epoch(group, event.epoch + 1, now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
-        return _update(group, replace(member, lease_until=now + group.settings.lease_s, loaded=event.loaded)), ()
+        lease_until = now + group.settings.lease_s
+        return _update(group, replace(member, lease_until=lease_until, standby_ready=event.standby_ready)), ()
     late = event.epoch == group.epoch - 1 and bool(event.silent_ranks)
     current = event.epoch == group.epoch and group.phase in {Phase.EXCHANGING, Phase.SERVING}
     if not broken or not (current or late):
@@ -173,13 +176,13 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
 
 
 def _blame(group: Group, event: Heartbeat, member: Member, now: float) -> Result:
-    """A member's data plane broke in this epoch, or in the one before, which others have ended since."""
+    """Process a report that a member's data plane failed in this epoch, or in the previous one, ended by others."""
     blamed = [m for m in group.members if m.rank in event.silent_ranks and m.uid != member.uid]
-    told = f" silent: {', '.join(map(str, blamed))}" if blamed else " a fault"
-    reason = f"{member} reported{told}" + (f": {event.fault}" if event.fault else "")
+    subject = f" silent: {', '.join(map(str, blamed))}" if blamed else " a fault"
+    reason = f"{member} reported{subject}" + (f": {event.fault}" if event.fault else "")
     current = event.epoch == group.epoch
-    group, effects = blame.note(group, event, reason, now)
-    if current and blamed and elastic.can_go_on(group):
+    group, effects = blame.record(group, event, reason, now)
+    if current and blamed and elastic.can_continue(group):
         group = _decide(group, now)
     elif current:
         group = _break_epoch(group, reason, tuple(m.rank for m in blamed), now)
@@ -188,17 +191,17 @@ def _blame(group: Group, event: Heartbeat, member: Member, now: float) -> Result
 
 
 def _decide(group: Group, now: float) -> Group:
-    """Let an elastic group go on without those that its reports tell of, once it has heard enough of them."""
+    """An elastic group continues without the reported ranks, once it has enough reports."""
     if not blame.is_due(group, now):
         return group
-    return _break_epoch(group, blame.words(group), blame.left_out(group), now)
+    return _break_epoch(group, blame.summary(group), blame.ranks_to_exclude(group), now)
 
 
 def _quarantine(group: Group, verdicts: Sequence[Verdict], now: float) -> Result:
-    """Keep sick members out for a while."""
+    """Remove sick members and bar them for a while."""
     if not verdicts:
         return group, ()
-    reason = "; ".join(f"{verdict.member} quarantined: {verdict.reason}" for verdict in verdicts[: blame.MOST_NAMED])
+    reason = "; ".join(f"{verdict.member} quarantined: {verdict.reason}" for verdict in verdicts[: blame.MAX_NAMED])
     bars = [blame.bar(group, verdict, now) for verdict in verdicts]
     group = _remove(group, [verdict.member for verdict in verdicts], reason, now)
     lost = tuple(Lost(verdict.member.rank, verdict.member.uid, "quarantined") for verdict in verdicts)
@@ -211,14 +214,6 @@ def _leave(group: Group, event: Leave, now: float) -> Result:
         return group, ()
     reason = f"{member} left" + (f": {event.reason}" if event.reason else "")
     return _remove(group, (member,), reason, now), (Lost(member.rank, member.uid, "left"),)
-
-
-def _waits(group: Group, event: Waits, now: float) -> Result:
-    return cordon.wait(group, event.worker, now), ()
-
-
-def _cordon(group: Group, event: Cordon, now: float) -> Result:
-    return cordon.put(group, event.bars), ()
 
 
 def _uncordon(group: Group, event: Uncordon, now: float) -> Result:
@@ -235,14 +230,14 @@ def _tick(group: Group, event: Tick, now: float) -> Result:
         return _remove(group, silent, reason, now), effects
     if group.phase is Phase.EXCHANGING and now - group.since >= group.settings.form_timeout_s:
         return _time_out(group, now)
-    news = blame.is_due(group, now)
+    due = blame.is_due(group, now)
     group = _decide(group, now)
-    sick = blame.to_quarantine(group) if blame.may_act(group, news=news) else ()
+    sick = blame.to_quarantine(group) if blame.may_act(group, new_reports=due) else ()
     return _quarantine(group, sick, now)
 
 
 def _time_out(group: Group, now: float) -> Result:
-    """An epoch took too long: end it. Spares take the places of those that were late."""
+    """End an epoch that timed out. Spares replace the late members."""
     late = [m for m in group.members if m.rank in group.taking_part and not (m.ready if group.sealed else m.region)]
     laggards = blame.laggards(group, late)
     what = "ready" if group.sealed else "published"
@@ -253,50 +248,50 @@ def _time_out(group: Group, now: float) -> Result:
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
-    Waits: _waits,
+    Waits: lambda group, event, now: (cordon.add_spare(group, event.worker, now), ()),
     PublishRegion: _publish_region,
     Ready: _ready,
     Heartbeat: _heartbeat,
     Leave: _leave,
-    Cordon: _cordon,
+    Cordon: lambda group, event, now: (cordon.put(group, event.bars), ()),
     Uncordon: _uncordon,
     Tick: _tick,
 }
 
 
-def _settle(group: Group, now: float) -> Group:
-    """Move on as far as the members allow, after any event."""
+def _advance(group: Group, now: float) -> Group:
+    """Advance the phase as far as the members allow, after any event."""
     if group.recover_until is not None:
         if not recovery.is_complete(group) and now < group.recover_until:
             return group
         group = recovery.decide(group, now)
     if group.phase is Phase.FORMING and group.full:
         if not group.placed:
-            group = replace(group, members=recovery.arrange(group.members, group.settings.world_size))
+            group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
         owners = tuple(member.worker.place for member in group.members)
         group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
     expected = len(group.taking_part)
     if group.phase is Phase.EXCHANGING and group.members.num_ready == expected:
-        without = f": going on without {elastic.missing(group)}" if group.active is not None else ""
+        without = f": continuing without {elastic.missing(group)}" if group.active is not None else ""
         reason = f"all {expected} ranks ready{without}"
         group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=reason)
-    return elastic.take_in(group, now)
+    return elastic.readmit(group, now)
 
 
 def _add(group: Group, event: Register, now: float) -> Group:
     worker, prior = event.worker, event.prior
     member = Member(worker, rank=0, lease_until=now + group.settings.lease_s, claim=prior)
     if group.placed:
-        rank = recovery.seat(member, group.slots)
+        rank = claimed_or_free_rank(worker.place, member.claimed_rank, group.slots)
         members = sorted((*group.members, replace(member, rank=rank)), key=_rank)
         owners = (*group.owners[:rank], worker.place, *group.owners[rank + 1 :])
         group = replace(group, owners=owners, members=Members(members))
-    elif len(group.members) < ARRANGED_AT_ONCE:
-        group = replace(group, members=recovery.arrange((*group.members, member), group.settings.world_size))
+    elif len(group.members) < MAX_SORTED_ON_ARRIVAL:
+        group = replace(group, members=with_first_ranks((*group.members, member), group.settings.world_size))
     else:
         members = [*group.members, replace(member, rank=len(group.members))]
         group = replace(group, members=Members(members))
-    group = cordon.seat(group, worker.uid)
+    group = cordon.remove_spare(group, worker.uid)
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
@@ -305,22 +300,22 @@ def _add(group: Group, event: Register, now: float) -> Group:
         return group
     if group.recovering:
         return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
-    # A memory of this epoch or a later one is of another process: its table and ours must not share a number.
+    # A memory of this epoch or a later one is from another process: two tables must not share an epoch.
     return raise_epoch(group, prior.epoch + 1, now) if prior.epoch >= group.epoch else group
 
 
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
     ranks = tuple(member.rank for member in gone)
     group = blame.forget(group, (member.uid for member in gone))
-    if (left := elastic.left_to_go_on(group, ranks)) is not None:
-        return elastic.go_on(group, left, gone, reason, ranks, now)
+    if (left := elastic.survivors(group, ranks)) is not None:
+        return elastic.continue_with(group, left, gone, reason, ranks, now)
     broke = group.sealed or group.phase is Phase.FAILED
     lost = frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
-    if not members:  # whoever comes next may be a wholly other set of workers
+    if not members:  # the next workers may be an entirely different set
         group = replace(group, placed=False, owners=(None,) * group.settings.world_size)
     if not group.placed:
-        members = recovery.arrange(members, group.settings.world_size)
+        members = with_first_ranks(members, group.settings.world_size)
     group = replace(group, members=members, reason=reason, num_failed_epochs=0)
     if broke:
         return replace(raise_epoch(group, group.epoch + 1, now), broken_ranks=ranks)
@@ -331,9 +326,9 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
 
 def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) -> Group:
     """End the epoch while every member is alive: a member's report, or a deadline."""
-    left = elastic.left_to_go_on(group, ranks) if ranks else None
+    left = elastic.survivors(group, ranks) if ranks else None
     if left is not None and left != group.active:
-        return elastic.go_on(group, left, (), reason, ranks, now)
+        return elastic.continue_with(group, left, (), reason, ranks, now)
     failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
     group = raise_epoch(group, group.epoch + 1, now)
     group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
@@ -343,7 +338,7 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) 
 
 
 def _forgive_pause(group: Group, pause: float) -> Group:
-    """When this process itself stood still (suspended, starved), nobody could reach it: no lease runs meanwhile."""
+    """Extend all leases by a pause of this process (suspended, starved), during which no worker could reach it."""
     if pause <= group.settings.lease_s / 4:
         return group
     members = group.members.each(lambda member: replace(member, lease_until=member.lease_until + pause))
@@ -352,7 +347,7 @@ def _forgive_pause(group: Group, pause: float) -> Group:
 
 
 def _check_same_kind(worker: Worker, member: Member | None) -> None:
-    """`member`: any other one, None = there is none. Members are all of one kind."""
+    """All members must be of one kind. `member`: any other one, None = there is none."""
     if member is None:
         return
     for field in ("abi", "model", "transport"):
@@ -363,7 +358,7 @@ def _check_same_kind(worker: Worker, member: Member | None) -> None:
 
 
 def _check_same_placement(group: Group, member: Member, placement: int | None) -> None:
-    """Ranks with different tables send tokens to slots that hold other experts, and no rank notices."""
+    """All ranks must hold the same tables: otherwise tokens silently reach slots with other experts."""
     for other in group.members:
         if other.ready and other is not member and None not in (placement, other.placement):
             if other.placement != placement:
@@ -373,7 +368,7 @@ def _check_same_placement(group: Group, member: Member, placement: int | None) -
 
 
 def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:
-    """The live member that sent the event, at the epoch it must speak of (None: any)."""
+    """The live member that sent the event, if it is for `epoch` (None: any)."""
     member = group.member(event.uid)
     if member is None or event.incarnation > member.worker.incarnation:
         raise _Refused(Refusal.UNKNOWN_WORKER, f"worker {event.uid}: not registered here (any more)")
@@ -394,6 +389,7 @@ def _rank(member: Member) -> int:
 
 
 def _visible(group: Group) -> tuple[Any, ...]:
-    """What watchers are told of when it changes; leases, reports and single regions are not. Members are the same as
-    long as their `places` are the same object."""
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, id(group.members.places)
+    """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
+    unchanged as long as `positions` is the same object."""
+    members = id(group.members.positions)
+    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, members

@@ -1,11 +1,11 @@
-"""A control plane that is one of several: it decides while it holds a Kubernetes Lease, and sends callers on otherwise.
+"""One of several control-plane replicas: it leads while it holds a Kubernetes Lease, and redirects callers otherwise.
 
-    elector = Elector(state, KubernetesLeases(config), changed)      a thread: reads and renews the Lease
-    replica = Replica(make, elector)                                 the service: a fresh ControlPlane for each reign
+    elector = Elector(state, KubernetesLeaseStore(config), changed)  a thread: reads and renews the Lease
+    replica = Replica(make, elector)                                 the service: a new ControlPlane for each leadership
 
-A reign begins with empty soft state, exactly as a control plane that was restarted: workers tell it what they know, and
-a group that serves goes on. Every call and every view is preceded by a look at the clock (CLOCK_BOOTTIME, which goes on
-while a machine is suspended), and every view carries the term.
+A leadership begins with empty soft state, like a restarted control plane: workers report their state, and a serving
+group continues. Every call and every view is preceded by a check of the clock (CLOCK_BOOTTIME, which continues during
+suspend), and every view carries the term.
 """
 # ruff: noqa: N802  (the methods of a servicer are named in control.proto)
 
@@ -22,17 +22,17 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.control import election
 from crossdock.control.election import RENEWALS_PER_LEASE, Lease, State
-from crossdock.control.records import Group
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.control.group_state import Group
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 
 log = logs.get(__name__)
 
 TERM_KEY = "crossdock-term"
-"""Metadata of workers' calls: the greatest term that they have seen in a view."""
+"""Metadata of workers' calls: the highest term that they have seen in a view."""
 _MAX_TERM_CHARS = 10
-_LEASES_PER_TURN = 10
-"""A member's word ends a reign once in so many leases at most."""
+_LEASES_PER_NEW_TERM = 10
+"""Leases between two leaderships that end because of a member's term."""
 
 
 def boot_clock() -> float:
@@ -40,89 +40,90 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Leases(Protocol):
-    """The shared place. Each call has a deadline and raises OSError, or the errors of its client, when it fails."""
+class LeaseStore(Protocol):
+    """Shared storage of the lease. Each call has a deadline and raises OSError, or errors of its client, on failure."""
 
     def read(self, timeout_s: float) -> Lease | None:
-        """What is there now."""
+        """The current lease; None: there is none."""
 
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
-        """Put `lease` in the place of exactly `seen`; as written, or None: somebody else was faster."""
+        """Compare and swap `seen` for `lease`; returns it as stored, or None: another candidate was faster."""
 
     def close(self) -> None:
-        """Hang up; nothing is asked after this."""
+        """Close the connection; no calls after this."""
 
 
 class Elector:
-    """Reads and renews the lease in a thread of its own, so that a busy event loop does not lose it.
+    """Reads and renews the lease in its own thread, so that a busy event loop does not lose it.
 
     Args:
-        state: a candidate that has seen nothing yet.
-        leases: the shared place.
-        changed: called in that thread when a reign begins or ends, or another one leads.
-        failed: called for each reading or writing that failed.
+        state: initial state of the candidate.
+        leases: storage of the lease.
+        changed: called in that thread when the leader changes.
+        failed: called for each failed read or write.
 
     Attributes:
-        trouble: why the shared place cannot be reached just now, "" = it can.
+        trouble: why the storage cannot be reached; "" = it can.
     """
 
     def __init__(
         self,
         state: State,
-        leases: Leases,
+        leases: LeaseStore,
         changed: Callable[[], None] = lambda: None,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._state, self._leases, self.changed, self._failed = state, leases, changed, failed
+        self._state, self._store, self.changed, self._failed = state, leases, changed, failed
         self._lock = threading.Lock()
-        self._stop, self._hurry = threading.Event(), threading.Event()
+        self._stop, self._run_now = threading.Event(), threading.Event()
         self.trouble = ""
-        self._told, self._deaf_until = 0, float("-inf")
+        self._noted_term, self._ignore_until = 0, float("-inf")
         self._thread = threading.Thread(target=self._run, name="crossdock-elector", daemon=True)
 
     @property
     def term(self) -> int:
-        """Of the reign of this process, 0 = it does not lead, now."""
+        """Term of the current leadership of this process; 0 = it does not lead."""
         state = self._state
         return state.term if boot_clock() < state.until else 0
 
     @property
     def leader(self) -> str:
-        """host:port of who leads as far as is known here; "" = nobody."""
+        """host:port of the known leader; "" = none, or this process."""
         seen = self._state.seen
         return seen.address if seen is not None and seen.holder not in {"", self._state.identity} else ""
 
     def start(self) -> None:
-        """Begin to stand for election."""
+        """Start the candidacy."""
         self._thread.start()
 
-    def hear(self, term: int) -> None:
-        """A member has seen that term. If it may be true the lease is read again; where it still names this process, it
-        was deleted meanwhile, and members take views of a later reign only: one begins."""
+    def note_term(self, term: int) -> None:
+        """Note a term that a member has seen. If it is plausible, the lease is read again. If the lease still names
+        this process, it was deleted in between; members accept views of a later term only, so a new leadership
+        begins."""
         state = self._state
-        if state.term and election.near(state, term) and boot_clock() >= self._deaf_until:
-            self._told = term
-            self._deaf_until = boot_clock() + _LEASES_PER_TURN * state.lease_s
-            self._hurry.set()
+        if state.term and election.is_plausible(state, term) and boot_clock() >= self._ignore_until:
+            self._noted_term = term
+            self._ignore_until = boot_clock() + _LEASES_PER_NEW_TERM * state.lease_s
+            self._run_now.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Stop leading, then give the lease back, so that the next one need not wait. Best effort: a round that is
-        under way is waited for as long as the lease lasts, after which there is nothing to give back."""
+        """Stop leading, then release the lease, so that the next leader need not wait. Best effort: waits for the
+        current round at most as long as the lease lasts, after which there is nothing to release."""
         self._stop.set()
-        self._hurry.set()
+        self._run_now.set()
         if self._thread.ident is not None:  # it was started
             self._thread.join(max(timeout_s, self._state.lease_s))
         with self._lock:
-            back, seen = election.given_back(self._state), self._state.seen
+            back, seen = election.released(self._state), self._state.seen
             self._state = replace(self._state, term=0)
         if self._thread.is_alive():
             return
         if back is not None:
             try:
-                self._leases.write(back, seen, timeout_s)
+                self._store.write(back, seen, timeout_s)
             except Exception as error:
-                log.warning("lease not given back", error=error)
-        self._leases.close()
+                log.warning("lease not released", error=error)
+        self._store.close()
 
     @property
     def alive(self) -> bool:
@@ -134,48 +135,48 @@ class Elector:
         while not self._stop.is_set():
             try:
                 self._once(pause_s)
-            except Exception:  # who is told of it has a bug: without this thread nobody here would ever lead again
-                log.exception("the elector goes on; this is a bug")
-            self._hurry.wait(pause_s)
-            self._hurry.clear()
+            except Exception:  # a bug in `changed`; without this thread the replica could never lead again
+                log.exception("the elector continues after an error; this is a bug")
+            self._run_now.wait(pause_s)
+            self._run_now.clear()
 
     def _once(self, pause_s: float) -> None:
         before = (self.term, self.leader)
         try:
             self._round(pause_s)
             self.trouble = ""
-        except Exception as error:  # the client raises its own errors and the socket's
+        except Exception as error:  # errors of the client and of the socket
             self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if before != (self.term, self.leader):
             self.changed()
 
     def _round(self, timeout_s: float) -> None:
-        seen = self._leases.read(timeout_s)
+        seen = self._store.read(timeout_s)
         with self._lock:
             self._state = election.observe(self._state, seen, boot_clock())
-            told, self._told = self._told, 0
-            if self._state.term and election.near(self._state, told):
-                self._state = election.hear(self._state, told)
-            lease = election.wanted(self._state, boot_clock(), secrets.randbelow(election.LEAPS))
+            noted, self._noted_term = self._noted_term, 0
+            if self._state.term and election.is_plausible(self._state, noted):
+                self._state = election.observe_term(self._state, noted)
+            lease = election.next_lease(self._state, boot_clock(), secrets.randbelow(election.MAX_LEAP))
         if lease is None:
             return
         began = boot_clock()
-        made = self._leases.write(lease, seen, timeout_s)
-        if made is None:  # whoever was faster is seen in the next round
-            self._hurry.set()
+        made = self._store.write(lease, seen, timeout_s)
+        if made is None:  # the next round sees the faster candidate
+            self._run_now.set()
             return
         with self._lock:
-            self._state = election.written(self._state, made, began, boot_clock())
+            self._state = election.record_write(self._state, made, began, boot_clock())
 
-    def _complain(self, trouble: str) -> None:
+    def _record_failure(self, trouble: str) -> None:
         self._failed()
         if trouble != self.trouble:
-            log.warning("lease not reached", why=trouble, leading=bool(self.term))
+            log.warning("lease unreachable", why=trouble, leading=bool(self.term))
         self.trouble = trouble
 
 
 class Service(Protocol):
-    """What a reign is made of: a ControlPlane."""
+    """The service of one leadership: a ControlPlane."""
 
     @property
     def group(self) -> Group: ...
@@ -186,91 +187,91 @@ class Service(Protocol):
 
 
 class Replica(control_pb2_grpc.ControlPlaneServicer):
-    """The service of one of several. Its methods are those of control.proto; each goes to the ControlPlane of the
-    present reign, or is answered UNAVAILABLE with the leader's address.
+    """The service of one of several replicas. Its methods are those of control.proto; each is delegated to the
+    ControlPlane of the current leadership, or answered UNAVAILABLE with the leader's address.
 
     Args:
-        make: a fresh ControlPlane.
-        elector: tells who leads.
-        reigns: told the term when a reign begins, 0 when it ends.
+        make: returns a new ControlPlane.
+        elector: knows the leader.
+        term_changed: called with the term when a leadership begins, with 0 when it ends.
     """
 
-    def __init__(self, make: Callable[[], Service], elector: Elector, reigns: Callable[[int], None]) -> None:
-        self._make, self._elector, self._reigns = make, elector, reigns
+    def __init__(self, make: Callable[[], Service], elector: Elector, term_changed: Callable[[int], None]) -> None:
+        self._make, self._elector, self._term_changed = make, elector, term_changed
         self._service: Service | None = None
         self._term = 0
         self._stopped = False
 
     @property
     def group(self) -> Group | None:
-        """Of the present reign."""
+        """Of the current leadership."""
         return self._service.group if self._service is not None else None
 
     def tick(self) -> None:
-        """Begin and end reigns, and let time pass in the present one."""
-        if self._stopped:  # the elector is stopped later, and may win a lease until then
+        """Begin and end leaderships, and advance time in the current one."""
+        if self._stopped:  # the elector is stopped later and may still win the lease
             return
         term = self._elector.term
         if term != self._term:
-            self._turn(term)
+            self._switch_role(term)
         if self._service is not None:
             self._service.tick()
 
     def stop(self) -> None:
-        """End every stream; nothing is decided after this."""
+        """End every stream and the leadership for good."""
         self._stopped = True
-        self._turn(0)
+        self._switch_role(0)
 
-    def _turn(self, term: int) -> None:
+    def _switch_role(self, term: int) -> None:
         former, self._service = self._service, None
         if former is not None:
             former.stop()
         if term:
             self._service = self._make()
         self._term = term
-        log.info("leading" if term else "standing by", term=term, leader=self._elector.leader or "unknown")
-        self._reigns(term)
+        log.info("leading" if term else "standby", term=term, leader=self._elector.leader or "unknown")
+        self._term_changed(term)
 
-    def _reign(self) -> Service:
-        """The ControlPlane to ask now. Raises Unavailable: another one decides, or nobody."""
+    def _active_service(self) -> Service:
+        """The ControlPlane of the current leadership. Raises Unavailable: another replica leads, or none."""
         if self._service is None or not self._holds():
-            raise self._elsewhere()
+            raise self._not_leading()
         return self._service
 
     def _holds(self) -> bool:
         return bool(self._term) and self._elector.term == self._term
 
-    def _elsewhere(self) -> rpc.Unavailable:
+    def _not_leading(self) -> rpc.Unavailable:
         leader = self._elector.leader
-        return rpc.Unavailable(f"this control plane stands by; {leader or 'nobody yet'} leads", leader)
+        return rpc.Unavailable(f"this control plane is a standby; {leader or 'no replica'} leads", leader)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
-        """The views of this reign, with its term."""
-        service: Any = self._reign()
+        """Views of the current leadership, with its term."""
+        service: Any = self._active_service()
         term = self._term
         try:
             views = service.Watch(request, context)
             del request
             async for view in views:
                 if not (self._holds() and self._term == term):
-                    raise self._elsewhere()
-                if isinstance(view, bytes):  # two messages one after the other are one with the fields of both
+                    raise self._not_leading()
+                if isinstance(view, bytes):  # concatenated messages parse as one message with the fields of both
                     yield view + pb.GroupView(term=term).SerializeToString()
                 else:
                     view.term = term
                     yield view
         except rpc.Unavailable:
-            raise self._elsewhere() from None
+            raise self._not_leading() from None
 
 
-_MEMBERS_CALLS = frozenset({"Register", "PublishRegion", "Ready", "Heartbeat"})
+_MEMBER_CALLS = frozenset({"Register", "PublishRegion", "Ready", "Heartbeat"})
 
 
 def _delegate(name: str) -> Callable[[Replica, Any, Any], Any]:
     async def method(self: Replica, request: Any, context: Any) -> Any:
-        answer = await getattr(self._reign(), name)(request, context)
-        if name in _MEMBERS_CALLS:  # that were taken: it is a member, and has its key
-            self._elector.hear(_term_of(context))
+        answer = await getattr(self._active_service(), name)(request, context)
+        if name in _MEMBER_CALLS:  # accepted, so the caller is a member with its key
+            self._elector.note_term(_term_of(context))
         return answer
 
     return method

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossdock.control.placement import Shape, Table, balance, imbalance, num_moved, rank_loads
+from crossdock.control.balancer import balance, imbalance, num_moved, rank_loads
+from crossdock.control.tables import Shape, Table
 
 
 @dataclass(frozen=True, slots=True)

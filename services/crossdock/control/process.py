@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
-from crossdock.common.access import door_of
+from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
-from crossdock.common.grpc_lines import grpc_lines
+from crossdock.common.control_channel import SERVICE_NAME
+from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import serve_http
-from crossdock.common.line import SERVICE_NAME
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.places import CallLimits
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
-from crossdock.common.tasks import beside
+from crossdock.common.tasks import background
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
 from crossdock.control.server import ControlPlane
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2_grpc
 
 if TYPE_CHECKING:
     from crossdock.control.nodes import Nodes
@@ -38,24 +38,24 @@ TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
 STOP_GRACE_S = 1.0
 CALLS, CALLS_PER_RANK = 2048, 8
-"""Calls that are open at once, most of them Watch streams; one peer may have a quarter. All ranks may come by way of
-one proxy, and two streams of each rank keep their places."""
+"""Concurrent calls, most of them Watch streams; one peer gets a quarter. All ranks may share one proxy, and the permits
+of two streams per rank are never revoked."""
 EXIT_OK, EXIT_BROKEN, EXIT_BAD_CONFIG = 0, 1, 2
 
 log = logs.get(__name__)
 
 
 def run_control(config: ControlConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose; 1 a task that must live ended, which
-    is a bug (the log says how); 2 an address, or a certificate or token, cannot be used, or the extra `control` is
-    asked for and not installed."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped normally; 1 an essential task ended, which is
+    a bug (the log has the error); 2 an address, certificate or token cannot be used, or the extra `control` is needed
+    and not installed."""
     logs.setup(config.log, role="control")
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
     try:
         metrics = ControlMetrics()
-        with grpc_lines(metrics.grpc_core_lines_total):
+        with grpc_lines(metrics.grpc_core_log_lines_total):
             return asyncio.run(_serve(config, metrics))
     except rpc.ListenError as error:
         log.error("cannot listen", error=str(error))
@@ -68,33 +68,35 @@ def run_control(config: ControlConfig) -> int:
         return EXIT_BROKEN
 
 
-class _Reign:
-    """Whether this process decides: always, or while it holds the lease. Make it inside the running loop."""
+class Leadership:
+    """Leadership of this process: permanent, or while it holds the lease. Make it inside the running loop."""
 
     def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
         self._config, self._metrics, self._health, self._nodes = config, metrics, health, nodes
         self._loop = asyncio.get_running_loop()
         self.elector: Elector | None = None
-        self.news = asyncio.Event()
-        """The elector has found something: `tick` now."""
+        self.tick_now = asyncio.Event()
+        """Set when the elector has changed the leader."""
 
     def service(self, address: str) -> ControlPlane | Replica:
-        """What answers calls."""
+        """The servicer."""
         if self._config.election is None:
-            self._metrics.leading.set(1)
+            self._metrics.is_leader.set(1)
             return self._make()
-        from crossdock.control.leases import KubernetesLeases
+        from crossdock.control.kube_lease import KubernetesLeaseStore
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
-        self.elector = Elector(state, KubernetesLeases(chosen), failed=self._metrics.lease_failures_total.inc)
-        self.elector.changed = self._soon
-        return Replica(self._make, self.elector, self._told)
+        self.elector = Elector(
+            state, KubernetesLeaseStore(chosen), failed=self._metrics.leader_lease_failures_total.inc
+        )
+        self.elector.changed = self._tick_soon
+        return Replica(self._make, self.elector, self._role_changed)
 
     def ready(self, alive: Liveness) -> None:
-        """The server has started: the only one serves, one of several stands for election."""
+        """The server has started: serve, or start the candidacy."""
         self._health.set(True)
         if self.elector is not None:
             self._health.set(False, SERVICE_NAME)
@@ -103,21 +105,21 @@ class _Reign:
             alive.expect("elector", lambda: elector.alive)
 
     async def close(self) -> None:
-        """After the service was stopped: let the next one begin at once."""
+        """Release the lease, after the service was stopped."""
         if self.elector is not None:
             await asyncio.to_thread(self.elector.close)
 
     def _make(self) -> ControlPlane:
         return ControlPlane(self._config, self._metrics, labels=lambda: self._nodes.labels if self._nodes else {})
 
-    def _soon(self) -> None:
+    def _tick_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self.news.set)
+            self._loop.call_soon_threadsafe(self.tick_now.set)
 
-    def _told(self, term: int) -> None:
-        self._metrics.leading.set(bool(term))
-        self._metrics.term.set(term)
-        self._metrics.reigns_total.inc(bool(term))
+    def _role_changed(self, term: int) -> None:
+        self._metrics.is_leader.set(bool(term))
+        self._metrics.leader_term.set(term)
+        self._metrics.leader_terms_total.inc(bool(term))
         self._health.set(bool(term), SERVICE_NAME)
 
 
@@ -127,30 +129,30 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
-    async with contextlib.AsyncExitStack() as closing:  # the last first, each whatever became of the others
+    async with contextlib.AsyncExitStack() as closing:  # in reverse order, each even if another one fails
         alive = Liveness()
         closing.callback(alive.close)
         nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
         health = rpc.Health([SERVICE_NAME])
         limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
-        door = door_of(security, config.max_calls_per_s, metrics, limits)
-        server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
+        authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
+        server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
         closing.push_async_callback(server.stop, STOP_GRACE_S)
         address = rpc.bind(server, config.listen, security)
-        reign = _Reign(config, metrics, health, nodes)
-        service = reign.service(address)
-        ready = lambda: _readiness(service, reign, stop.is_set())  # noqa: E731
+        leadership = Leadership(config, metrics, health, nodes)
+        service = leadership.service(address)
+        ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
         control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
         http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
         closing.callback(http.close)
-        closing.push_async_callback(reign.close)
+        closing.push_async_callback(leadership.close)
         closing.callback(service.stop)
-        ticks = _tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE), reign.news)
-        ticking = _must_live(ticks, "ticking", stop, alive)
+        ticks = _tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE), leadership.tick_now)
+        ticking = _essential_task(ticks, "ticking", stop, alive)
         closing.callback(ticking.cancel)
         closing.callback(health.shut_down)
         await server.start()
-        reign.ready(alive)
+        leadership.ready(alive)
         announce(address, http.address, https=http.https)
         log.info("listening", address=address, http=http.address, world_size=config.world_size)
         warn_of_plain_text(address, security)
@@ -171,40 +173,42 @@ async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.
     return nodes
 
 
-def _must_live(work: Coroutine[Any, Any, None], what: str, stop: asyncio.Event, alive: Liveness) -> asyncio.Task[None]:
-    """A task with whose end the process ends."""
-    task = beside(work, what)
+def _essential_task(
+    work: Coroutine[Any, Any, None], what: str, stop: asyncio.Event, alive: Liveness
+) -> asyncio.Task[None]:
+    """Start an essential task: its end stops the process."""
+    task = background(work, what)
     task.add_done_callback(lambda _: stop.set())
     alive.expect(what, lambda: not task.done())
     return task
 
 
-async def _tick_forever(service: ControlPlane | Replica, interval_s: float, news: asyncio.Event) -> None:
-    """Nobody else ticks: an error that the event loop only writes down would leave half a reign behind."""
+async def _tick_forever(service: ControlPlane | Replica, interval_s: float, tick_now: asyncio.Event) -> None:
+    """The only caller of `tick`: an error in a callback of the event loop would leave a leadership half begun."""
     while True:
-        news.clear()
+        tick_now.clear()
         service.tick()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(interval_s):
-                await news.wait()
+                await tick_now.wait()
 
 
-def _readiness(service: ControlPlane | Replica, reign: _Reign, stopping: bool) -> tuple[bool, str]:
-    """The control plane is ready when it listens, whatever the group does, and whoever leads: workers must find it to
-    form one, and are sent on."""
+def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping: bool) -> tuple[bool, str]:
+    """The control plane is ready when it listens, in every state of the group and in every role: workers must reach it
+    to form a group, and a standby redirects them."""
     if stopping:
         return False, "stopping"
     group = service.group
     if group is None:
-        leader = reign.elector.leader if reign.elector is not None else ""
-        return True, f"standing by; {leader or 'nobody yet'} leads"
+        leader = leadership.elector.leader if leadership.elector is not None else ""
+        return True, f"standby; {leader or 'no replica'} leads"
     held = f"{len(group.members)}/{group.settings.world_size} members"
     return True, f"{group.phase.value} epoch {group.epoch}, {held}"
 
 
 def _observer(metrics: ControlMetrics) -> rpc.Observe:
     def observe(method: str, code: str, seconds: float) -> None:
-        if method != "Watch":  # it lasts as long as its watcher
-            metrics.rpc_seconds.labels(method=method, code=code).observe(seconds)
+        if method != "Watch":  # a stream, as long as its watcher lives
+            metrics.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
 
     return observe

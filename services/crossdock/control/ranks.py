@@ -1,30 +1,31 @@
-"""Who gets which rank: pure functions from stated facts to slots.
+"""Assignment of ranks to workers: pure functions from places to slots.
 
 Neighbours in rank are neighbours in hardware: the ranks of one NVLink domain are consecutive, inside it those of one
-host, inside it by rail, then by local rank, so that with hosts of one kind rank mod (ranks per host) tells the rail.
-Domains of one rack, block and zone follow each other. Slots are stable: a worker that comes back gets its own, nobody
-is renumbered when another leaves, and the slot of one who left stays reserved until somebody new has no other place.
+host, inside it by rail, then by local rank, so that with uniform hosts rank mod (ranks per host) is the rail. Domains
+of one rack, block and zone follow each other. Slots are stable: a returning worker gets its own slot, no worker is
+renumbered when another leaves, and the slot of a lost worker is given to a new one only if no other is free.
 
-Not here: who is alive, epochs, experts.
+First ranks (`assign_first_ranks`): remembered ranks are honoured, the rest is assigned by place. Later ones:
+`assign_rank`. Not here: leases, epochs, experts.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 _DIGITS = re.compile(r"([0-9]+)")
 
 NameKey = tuple[tuple[str | int, ...], str]
 Area = tuple[str, str, str]
-"""Zone, block, rack: what the platform says about where a host stands; "" = unknown."""
+"""Zone, block, rack of a host, from the platform's labels; "" = unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands."""
+    """Location of a worker."""
 
     uid: str
     hostname: str
@@ -32,34 +33,67 @@ class Place:
     nvlink_domain: str = ""
     """Workers with equal, non-empty domains reach each other over NVLink. Empty: only the host is known."""
     rail: int = -1
-    """Number of the NIC nearest to it among those of its host; -1 = unknown."""
+    """Number of its nearest NIC among those of its host; -1 = unknown."""
     area: Area = ("", "", "")
 
     @property
     def neighbourhood(self) -> tuple[str, str]:
-        """What the worker shares with those that should be next to it in rank."""
+        """Key shared with the workers that should be adjacent in rank."""
         return ("domain", self.nvlink_domain) if self.nvlink_domain else ("host", self.hostname)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One rank of the group: who holds it, or held it last."""
+    """One rank of the group, with its current or last owner."""
 
     owner: Place | None = None
     live: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Rank that a worker remembers from an epoch."""
+
+    epoch: int
+    rank: int
+
+
+def assign_first_ranks(claims: Mapping[Place, Claim | None], world_size: int) -> dict[str, int]:
+    """Ranks of workers while ranks are not final: uid -> rank.
+
+    Remembered ranks are honoured, the highest epoch first, then by uid; without any claim, `assign_ranks` orders all.
+    At most `world_size` places.
+    """
+    if not any(claims.values()):
+        return assign_ranks(claims)
+    slots = [Slot()] * world_size
+    ranks: dict[str, int] = {}
+    for place, claim in sorted(claims.items(), key=_seniority):
+        ranks[place.uid] = rank = claimed_or_free_rank(place, claim, slots)
+        slots[rank] = Slot(place, live=True)
+    return ranks
+
+
+def claimed_or_free_rank(place: Place, claim: Claim | None, slots: Sequence[Slot]) -> int:
+    """Rank of a newcomer to a group with a free slot: the claimed one if it never had an owner, else `assign_rank`."""
+    if claim is not None and claim.rank < len(slots) and slots[claim.rank] == Slot():
+        return claim.rank
+    rank = assign_rank(place, slots)
+    assert rank is not None, "a group that is not full has a free slot"
+    return rank
+
+
 def assign_ranks(places: Iterable[Place]) -> dict[str, int]:
-    """Number workers that hold no rank yet: uid -> rank, consecutive from 0, whatever the order of `places`."""
+    """Ranks of workers without one: uid -> rank, consecutive from 0, independent of the order of `places`."""
     return {place.uid: rank for rank, place in enumerate(sorted(_level(places), key=_order))}
 
 
 def assign_rank(place: Place, slots: Sequence[Slot]) -> int | None:
-    """Find one newcomer a slot among those without a live owner; None when there is no such slot.
+    """Slot of one newcomer among those without a live owner; None: there is none.
 
-    In order of preference: the slot it held itself; the slot of the same host and local rank (a worker that returned
-    under another name); a slot reserved for nobody; the slot with most kin (last owner and live neighbours of the same
-    NVLink domain or host); the lowest.
+    In order of preference: its own former slot; the slot of the same host and local rank (a worker that returned under
+    another name); a slot that never had an owner; the slot with the most neighbours (last owner and live adjacent ranks
+    of the same NVLink domain or host); the lowest.
     """
     free = [rank for rank, slot in enumerate(slots) if not slot.live]
     for rank in free:
@@ -78,21 +112,28 @@ def _fitness(place: Place, rank: int, slots: Sequence[Slot]) -> tuple[bool, bool
 
 
 def _level(places: Iterable[Place]) -> list[Place]:
-    """The same places, such that sorting tears nothing apart: a neighbourhood stands in one area, its least, and rails
-    count on a host only where all of its places tell theirs."""
+    """The places with normalized keys, so that sorting splits no neighbourhood: each gets one area (the least of its
+    members), and rails count only on hosts where all are known."""
     places = list(places)
     areas: dict[tuple[str, str], Area] = {}
-    unsure: set[str] = set()
+    without_rail: set[str] = set()
     for place in places:
         areas[place.neighbourhood] = min(place.area, areas.get(place.neighbourhood, place.area))
         if place.rail < 0:
-            unsure.add(place.hostname)
+            without_rail.add(place.hostname)
     return [
         replace(
-            place, area=areas[place.neighbourhood], rail=place.local_rank if place.hostname in unsure else place.rail
+            place,
+            area=areas[place.neighbourhood],
+            rail=place.local_rank if place.hostname in without_rail else place.rail,
         )
         for place in places
     ]
+
+
+def _seniority(entry: tuple[Place, Claim | None]) -> tuple[bool, int, str]:
+    place, claim = entry
+    return claim is None, -(claim.epoch if claim else 0), place.uid
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -17,11 +17,9 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, records, views
-from crossdock.control.experts import Experts
+from crossdock.control import barred, blame, discovery, group_state, views
 from crossdock.control.group import new_group, step
-from crossdock.control.keys import LeaseKeys
-from crossdock.control.records import (
+from crossdock.control.group_state import (
     Blamed,
     Cordon,
     Effect,
@@ -37,12 +35,15 @@ from crossdock.control.records import (
     Uncordon,
     Waits,
 )
+from crossdock.control.placement_service import PlacementService
 from crossdock.control.watchers import Watchers
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc, topology_pb2
+from crossdock.control.worker_keys import WorkerKeys
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 _LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
-"""Plans of large models take seconds of a core, and anybody may ask: a tenth of the time goes there at most."""
+"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
+it."""
 log = logs.get(__name__)
 
 REFUSALS: dict[Refusal, type[rpc.CallError]] = {
@@ -56,17 +57,17 @@ REFUSALS: dict[Refusal, type[rpc.CallError]] = {
     Refusal.BAD_VALUE: rpc.InvalidArgument,
     Refusal.BARRED: rpc.ResourceExhausted,
 }
-"""The status that tells a worker what to do next; rpc.py says what each one means."""
+"""Status of each refusal; call_errors.py has their meanings."""
 
 
 class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
-    """The ControlPlane service around one group.
+    """The ControlPlane service of one group.
 
     Args:
         config: of this process.
-        metrics: where to count.
+        metrics: of this process.
         clock: monotonic seconds.
-        labels: what the platform says of hosts just now, by hostname.
+        labels: returns the platform's labels of hosts, by hostname.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
-        self._keys = LeaseKeys()
+        self._keys = WorkerKeys()
         self._watchers = Watchers(config.world_size, metrics)
-        self._told: dict[bool, tuple[int, bytes]] = {}
-        self._experts = Experts(
+        self._rendered: dict[bool, tuple[int, bytes]] = {}
+        self._experts = PlacementService(
             config.placement, config.world_size, metrics, clock, lambda: self._group, self._announce
         )
         metrics.world_size.set(config.world_size)
@@ -106,18 +107,18 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     @property
     def group(self) -> Group:
-        """The state as it is now."""
+        """The current state."""
         return self._group
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
-        """Enter the group, or enter it again."""
+        """Add a worker to the group, or renew its membership."""
         host = request.host
         views.check_incarnation(request.worker.incarnation, time.time_ns())
         self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
         kind = self._experts.kind_of(request)
         response = pb.RegisterResponse(lease_s=self._group.settings.lease_s)
-        if not self._let_in(event, request, response, lambda: self._experts.welcome(kind)):
+        if not self._admit(event, request, response, lambda: self._experts.set_kind(kind)):
             return response
         self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
@@ -126,67 +127,67 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         response.epoch = self._group.epoch
         return response
 
-    def _let_in(
+    def _admit(
         self,
-        event: records.Register,
+        event: group_state.Register,
         request: pb.RegisterRequest,
         response: pb.RegisterResponse,
         accepted: Callable[[], None],
     ) -> bool:
-        """False: the worker is barred, and told so in `response`."""
+        """Apply the event. False: the worker is barred, and `response` says so."""
         worker = event.worker
-        told = barred.remembered(self._group, worker, request.barred, self._clock(), self._id)
-        if told is not None:
-            self._take(Cordon((told,)))
+        bar = barred.remembered(self._group, worker, request.barred, self._clock(), self._id)
+        if bar is not None:
+            self._apply(Cordon((bar,)))
         try:
-            self._take(event, accepted)
+            self._apply(event, accepted)
         except rpc.ResourceExhausted:
             bar = self._group.bar_of(worker)
             if bar is None:
-                self._take(Waits(worker))
+                self._apply(Waits(worker))
             if bar is None or not request.reads_barred:
                 raise
-            response.barred.CopyFrom(barred.message(bar, self._clock(), self._id))
+            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
             return False
         return True
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
-        """Keep a member's region for this epoch."""
+        """Store a member's region for this epoch."""
         self._keys.check(request.worker, context)
-        self._take(views.publish_event(request, self._limits))
+        self._apply(views.publish_event(request, self._limits))
         return pb.PublishRegionResponse()
 
     async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
-        """A member has mapped all regions and can serve."""
+        """Mark a member as ready: it has mapped all regions."""
         self._keys.check(request.worker, context)
-        self._take(views.ready_event(request))
+        self._apply(views.ready_event(request))
         return pb.ReadyResponse()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
-        """Renew a lease; take reports about silent ranks."""
+        """Renew a lease; record reports of silent ranks and of experts."""
         self._keys.check(request.worker, context)
-        told = self._experts.check(self._group, request)
-        self._take(views.heartbeat_event(request, self._limits, self._max_epoch()))
+        report = self._experts.check_report(self._group, request)
+        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
-        if told is not None:
-            self._experts.hear(request.epoch, *told)
+        if report is not None:
+            self._experts.record_report(request.epoch, *report)
         if request.HasField("stats"):
-            request.stats.DiscardUnknownFields()  # whatever else was sent would be in every view
+            request.stats.DiscardUnknownFields()  # unknown fields would be copied into every view
             self._stats[request.worker.uid] = request.stats
         response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
         bar = self._group.bar_of(member.worker) if member is not None else None
         if bar is not None:
-            response.barred.CopyFrom(barred.message(bar, self._clock(), self._id))
+            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
         return response
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
-        """Go on purpose. Also answered well when the member is gone already."""
+        """Remove a member. OK also if it is already gone."""
         self._keys.check(request.worker, context)
-        self._take(views.leave_event(request))
+        self._apply(views.leave_event(request))
         return pb.LeaveResponse()
 
     async def Topology(self, request: pb.TopologyRequest, context: Any) -> bytes:
-        """What the members told of their hosts. Made once for each state of the group, since anybody may ask."""
+        """Hosts and seats. Rendered once per state of the group, since any client may ask."""
         labels, made = dict(self._labels()), self._topology
         if made is None or made[:2] != (self._version, labels):
             response = views.topology_response(self._group, self._facts, labels)
@@ -194,11 +195,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return made[2]
 
     async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
-        """Which expert each slot holds."""
+        """The expert tables of an epoch."""
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
-        """The load of experts, and what would move. Where planning takes long, its answer serves ten times as long."""
+        """Load of the experts and the planned move. A slow plan is reused for ten times its duration."""
         version, now = self._experts.version, time.monotonic()
         if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
             answer = await self._experts.experts()
@@ -212,23 +213,23 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return await self._experts.rebalance()
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
-        """Keep workers out once they are out; with `drain`, their heartbeats are answered that they are to leave."""
+        """Bar workers from registering again; with `drain`, the answers to their heartbeats ask them to leave."""
         bars = barred.bars_of(self._group, request)
-        self._take(Cordon(bars))
+        self._apply(Cordon(bars))
         log.warning("cordoned", workers=[bar.uid for bar in bars], drain=request.drain, reason=bars[0].reason)
-        return pb.CordonResponse(barred=barred.messages(bars, self._clock(), self._id))
+        return pb.CordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
 
     async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
-        """Let workers in again."""
+        """Lift bars."""
         bars = barred.to_lift(self._group, request)
-        self._take(Uncordon(frozenset(bar.uid for bar in bars)))
+        self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
         log.warning("uncordoned", workers=[bar.uid for bar in bars])
-        return pb.UncordonResponse(barred=barred.messages(bars, self._clock(), self._id))
+        return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
-        """The newest view, at once and after each change, until the caller or this process goes."""
+        """The newest view, then each change, until the caller or this process ends the stream."""
         worker, brief, table_once = _identity(request), request.brief, request.table_once
-        del request  # the stream lasts, and must not keep whatever else was sent
+        del request  # the stream is long-lived, and must not keep the request alive
         if worker.uid:
             self._keys.check(worker, context)
         inside = views.is_member(self._group, worker)
@@ -237,7 +238,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             while not self._watchers.stopped:
                 changed.clear()
                 if views.is_replaced(self._group, worker):
-                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process has its place")
+                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank")
                 message, has_table = self._view(worker, brief, table_once, has_table)
                 yield message
                 await changed.wait()
@@ -246,17 +247,17 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._watchers.leave(changed, inside)
 
     def tick(self) -> None:
-        """Let time pass for the group."""
-        self._take(Tick())
+        """Advance time."""
+        self._apply(Tick())
         self._metrics.sick_ranks.set(len(blame.sick(self._group)))
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
-        """End every Watch stream with UNAVAILABLE, so that watchers look for a successor. What it measured is void."""
+        """End every Watch stream with UNAVAILABLE, so that watchers find the new leader; clear the group's gauges."""
         self._watchers.stopped = True
         self._experts.stop()
         self._metrics.clear_group()
-        self._watchers.wake()
+        self._watchers.notify_now()
 
     def _max_epoch(self) -> int:
         return views.greatest_epoch(self._group, time.time())
@@ -264,32 +265,32 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _view(
         self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0
     ) -> tuple[pb.GroupView | bytes, int]:
-        """What a watcher is told, and the epoch of the last table of regions that it has then; `has_table`: before."""
+        """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
         group, inside = self._group, views.is_member(self._group, worker)
         if not (brief and inside):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
-            whole.barred.extend(barred.messages(group.bars, self._clock(), self._id))
+            whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
             return whole, has_table
         table = group.sealed and not (table_once and _needs_no_table(group, has_table))
         return self._brief(worker, table), group.epoch if table else has_table
 
     def _brief(self, worker: pb.WorkerId, table: bool) -> bytes:
-        """The table of regions, or the state and this member. Bytes, since many watchers get the same."""
-        group, told = self._group, self._told.get(table)
-        if told is None or told[0] != self._version:
+        """The region table, or the state and this member. Bytes, since many watchers get the same."""
+        group, rendered = self._group, self._rendered.get(table)
+        if rendered is None or rendered[0] != self._version:
             make = views.table_view if table else views.brief_view
-            told = self._version, make(group, self._version, self._experts.version).SerializeToString()
-            self._told[table] = told
-        return told[1] if table else told[1] + views.own_seat(group, worker).SerializeToString()
+            rendered = self._version, make(group, self._version, self._experts.version).SerializeToString()
+            self._rendered[table] = rendered
+        return rendered[1] if table else rendered[1] + views.own_seat(group, worker).SerializeToString()
 
     def _announce(self) -> None:
-        """Tell the watchers of another placement."""
+        """Notify the watchers of another placement."""
         self._version += 1
-        self._watchers.wake()
+        self._watchers.notify_now()
 
-    def _take(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
-        """Let the group take an event; `accepted` is called where it does, before anybody is told."""
+    def _apply(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
+        """Apply an event to the group; `accepted` is called if it is not refused, before watchers are notified."""
         before = self._group
         self._group, effects = step(before, event, self._clock())
         if not any(isinstance(effect, Refuse) for effect in effects):
@@ -302,24 +303,24 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Refuse(refusal, message):
                 raise REFUSALS[refusal](message)
             case Lost(rank, uid, cause):
-                self._metrics.lost_total.labels(cause=cause).inc()
+                self._metrics.members_lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
                 self._facts.pop(uid, None)
                 if cause != "replaced":
                     self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
-                self._metrics.blamed_total.labels(rank=str(rank)).inc()
-                log.warning("rank called silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
+                self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
+                log.warning("rank reported silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
             case Publish():
                 self._publish(before)
 
     def _publish(self, before: Group) -> None:
         group = self._group
         self._version += 1
-        self._experts.changed(before, group)
+        self._experts.group_changed(before, group)
         if (group.phase, group.epoch) != (before.phase, before.epoch):
-            self._metrics.transitions_total.labels(to=group.phase.value).inc()
+            self._metrics.group_state_transitions_total.labels(to=group.phase.value).inc()
         self._measure()
         say = log.error if group.phase is Phase.FAILED else log.info
         say(
@@ -331,7 +332,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             reason=group.reason,
         )
         gathering = _is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch
-        self._watchers.tell(full=group.full, wait=gathering)
+        self._watchers.notify(full=group.full, wait=gathering)
 
     def _measure(self) -> None:
         if self._watchers.stopped:
@@ -341,23 +342,23 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         active = self._group.active
         self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
         for cause in ("cordoned", "quarantined"):
-            self._metrics.barred_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
+            self._metrics.excluded_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
         for phase in Phase:
-            self._metrics.state.labels(state=phase.value).set(phase is self._group.phase)
+            self._metrics.group_state.labels(state=phase.value).set(phase is self._group.phase)
 
 
 def _identity(request: pb.WatchRequest) -> pb.WorkerId:
-    """Of a watcher, checked; nothing of `request` lives on in it. Raises InvalidArgument."""
+    """Checked identity of a watcher; keeps no reference to `request`. Raises InvalidArgument."""
     check_uid(request.worker.uid)
     return pb.WorkerId(uid=request.worker.uid, incarnation=request.worker.incarnation)
 
 
 def _needs_no_table(group: Group, has_table: int) -> bool:
-    """Whether a member that has seen the table of epoch `has_table` can do without: it has it, all have used it, or
-    they go on with an earlier one."""
+    """Whether a member that has the table of epoch `has_table` needs no other: it is current, all members have used the
+    current one, or the group continues with an earlier one."""
     return has_table == group.epoch or group.active is not None or group.phase is Phase.SERVING
 
 
 def _is_gathering(group: Group) -> bool:
-    """Nobody has built on this epoch yet: members may still come and go within it."""
+    """Whether members can still join and leave within this epoch."""
     return group.phase in {Phase.FORMING, Phase.EXCHANGING} and not group.sealed

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from google.protobuf.message import Message
 
 from crossdock.common.access import MAX_UID_CHARS, check_uid
-from crossdock.common.rpc import MOST_SENT_BYTES, FailedPrecondition, InvalidArgument
+from crossdock.common.rpc import MAX_SENT_BYTES, FailedPrecondition, InvalidArgument
 from crossdock.control import blame, discovery
-from crossdock.control.records import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import topology_pb2
+from crossdock.control.group_state import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2
 
 MAX_NAME_CHARS = MAX_UID_CHARS
 MAX_TEXT_CHARS = 1000
@@ -43,7 +43,7 @@ class Limits:
     @staticmethod
     def of(world_size: int) -> Limits:
         """Such that a view with every region fits in one message, with room for the names."""
-        room = MOST_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
+        room = MAX_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 

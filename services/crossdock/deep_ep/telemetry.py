@@ -105,7 +105,9 @@ class Telemetry:
                 ("wait", max(waited, default=0)),
                 ("total", sample.total_ns),
             ):
-                metrics.ep_seconds.labels(rank, sample.op, sample.mode, phase).observe(time_ns * 1e-9)
+                metrics.ep_operation_duration_seconds.labels(rank, sample.op, sample.mode, phase).observe(
+                    time_ns * 1e-9
+                )
             metrics.ep_tokens_total.labels(rank, sample.op, sample.mode).inc(sample.tokens)
             for peer, wait_ns in enumerate(waited):
                 if wait_ns:

@@ -32,7 +32,7 @@ from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, table
 from crossdock.demo.stage import Stage
 from crossdock.demo.text import find_text, token_ids
-from crossdock.supervisor import Supervisor, SupervisorError
+from crossdock.host.supervisor import Supervisor, SupervisorError
 from ep_kernels import transports
 
 Name = Literal["float32", "bfloat16"]

@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from crossdock.common.http import ask_http
 from crossdock.common.security import Security
-from crossdock.v1.control_pb2 import Member
+from crossdock.protocol.v1.control_pb2 import Member
 
 PHASES = ("dispatch", "experts", "combine")
-STEP_PHASES = "crossdock_step_phase_seconds"
+STEP_PHASES = "crossdock_step_phase_duration_seconds"
 _TIMEOUT_S = 10.0
 
 Buckets = Mapping[float, float]

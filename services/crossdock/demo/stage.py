@@ -61,7 +61,7 @@ class Stage:
             local_rank=local_rank,
             transport=self.transport,
             dtype=dtype,  # type: ignore[arg-type]
-            home_dtype="float32",
+            combine_dtype="float32",
             security=self.security,
         )
 

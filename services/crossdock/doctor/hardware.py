@@ -7,7 +7,7 @@ from typing import Protocol
 
 from crossdock.control.discovery import OLDEST_GPU, Topology, gpu_trouble, join, nic_trouble, too_old
 from crossdock.doctor.records import Finding, Level, fail, good, judge, untried, warn
-from crossdock.v1 import topology_pb2 as pb
+from crossdock.protocol.v1 import topology_pb2 as pb
 
 LEAST_OF_PAPER = 0.5
 """A copy between two GPUs that reaches less than this of what their NVLinks carry on paper is too slow; healthy ones

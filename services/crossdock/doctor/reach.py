@@ -10,11 +10,11 @@ import grpc
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
-from crossdock.common.line import ask
+from crossdock.common.control_channel import ask
 from crossdock.common.security import Security
 from crossdock.doctor.records import Finding, fail, good, judge, warn
-from crossdock.v1 import control_pb2 as pb
-from crossdock.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc
 
 _SLOW_MS = 50.0
 _SOON_S = 7 * 86400.0

@@ -14,8 +14,8 @@ from crossdock.common.security import Security
 from crossdock.control.discovery import join
 from crossdock.doctor import hardware, reach, system, trial
 from crossdock.doctor.records import Finding, Level, untried
-from crossdock.facts import host_facts
-from crossdock.v1 import topology_pb2
+from crossdock.protocol.v1 import topology_pb2
+from crossdock.topo.facts import host_facts
 from ep_kernels.topology import try_peers
 
 TRANSPORTS = ("auto", "cpu", "nvlink")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
-from crossdock.common.words import counted
+from crossdock.common.plural import counted
 from crossdock.doctor.records import Finding, Level, good, judge, untried, warn
 
 _GIB = 1 << 30

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossdock.common.words import counted
+from crossdock.common.plural import counted
 from crossdock.doctor.records import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2

@@ -1,1 +1,1 @@
-"""`crossdock topo`: where the facts come from (sources), and how a topology is shown (words, picture)."""
+"""`crossdock topo`: where the facts come from (sources), and how a topology is shown (listing, picture)."""

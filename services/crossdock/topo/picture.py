@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from crossdock.common.words import counted
+from crossdock.common.plural import counted
 from crossdock.control.discovery import CPU, WORDS, Device
 from crossdock.topo.sources import Picture
 

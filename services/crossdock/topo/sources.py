@@ -12,11 +12,11 @@ from google.protobuf import json_format
 
 from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
-from crossdock.common.line import ask
+from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
 from crossdock.control.discovery import CPU, Labels, Topology, join
 from crossdock.control.ranks import Place, assign_ranks
-from crossdock.v1 import control_pb2, control_pb2_grpc, topology_pb2
+from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
 
 FACTS = "crossdock-host-facts"
 """Key of a file of facts, so that other JSON is told apart."""
@@ -68,7 +68,7 @@ def of_group(target: str, timeout_s: float, security: Security | None = None) ->
         )
         return answer
 
-    return of_response(ask(target, security, question), target)
+    return of_response(call_leader(target, security, question), target)
 
 
 def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:

@@ -13,11 +13,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from crossdock.vllm_plugin.errors import PluginError
+
 __all__ = ["PluginError", "register"]
-
-
-class PluginError(RuntimeError):
-    """The plugin was selected and cannot do what it is to do; vLLM ends with this."""
 
 
 def register() -> None:
@@ -28,9 +26,9 @@ def register() -> None:
     if chosen == "deep_ep":
         _offer_deep_ep()
     elif chosen == "native":
-        from crossdock.vllm_plugin import compat
+        from crossdock.vllm_plugin.install import install
 
-        compat.install()
+        install()
 
 
 def _offer_deep_ep() -> None:

@@ -1,20 +1,22 @@
-"""All that is known of vLLM's private names, what is expected of them, and where ours are put. vLLM 0.20 to 0.33.
+"""All that is known of vLLM's private names, what is expected of them, and how ours are put in. vLLM 0.20 to 0.33.
 
 vLLM has no registry for all-to-all backends. But `CudaCommunicator` imports the manager class by name when it is built,
 and the two functions of `all2all_utils` look their prepare/finalize classes up as globals of that module: so it is
 enough to bind these names anew, whatever was imported before, and no function of vLLM is replaced. `missing()` checks
-that this still is so; `install()` refuses otherwise, naming vLLM's version and each hook.
+that this still is so; `check()` refuses otherwise, naming vLLM's version and each hook. Which classes of ours go where
+says install.py.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from crossdock.vllm_plugin import PluginError
+from crossdock.vllm_plugin.errors import PluginError
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _COMM = "vllm.distributed.device_communicators"
@@ -135,22 +137,18 @@ def _changed_methods() -> list[str]:
     return faults
 
 
-def install() -> None:
-    """Put our classes in the places of the slots. Idempotent. Raises PluginError where a hook is missing: nothing has
-    been changed then."""
+def check() -> None:
+    """Raises PluginError where a hook is missing."""
     faults = missing()
     if faults:
         raise PluginError(
             f"CROSSDOCK_VLLM=native: vLLM {version()} lacks what the plugin needs: {'; '.join(faults)}. Tested with "
             "0.26.0 and 0.33.0; CROSSDOCK_VLLM=deep_ep needs none of it."
         )
-    from crossdock.vllm_plugin import high_throughput, low_latency, managers
 
-    chosen: dict[str, tuple[Any, Any]] = {
-        "deepep_low_latency": (managers.LowLatencyManager, low_latency.LowLatencyFinalizer),
-        "deepep_high_throughput": (managers.HighThroughputManager, high_throughput.HighThroughputFinalizer),
-        "deepep_v2": (managers.GraphManager, high_throughput.GraphFinalizer),
-    }
+
+def put(chosen: Mapping[str, tuple[Any, Any]]) -> None:
+    """Put (manager, finalizer) in the places of the slots that this vLLM has, by backend. Idempotent."""
     for slot in filter(present, SLOTS):
         manager, finalizer = chosen[slot.backend]
         setattr(_module(_MANAGERS), slot.manager, manager)

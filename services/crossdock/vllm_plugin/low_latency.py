@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from crossdock.vllm_plugin import PluginError, compat
+from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
+from crossdock.vllm_plugin.errors import PluginError
 from crossdock.vllm_plugin.managers import Link
 from ep_kernels import Layout, Mode, MoECommunicator, ScaleFormat
 

@@ -10,7 +10,8 @@ import torch
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
 from crossdock.deep_ep.pool import Pool
-from crossdock.vllm_plugin import PluginError, compat
+from crossdock.vllm_plugin import compat
+from crossdock.vllm_plugin.errors import PluginError
 from ep_kernels import EpError, PeerTimeout
 
 log = get(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from crossdock import wire
-from crossdock.v1 import expert_pb2
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
 
@@ -34,13 +34,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class RequestValidator:
     """Checks requests for one model, served in `dtype`."""
 
     spec: ModelSpec
     dtype: torch.dtype
 
-    def admit(self, request: expert_pb2.ForwardRequest) -> Tokens:
+    def validate(self, request: expert_pb2.ForwardRequest) -> Tokens:
         """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model."""
         spec = self.spec
         if request.model and request.model != spec.fingerprint:

@@ -21,7 +21,7 @@ class _Account:
     """One client: bytes of all its streams."""
 
     client: Hashable
-    shares: list[Share] = field(default_factory=list)
+    quotas: list[StreamQuota] = field(default_factory=list)
     num_bytes: int = 0
 
 
@@ -41,19 +41,19 @@ class Budget:
         self._accounts: dict[Hashable, _Account] = {}
         self.num_bytes = 0
 
-    def open(self, client: Hashable, on_room: Callable[[], None]) -> Share:
-        """The share of a new stream of `client`; close it. `on_room` is called when there may be room again."""
+    def open(self, client: Hashable, on_room: Callable[[], None]) -> StreamQuota:
+        """The quota of a new stream of `client`; close it. `on_room` is called when there may be room again."""
         account = self._accounts.setdefault(client, _Account(client))
-        share = Share(self, account, on_room)
-        account.shares.append(share)
-        return share
+        quota = StreamQuota(self, account, on_room)
+        account.quotas.append(quota)
+        return quota
 
     def forget(self, client: Hashable) -> None:
         """A client without streams has no account."""
         self._accounts.pop(client, None)
 
 
-class Share:
+class StreamQuota:
     """What one stream holds of its client's account. Made by `Budget.open`."""
 
     def __init__(self, budget: Budget, account: _Account, on_room: Callable[[], None]) -> None:
@@ -83,16 +83,16 @@ class Share:
         """Give back what `charge` took."""
         if num_bytes:
             self._add(-num_bytes)
-            for share in self._account.shares:
-                share._on_room()
+            for quota in self._account.quotas:
+                quota._on_room()
 
     def close(self) -> None:
         """Give back everything; the stream is over. Idempotent."""
-        if self not in self._account.shares:
+        if self not in self._account.quotas:
             return
         self.release(self.num_bytes)
-        self._account.shares.remove(self)
-        if not self._account.shares:
+        self._account.quotas.remove(self)
+        if not self._account.quotas:
             self._budget.forget(self.client)
 
     def _add(self, num_bytes: int) -> None:

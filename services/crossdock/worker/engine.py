@@ -1,17 +1,17 @@
 """The engine of one rank: requests of many clients become steps that all ranks take together.
 
     any thread                      the engine's thread, for one epoch: `run(comm, experts)`
-    submit(work) ──┐                ┌─> exchange: what I want, how my last step went   (8 int64, all ranks)
-    withdraw(work) ├─> batcher ─────┤   answer the step before, if every rank's experts did their part
-    close(failure) ┘   (one lock)   │   choose_step: the same decision everywhere
-                                    └── dispatch -> experts -> combine, or sleep until a request or a peer comes
+    submit(work) ──┐                ┌─> exchange: proposal, outcome of the last step   (8 int64, all ranks)
+    withdraw(work) ├─> batcher ─────┤   answer the last step, if the experts of every rank succeeded
+    close(failure) ┘   (one lock)   │   choose_step: the same decision on every rank
+                                    └── dispatch -> experts -> combine, or sleep until a request or a peer's wake-up
 
-What can go wrong, and what happens:
-* A request is bad: refused before it gets here (`admission.py`).
-* The experts of a rank raise: it sends zeros so that nobody waits, and says `failed` in the next exchange; every rank
-  then answers that step's requests with INTERNAL. The group goes on.
-* A peer is silent or gone, the epoch ended, or anything else breaks inside the communicator: everything here is
-  answered UNAVAILABLE (or with what `close` said), `run` returns the fault, and the session forms the next epoch.
+Failures:
+* Invalid request: refused before it gets here (`admission.py`).
+* The experts of a rank raise: it sends zeros so that no peer waits, and reports `failed` in the next exchange; every
+  rank then answers that step's requests with INTERNAL. The group continues.
+* A peer is silent or gone, the epoch ended, or the communicator fails otherwise: all requests here are answered
+  UNAVAILABLE (or with the failure of `close`), `run` returns the fault, and the session forms the next epoch.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ import torch
 
 from crossdock.common import log
 from crossdock.worker.batcher import Batcher
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.lane import lane_of
+from crossdock.worker.device_stream import stream_of
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
-from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError, MoECommunicator, PeerTimeout
 
 _log = log.get(__name__)
 
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
-"""Longest sleep of an idle rank; requests and peers end it at once."""
+"""Longest sleep of an idle rank; requests and peers wake it at once."""
 
 
 class Engine:
-    """Queue and steps of one rank. It outlives epochs. Requests are refused until `open` (from then on they wait for
-    `run`), and again after `close`.
+    """Queue and steps of one rank, over all epochs. Requests are refused until `open` (then they wait for `run`), and
+    again after `close`.
 
     Args:
         max_tokens_per_step: M.
-        telemetry: where steps and samples are counted.
-        device: where steps are computed.
+        telemetry: counts steps and samples.
+        device: of the steps.
 
     Raises:
         DeviceLost: the device does not work.
     """
 
-    def __init__(self, max_tokens_per_step: int, telemetry: Telemetry, device: torch.device = _CPU) -> None:
-        self._max_tokens, self._telemetry, self._lane = max_tokens_per_step, telemetry, lane_of(device)
+    def __init__(self, max_tokens_per_step: int, telemetry: WorkerTelemetry, device: torch.device = _CPU) -> None:
+        self._max_tokens, self._telemetry, self._stream = max_tokens_per_step, telemetry, stream_of(device)
         self._lock = threading.Condition()
         self._batcher = Batcher()
         self._running: list[Work] = []
@@ -63,18 +63,18 @@ class Engine:
         self._draining = self._leaving = self._sleeping = self._paused = False
         self._epoch = 0
         self._comm: MoECommunicator | None = None
-        self._holdings: Holdings | None = None
+        self._tables: ExpertTables | None = None
         self._num_steps = 0
 
     # Any thread.
 
     def submit(self, work: Work) -> None:
-        """Queue a request; `work.reply` will be called once. Raises Refused while closed or draining."""
+        """Queue a request; `work.reply` is called once. Raises Refused while closed or draining."""
         with self._lock:
             if self._refusal is not None:
                 raise Refused(self._refusal)
             if self._draining:
-                raise Refused(Failure(grpc.StatusCode.UNAVAILABLE, "draining: this worker is going away"))
+                raise Refused(Failure(grpc.StatusCode.UNAVAILABLE, "draining: this worker is leaving"))
             if work.num_tokens:
                 self._batcher.add(work)
                 self._wake()
@@ -82,19 +82,19 @@ class Engine:
             self._answer([work], Done(torch.empty_like(work.x), work.timing))
 
     def withdraw(self, work: Work, failure: Failure) -> None:
-        """Answer a request with `failure` now, wherever it is; a step that already carries it drops its rows."""
+        """Answer a request with `failure` now; a running step drops its rows."""
         with self._lock:
             self._batcher.remove(work)
             self._lock.notify_all()
         self._answer([work], failure)
 
     def open(self) -> None:
-        """Take requests from now on."""
+        """Accept requests."""
         with self._lock:
             self._refusal, self._paused = None, False
 
     def close(self, failure: Failure) -> None:
-        """Answer everything that is here, and everything that comes, with `failure`."""
+        """Answer all current and later requests with `failure`."""
         with self._lock:
             self._refusal = failure
             works = self._batcher.clear() + self._running
@@ -102,7 +102,7 @@ class Engine:
         self._answer(works, failure)
 
     def drain(self) -> None:
-        """Refuse what comes, serve what is here."""
+        """Serve queued requests and refuse new ones."""
         with self._lock:
             self._draining = True
             self._wake()
@@ -119,18 +119,18 @@ class Engine:
             self._wake()
 
     def pause(self) -> None:
-        """End `run` between two steps, on this rank alone: its communicator will be told who is left."""
+        """End `run` between two steps, on this rank only, before `set_active` on its communicator."""
         with self._lock:
             self._paused = True
             self._wake()
 
-    def nudge(self) -> None:
-        """Exchange words with the other ranks even if nobody has work: the holdings have news."""
+    def wake(self) -> None:
+        """Run one exchange although the queue is empty, so that a pending placement change can be agreed."""
         with self._lock:
             self._wake()
 
     def num_queued(self) -> int:
-        """Requests that wait for a step."""
+        """Number of requests that wait for a step."""
         with self._lock:
             return len(self._batcher)
 
@@ -148,34 +148,34 @@ class Engine:
     # The engine's thread.
 
     def run(
-        self, comm: MoECommunicator, experts: Experts | None, epoch: int, holdings: Holdings | None = None
+        self, comm: MoECommunicator, experts: ExpertMLPs | None, epoch: int, tables: ExpertTables | None = None
     ) -> Fault | Left:
-        """Take steps until the epoch ends. Everything still here is answered before this returns.
+        """Take steps until the epoch ends. All requests are answered before this returns.
 
         Args:
-            comm: GROUPED, of this epoch; only this thread uses it, but for `wake` and `abort`.
-            experts: of this rank, in the order of its slots; None if it has none.
+            comm: GROUPED, of this epoch; other threads may call only `wake` and `abort`.
+            experts: of this rank, in slot order; None if it has no slots.
             epoch: for error messages.
-            holdings: which slot of the communicator holds which expert; None: they have the same number.
+            tables: expert of each slot; None: slot and expert numbers are equal.
         """
         with self._lock:
-            self._comm, self._num_steps, self._holdings, self._epoch = comm, 0, holdings, epoch
+            self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
         ended: Fault | Left
         try:
-            self._lane.enter()
-            ended = self._loop(comm, Stepper(comm, experts, self._lane, holdings))
+            self._stream.enter()
+            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables))
         except PeerTimeout as error:
             ended = Fault(str(error), (error.peer,))
         except (EpError, DesyncError) as error:
             ended = Fault(str(error))
-        except Exception as error:  # a bug must cost this epoch, not the process
+        except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
             ended = Fault(f"engine: {type(error).__name__}: {error}")
         with self._lock:
             self._comm = None
             failure = self._refusal or _failure_of(ended, epoch)
         self.close(failure)
-        self._rest()
+        self._clear_running()
         return ended
 
     def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left | Fault:
@@ -184,14 +184,14 @@ class Engine:
             if batch is None:
                 self._sleep(comm)
             if self._paused:
-                return Fault("the group goes on without a rank")
+                return Fault("the group continues without a lost rank")
             words = comm.exchange(self._propose(batch).words())
             proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
             if batch is not None:
-                self._settle(batch, [rank for rank, proposal in proposals.items() if proposal.failed])
+                self._finish(batch, [rank for rank, proposal in proposals.items() if proposal.failed])
                 batch = None
-            if self._holdings is not None:
-                self._holdings.settle([proposal.placement for proposal in proposals.values()])
+            if self._tables is not None:
+                self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
@@ -200,11 +200,12 @@ class Engine:
             self._telemetry.collect(comm)
 
     def _sleep(self, comm: MoECommunicator) -> None:
-        """Return when there is something to say: a request waits, this rank wants to leave, or a peer is asking."""
+        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an
+        exchange."""
         while True:
             with self._lock:
-                news = self._holdings is not None and self._holdings.has_news()
-                self._sleeping = not (self._batcher or self._leaving or self._paused or news)
+                pending = self._tables is not None and self._tables.has_pending_change()
+                self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
                 if not self._sleeping:
                     return
             if comm.wait_for_peer(_IDLE_S):
@@ -214,9 +215,9 @@ class Engine:
             self._telemetry.collect(comm)
 
     def _propose(self, batch: Batch | None) -> Proposal:
-        """What to say in the next exchange. Requests that nobody waits for any more are dropped here."""
+        """The proposal for the next exchange. Expired requests are dropped here."""
         now_ns = time.monotonic_ns()
-        placement = self._holdings.word() if self._holdings is not None else 0
+        placement = self._tables.progress_word() if self._tables is not None else 0
         with self._lock:
             expired = self._batcher.expire(now_ns)
             proposal = Proposal.of(
@@ -239,15 +240,15 @@ class Engine:
         for piece in slices:
             if piece.start == 0:
                 piece.work.timing = Timing(queue_ns=now_ns - piece.work.arrived_ns)
-        if self._holdings is not None:
+        if self._tables is not None:
             slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
         batch = stepper.step(plan.layer, plan.max_tokens, slices)
         self._telemetry.step(batch.record)
         return batch
 
     def _is_lost(self, work: Work, layer: int) -> bool:
-        """Whether a request asks for an expert that the lost ranks have taken with them; if so, it is answered."""
-        route = self._holdings.route(layer) if self._holdings is not None else None
+        """Whether a request needs an expert that only lost ranks held; if so, it is answered."""
+        route = self._tables.route(layer) if self._tables is not None else None
         experts = route.lost_in(work.topk_ids) if route is not None else []
         if not experts or self._comm is None:
             return bool(experts)
@@ -257,18 +258,18 @@ class Engine:
         self.withdraw(work, Failure(grpc.StatusCode.UNAVAILABLE, message, lost, self._epoch))
         return True
 
-    def _settle(self, batch: Batch, failed_ranks: list[int]) -> None:
-        """All ranks have told how the step went: hand out the rows, or say whose part failed."""
+    def _finish(self, batch: Batch, failed_ranks: list[int]) -> None:
+        """Answer the requests of a finished step: with their rows, or with the failure of a rank."""
         if failed_ranks:
-            why = batch.error or "the log of that rank says why"
+            why = batch.error or "see the log of that rank"
             failure = Failure(grpc.StatusCode.INTERNAL, f"rank {failed_ranks} failed in this step: {why}")
             for piece in batch.slices:
                 self.withdraw(piece.work, failure)
         else:
-            self._hand_out(batch)
-        self._rest()
+            self._deliver(batch)
+        self._clear_running()
 
-    def _hand_out(self, batch: Batch) -> None:
+    def _deliver(self, batch: Batch) -> None:
         row, record = 0, batch.record
         for piece in batch.slices:
             work, rows = piece.work, batch.z[row : row + piece.num_tokens]
@@ -277,22 +278,22 @@ class Engine:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
             if piece.num_tokens == work.num_tokens:
-                work.y = rows.to(work.x.dtype, copy=len(batch.slices) > 1)  # a view would keep everybody's rows
+                work.y = rows.to(work.x.dtype, copy=len(batch.slices) > 1)  # a view would keep the rows of all requests
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
                 work.y[piece.start : piece.stop] = rows
             if piece.is_last:
                 self._answer([work], Done(work.y, work.timing))
 
-    def _rest(self) -> None:
-        """Between two steps: nothing is running."""
+    def _clear_running(self) -> None:
+        """No step is running."""
         with self._lock:
             self._running = []
             self._lock.notify_all()
 
 
 def _failure_of(ended: Fault | Left, epoch: int) -> Failure:
-    """What requests are told that this epoch did not serve."""
+    """The answer to requests that this epoch did not serve."""
     if isinstance(ended, Left):
         ranks, why = ended.ranks, f"rank {_names(ended.ranks)} left"
     elif ended.silent_ranks:

@@ -11,7 +11,7 @@ import torch
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.experts import Experts, Weights, activation
+from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, Layout, Mode, MoECommunicator, MoEConfig, Overflow
@@ -48,7 +48,7 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
-        self._experts: Experts | None = None
+        self._experts: ExpertMLPs | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Model:
         width = self.spec.hidden_size
         return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
 
-    def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> Experts | None:
+    def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> ExpertMLPs | None:
         """The experts of a rank; what is loaded already is kept. None: the rank has no slots. Blocks.
 
         Raises:
@@ -79,7 +79,7 @@ class Model:
         self._experts = None  # two sets might not fit
         if num_slots:
             with self._room(num_slots):
-                self._experts = Experts.load(
+                self._experts = ExpertMLPs.load(
                     self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress
                 )
         return self._experts
@@ -121,11 +121,13 @@ class Model:
     def _output_dtype(self) -> torch.dtype | None:
         """In which rows come home. By default float32 on a CPU, as the experts make them there, so that only the final
         sum is rounded; the served dtype on a GPU."""
-        if self._config.home_dtype:
-            return _DTYPES[self._config.home_dtype]
+        if self._config.combine_dtype:
+            return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
-    def _stage(self, experts: Experts, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights:
+    def _stage(
+        self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]
+    ) -> Weights:
         with self._room(len(ids)):
             return experts.stage(self._checkpoint, layer, ids, progress)
 

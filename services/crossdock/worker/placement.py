@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 
 
 class PlacementError(ValueError):

@@ -5,8 +5,8 @@
 
 Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
 address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
-the start; 4 the GPU was lost; 5 the group can never take this worker, as both are configured. After a 1, a 3 or a 4 the
-process may be started again.
+the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4
+the process may be started again.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ import grpc.aio
 import torch
 
 from crossdock.common import log, rpc
-from crossdock.common.access import door_of
+from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
+from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
-from crossdock.common.grpc_lines import grpc_lines
+from crossdock.common.grpc_core_log import grpc_lines
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.common.places import CallLimits
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
-from crossdock.facts import host_facts
-from crossdock.v1 import control_pb2, expert_pb2, expert_pb2_grpc
-from crossdock.wire import NAMES
-from crossdock.worker.admission import Door
+from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
+from crossdock.protocol.wire import NAMES
+from crossdock.topo.facts import host_facts
+from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
-from crossdock.worker.link import JoinRefused, Link
+from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.model import Model
-from crossdock.worker.mover import Mover
 from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
 from crossdock.worker.session import Session
-from crossdock.worker.status import Status
-from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.threads import give_memory_back
+from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError
 
 EXIT_BROKEN = 1
@@ -83,7 +83,7 @@ def run_worker(config: WorkerConfig) -> int:
         return EXIT_DEVICE_LOST
     try:
         metrics = WorkerMetrics()
-        with grpc_lines(metrics.grpc_core_lines_total):
+        with grpc_lines(metrics.grpc_core_log_lines_total):
             return asyncio.run(_Process(config, identity, model, security, metrics).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))
@@ -111,13 +111,13 @@ class _Process:
     ) -> None:
         self._config, self._identity, self._model, self._security = config, identity, model, security
         self._metrics = metrics
-        self._telemetry = Telemetry(self._metrics, model.row_bytes)
+        self._telemetry = WorkerTelemetry(self._metrics, model.row_bytes)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._health = rpc.Health([SERVICE_NAME])
-        self._status = Status(self._metrics, self._health.set)
+        self._status = WorkerStatus(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
 
     async def run(self) -> int:
@@ -134,13 +134,15 @@ class _Process:
             raise
         await server.start()
         registration = self._registration(address, http)
-        self._link = Link(self._config.control, registration, self._stats, self._security, self._expert_report)
-        self._spare = lambda: f"spare: {self._link.trouble}" if self._link.spare else ""
-        self._mover = Mover(self._link, self._model, self._engine, self._telemetry)
-        self._session = Session(self._link, self._model, self._engine, self._status, self._telemetry, self._mover)
+        self._control = ControlPlaneClient(
+            self._config.control, registration, self._stats, self._security, self._expert_report
+        )
+        self._spare = lambda: f"spare: {self._control.trouble}" if self._control.spare else ""
+        self._mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
+        self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, self._mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
-        self._link.on_drain = self._stop.set
+        self._control.on_drain = self._stop.set
         announce(address, http.address, https=http.https)
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
@@ -151,11 +153,11 @@ class _Process:
             await self._shut_down(server, http)
 
     async def _live(self) -> int:
-        self._link.start()
+        self._control.start()
         life = asyncio.create_task(self._session.run())
         stop = asyncio.create_task(self._stop.wait())
-        joined = asyncio.create_task(asyncio.wait_for(self._link.heard(), JOIN_TIMEOUT_S))
-        line = asyncio.create_task(self._link.supervise())
+        joined = asyncio.create_task(asyncio.wait_for(self._control.wait_first_answer(), JOIN_TIMEOUT_S))
+        line = asyncio.create_task(self._control.supervise())
         try:
             await asyncio.wait({life, stop, joined, line}, return_when=asyncio.FIRST_COMPLETED)
             if joined.done() and not life.done() and not stop.done():
@@ -169,11 +171,13 @@ class _Process:
             with contextlib.suppress(asyncio.CancelledError):
                 await life
         except TimeoutError:
-            _log.error("could not join", control=self._config.control, why=self._link.trouble, waited_s=JOIN_TIMEOUT_S)
+            _log.error(
+                "could not join", control=self._config.control, why=self._control.trouble, waited_s=JOIN_TIMEOUT_S
+            )
             return EXIT_NOT_JOINED
         except JoinRefused as error:
             _log.error("the group does not take this worker", error=str(error))
-            return EXIT_UNFIT if error.never else EXIT_NOT_JOINED
+            return EXIT_UNFIT if error.permanent else EXIT_NOT_JOINED
         finally:
             for task in (life, stop, joined, line):
                 task.cancel()
@@ -187,10 +191,14 @@ class _Process:
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
         limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
-        door = door_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
-        server = await rpc.server(self._config.max_message_bytes, self._health, door=door)
+        authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
+        server = await rpc.server(self._config.max_message_bytes, self._health, authorizer=authorizer)
         backend = Backend(
-            self._config, Door(self._model.spec, self._model.dtype), self._engine, self._telemetry, self._budget
+            self._config,
+            RequestValidator(self._model.spec, self._model.dtype),
+            self._engine,
+            self._telemetry,
+            self._budget,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
@@ -199,8 +207,8 @@ class _Process:
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
         self._status.close()
         self._health.shut_down()
-        await self._link.leave("drained" if self._stop.is_set() else "stopping")
-        await self._link.close()
+        await self._control.leave("drained" if self._stop.is_set() else "stopping")
+        await self._control.close()
         await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()

@@ -6,7 +6,7 @@ import time
 
 from crossdock.common import rpc
 from crossdock.common.log import Logger
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 
 WARN_EVERY_S = 30.0
 """Between two warnings that heartbeats are refused."""

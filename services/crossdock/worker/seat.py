@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.common import rpc
-from crossdock.v1 import control_pb2
-from crossdock.worker.link import JoinRefused, Link, View
+from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.control_client import ControlPlaneClient, JoinRefused, View
 from ep_kernels import TransportError
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Who this worker is in one epoch. `active`: the ranks that go on without the others, with the communicator that
-    they have; None: all ranks, with a new one."""
+    """Rank of this worker in one epoch. `active`: the remaining ranks, which keep their communicator; None: all ranks,
+    with a new communicator."""
 
     epoch: int
     rank: int
@@ -31,12 +31,12 @@ class Seat:
 class ControlGroup:
     """A `Group` whose all_gather is PublishRegion, then the table of regions in the next views.
 
-    It gathers once per epoch, which is what a communicator asks for that is given `ll_max_tokens`. Used from a thread
-    beside the event loop.
+    It gathers once per epoch, which suffices for a communicator with `ll_max_tokens` set. Used outside of the event
+    loop's thread.
     """
 
-    def __init__(self, seat: Seat, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        self._seat, self._link, self._loop = seat, link, loop
+    def __init__(self, seat: Seat, control: ControlPlaneClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._seat, self._control, self._loop = seat, control, loop
 
     @property
     def rank(self) -> int:
@@ -54,33 +54,33 @@ class ControlGroup:
         return self._seat.epoch
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `ep_kernels.Group`. `timeout_s` is not used: peers may be loading weights, and the control plane ends an
+        """See `ep_kernels.Group`. `timeout_s` is ignored: peers may be loading weights, and the control plane ends an
         epoch that takes too long. Raises TransportError when the epoch is over."""
         return asyncio.run_coroutine_threadsafe(self._gather(payload), self._loop).result()
 
     async def _gather(self, payload: bytes) -> Sequence[bytes]:
         epoch = self._seat.epoch
         try:
-            await self._link.publish(epoch, self._seat.rank, payload)
-            regions = await self._link.table(epoch)
+            await self._control.publish_region(epoch, self._seat.rank, payload)
+            regions = await self._control.region_table(epoch)
         except (rpc.CallError, JoinRefused) as error:
             raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
         if regions is None:
-            view = self._link.view
+            view = self._control.view
             raise TransportError(f"bring-up of epoch {epoch}: superseded by epoch {view.epoch}: {view.reason}")
         return regions
 
 
-def seat_in(view: View, link: Link) -> Seat | None:
-    """This worker's seat if a group that it is to take part in is forming in `view`, else None."""
-    me = link.me(view)
-    if me is None or view.state != control_pb2.EXCHANGING or is_outside(view, link):
+def seat_in(view: View, control: ControlPlaneClient) -> Seat | None:
+    """This worker's seat if `view` shows a forming group that includes it, else None."""
+    own_member = control.own_member(view)
+    if own_member is None or view.state != control_pb2.EXCHANGING or is_standby(view, control):
         return None
     active = frozenset(view.active_ranks) or None
-    return Seat(view.epoch, me.rank, view.world_size, active)
+    return Seat(view.epoch, own_member.rank, view.world_size, active)
 
 
-def is_outside(view: View, link: Link) -> bool:
-    """Whether this worker has a rank in a group that goes on without it for now."""
-    me = link.me(view)
-    return me is not None and bool(view.active_ranks) and me.rank not in view.active_ranks
+def is_standby(view: View, control: ControlPlaneClient) -> bool:
+    """Whether this worker has a rank in a group that serves without it for now."""
+    own_member = control.own_member(view)
+    return own_member is not None and bool(view.active_ranks) and own_member.rank not in view.active_ranks

@@ -25,16 +25,16 @@ from typing import Any
 
 import grpc
 
-from crossdock import wire
 from crossdock.common import log, rpc
-from crossdock.common.access import CALLER, Limiter, host_of
+from crossdock.common.access import CALLER, RateLimiter, host_of
 from crossdock.common.config import WorkerConfig
-from crossdock.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker.admission import REQUEST_BYTES, Door, Tokens
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
-from crossdock.worker.telemetry import Telemetry
 from crossdock.worker.work import Done, Failure, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
@@ -51,9 +51,9 @@ class Backend:
     """What every stream uses."""
 
     config: WorkerConfig
-    door: Door
+    validator: RequestValidator
     engine: Engine
-    telemetry: Telemetry
+    telemetry: WorkerTelemetry
     budget: Budget
 
 
@@ -74,7 +74,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
         self._streams: set[_Stream] = set()
-        self._limiter = Limiter(backend.config.max_requests_per_s)
+        self._limiter = RateLimiter(backend.config.max_requests_per_s)
         self._none_left = asyncio.Event()
         self._ended: rpc.CallError | None = None
 
@@ -151,14 +151,16 @@ class _Answer:
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(self, backend: Backend, client: Hashable, limiter: Limiter, make_room: Callable[..., None]) -> None:
+    def __init__(
+        self, backend: Backend, client: Hashable, limiter: RateLimiter, make_room: Callable[..., None]
+    ) -> None:
         self._backend, self._limiter, self._make_room = backend, limiter, make_room
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
         self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._share = backend.budget.open(client, self._room.set)
+        self._quota = backend.budget.open(client, self._room.set)
         self._read_all = self._given_up = False
         self._writing_since: float | None = None
         self._writing_bytes = 0
@@ -166,7 +168,7 @@ class _Stream:
     @property
     def client(self) -> Hashable:
         """Whose stream it is."""
-        return self._share.client
+        return self._quota.client
 
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Take requests until the client has no more. Bytes that are no message end the stream."""
@@ -201,7 +203,7 @@ class _Stream:
                 del event  # one copy is enough while the client takes its time
                 with self._write_deadline(num_bytes):
                     yield message
-                self._share.release(num_bytes)
+                self._quota.release(num_bytes)
                 self._room.set()
 
     @contextlib.contextmanager
@@ -234,7 +236,7 @@ class _Stream:
         while not self._events.empty():
             self._events.get_nowait()
         self._events.put_nowait(rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}"))
-        self._share.release(self._share.num_bytes - self._writing_bytes)
+        self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
     def end(self, error: rpc.CallError) -> None:
         """Raise `error` out of `answers`, after what is there to be told."""
@@ -243,7 +245,7 @@ class _Stream:
     def hang_up(self) -> None:
         """The stream is over: nobody waits for its requests any more."""
         self._withdraw_all("the client hung up")
-        self._share.close()
+        self._quota.close()
 
     def _withdraw_all(self, why: str) -> None:
         pending, self._pending = self._pending, {}
@@ -262,7 +264,7 @@ class _Stream:
                 raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
-            self._submit(request, self._backend.door.admit(request))
+            self._submit(request, self._backend.validator.validate(request))
         except Refused as refused:
             self._backend.telemetry.answered(refused.failure.code, 0, 0.0)
             self._events.put_nowait(_Answer(request.id, refused.failure))
@@ -284,7 +286,7 @@ class _Stream:
             reply=lambda answer: self._reply(request_id, answer),
         )
         try:
-            self._share.charge(tokens.num_bytes)
+            self._quota.charge(tokens.num_bytes)
         except BudgetExceeded as error:
             self._make_room(self, of_client=False)
             raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
@@ -296,7 +298,7 @@ class _Stream:
         except Refused:
             del self._pending[request_id]
             timer.cancel()
-            self._share.release(tokens.num_bytes)
+            self._quota.release(tokens.num_bytes)
             raise
 
     def _withdraw(self, request_id: int, failure: Failure) -> None:
@@ -319,7 +321,7 @@ class _Stream:
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
     def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._share.has_room(2 * request.ByteSize() + REQUEST_BYTES)
+        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.ByteSize() + REQUEST_BYTES)
 
 
 def _response(event: _Answer) -> expert_pb2.ForwardResponse:

@@ -1,17 +1,17 @@
-"""A worker's membership, from the first word to the control plane to the last. `Session.join` is the start-up story.
+"""A worker's membership in the group: join, serve, re-form, leave. `Session.join` is the start-up sequence.
 
-    join: registered ─▶ a complete group is forming ─▶ rank ─▶ load that rank's experts ─▶ publish region, map the
-          peers', first barrier ─▶ Ready ─▶ SERVING
-    serve: the engine takes steps until the epoch ends, experts move meanwhile (mover.py) ─▶ join the next one, in the
-          same process, experts kept
+    join: registered ─▶ a complete group is forming ─▶ rank ─▶ load that rank's experts ─▶ publish the region, map the
+          peers' regions, first barrier ─▶ Ready ─▶ SERVING
+    serve: the engine takes steps until the epoch ends, experts move meanwhile (expert_mover.py) ─▶ join the next
+          epoch, in the same process, experts kept
 
-An elastic group goes on without a rank that is lost: those that are left keep communicator and experts, tell the
-communicator who is left (`set_active`), and serve. Whoever is outside loads its experts and waits to be taken in.
+An elastic group continues without a lost rank: the remaining ranks keep communicator and experts, pass the remaining
+ranks to the communicator (`set_active`), and serve. A standby loads its experts and waits to be readmitted.
 
-An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or replaced); the
-engine found a peer silent, which is reported so that there will be a newer one; or ranks left between two steps. In
-each case requests here fail fast with UNAVAILABLE, naming ranks and epoch. A control plane that is only gone, or comes
-back empty, ends nothing: see link.py. The process around a session is in process.py.
+An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or was replaced); the
+engine found a peer silent and reported it, so that a newer one begins; or ranks left between two steps. In each case
+requests here fail fast with UNAVAILABLE, with ranks and epoch. The loss or restart of the control plane ends no epoch:
+see control_client.py. process.py has the process around a session.
 """
 
 from __future__ import annotations
@@ -24,65 +24,71 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.v1 import control_pb2
+from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
+from crossdock.worker.control_client import ControlPlaneClient, View
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.link import Link, View
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.model import Model
-from crossdock.worker.mover import Mover
 from crossdock.worker.placement import Placement, PlacementError
-from crossdock.worker.seat import ControlGroup, Seat, is_outside, seat_in
-from crossdock.worker.status import Status
-from crossdock.worker.telemetry import Telemetry
+from crossdock.worker.seat import ControlGroup, Seat, is_standby, seat_in
 from crossdock.worker.threads import in_thread
 from crossdock.worker.work import Failure, Fault, Left
+from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError
 
 _log = log.get(__name__)
 
 _LEAVE_GRACE_S = 0.25
-"""Between the wish to leave and leaving: ranks that are told to stop together shall all have heard it."""
-_FAREWELL_S = 2.0
-"""Longest wait for the peers to agree that this rank leaves."""
+"""Delay before leaving, so that ranks that are stopped together leave in one step."""
+_LEAVE_AGREEMENT_S = 2.0
+"""Longest wait for the peers to agree to the departure of this rank."""
 _RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What `join` gives: a seat in a serving group, its communicator, this rank's experts (None: it has none), and
-    where those of all ranks are."""
+    """Result of `join`: the seat in a serving group, its communicator, this rank's experts (None: it has no slots), and
+    the expert tables of all ranks."""
 
     seat: Seat
     comm: MoECommunicator
-    experts: Experts | None
-    holdings: Holdings
+    experts: ExpertMLPs | None
+    tables: ExpertTables
 
 
 class Session:
-    """One worker's life in the group. Make and use it on the event loop.
+    """Membership of one worker over all its epochs. Make and use it on the event loop.
 
     Args:
-        link: to the control plane; started.
-        model: what is served, and how a communicator for it is made.
+        control: client of the control plane; started.
+        model: the served model; makes communicators for it.
         engine: takes the steps.
-        status: what the rest of the process is told.
-        telemetry: told which experts this rank has.
-        mover: knows where experts are, and moves them.
+        status: readiness of the process.
+        telemetry: counts by expert.
+        mover: fetches placements and moves experts.
     """
 
     def __init__(
-        self, link: Link, model: Model, engine: Engine, status: Status, telemetry: Telemetry, mover: Mover
+        self,
+        control: ControlPlaneClient,
+        model: Model,
+        engine: Engine,
+        status: WorkerStatus,
+        telemetry: WorkerTelemetry,
+        mover: ExpertMover,
     ) -> None:
         self._mover = mover
-        self._link, self._model, self._engine, self._status = link, model, engine, status
+        self._control, self._model, self._engine, self._status = control, model, engine, status
         self._telemetry = telemetry
         self._epoch = 0
         self._comm: MoECommunicator | None = None
         self._aborted = False
-        self._outside: int | None = None
+        self._standby_rank: int | None = None
         self._left = asyncio.Event()
 
     async def run(self) -> None:
@@ -96,7 +102,7 @@ class Session:
     async def join(self) -> Membership:
         """From nothing, or from an epoch that ended, to a seat in a serving group. Raises JoinRefused, DeviceLost."""
         while True:
-            await self._link.wait(lambda view: view.version > 0)
+            await self._control.wait(lambda view: view.version > 0)
             self._status.joining("waiting for the group to be complete")
             seat = await self._next_seat()
             self._status.seated(seat)
@@ -109,62 +115,62 @@ class Session:
             comm = await self._connect(seat, placement)
             if comm is None:
                 continue
-            self._engine.open()  # before Ready: a client may hear of SERVING sooner than this rank does
-            if await self._say_ready(seat, placement) and await self._is_serving(seat):
-                self._link.serving(seat.epoch)
+            self._engine.open()  # before Ready: a client may see SERVING before this rank does
+            if await self._report_ready(seat, placement) and await self._is_serving(seat):
+                self._control.serving(seat.epoch)
                 num_experts, switched = self._model.spec.num_experts, self._telemetry.switched
-                holdings = Holdings(placement, num_experts, seat.rank, experts, switched, seat.mask)
-                return Membership(seat, comm, experts, holdings)
-            self._engine.close(failure_of(self._link.view))
+                tables = ExpertTables(placement, num_experts, seat.rank, experts, switched, seat.mask)
+                return Membership(seat, comm, experts, tables)
+            self._engine.close(failure_of(self._control.view))
 
     def _loading(self, done_bytes: int, total_bytes: int) -> None:
         self._status.loading(done_bytes, total_bytes)
         self._telemetry.loaded(done_bytes)
 
     async def _next_seat(self) -> Seat:
-        """Wait for a group to take part in that is newer than what this worker has tried."""
+        """Wait for a seat in an epoch newer than the last one tried."""
         while True:
-            view = await self._link.wait(lambda view: view.epoch > self._epoch and self._concerns(view))
-            seat = seat_in(view, self._link)
+            view = await self._control.wait(lambda view: view.epoch > self._epoch and self._concerns(view))
+            seat = seat_in(view, self._control)
             if seat is None:
-                await self._load_outside(view)
+                await self._load_as_standby(view)
                 continue
-            self._link.loaded(False)
-            self._outside, self._epoch = None, seat.epoch
+            self._control.standby_ready(False)
+            self._standby_rank, self._epoch = None, seat.epoch
             if seat.active is None:
                 self._close_comm()
             return seat
 
     def _concerns(self, view: View) -> bool:
-        if seat_in(view, self._link) is not None:
+        if seat_in(view, self._control) is not None:
             return True
-        me = self._link.me(view)
-        return me is not None and is_outside(view, self._link) and self._outside != me.rank
+        own_member = self._control.own_member(view)
+        return own_member is not None and is_standby(view, self._control) and self._standby_rank != own_member.rank
 
-    async def _load_outside(self, view: View) -> None:
-        """A group goes on without this worker: load the experts of its rank, and say that it can be taken in."""
-        me = self._link.me(view)
-        assert me is not None
-        self._link.loaded(False)
+    async def _load_as_standby(self, view: View) -> None:
+        """The group serves without this worker: load the experts of its rank, then report standby_ready."""
+        own_member = self._control.own_member(view)
+        assert own_member is not None
+        self._control.standby_ready(False)
         self._close_comm()
-        self._status.joining("loading beside a group that serves")
+        self._status.joining("loading as a standby of a serving group")
         try:
-            placement = await self._mover.fetch(Seat(view.epoch, me.rank, view.world_size))
+            placement = await self._mover.fetch(Seat(view.epoch, own_member.rank, view.world_size))
         except (rpc.CallError, PlacementError) as error:
             _log.info("no placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
             return
-        experts = await in_thread("load", self._model.load, placement, me.rank, self._loading)
+        experts = await in_thread("load", self._model.load, placement, own_member.rank, self._loading)
         self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
-        now = self._link.me(self._link.view)
-        if now is None or now.rank != me.rank or not is_outside(self._link.view, self._link):
-            return  # while it loaded it was taken in, or lost its rank
-        self._status.joining("waiting to be taken in by a group that serves")
-        self._outside = me.rank
-        self._link.loaded(True)
+        now = self._control.own_member(self._control.view)
+        if now is None or now.rank != own_member.rank or not is_standby(self._control.view, self._control):
+            return  # it was readmitted, or lost its rank, while it loaded
+        self._status.joining("waiting to be readmitted by a serving group")
+        self._standby_rank = own_member.rank
+        self._control.standby_ready(True)
 
     async def _placement(self, seat: Seat) -> Placement | None:
-        """Where the experts of this epoch lie; None if it came to nothing."""
+        """Fetch the placement of this epoch; None on failure, which is reported."""
         try:
             return await self._mover.fetch(seat)
         except (rpc.CallError, PlacementError) as error:
@@ -172,14 +178,14 @@ class Session:
         return None
 
     async def _connect(self, seat: Seat, placement: Placement) -> MoECommunicator | None:
-        """The communicator of this epoch, after the first barrier; None if the epoch came to nothing."""
-        group = ControlGroup(seat, self._link, asyncio.get_running_loop())
+        """The communicator of this epoch, after the first barrier; None on failure, which is reported."""
+        group = ControlGroup(seat, self._control, asyncio.get_running_loop())
         try:
             if seat.active is None:
                 self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
                 self._aborted = False
             else:
-                await self._go_on(seat)
+                await self._continue_without_lost(seat)
             return self._comm
         except PeerTimeout as error:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
@@ -187,23 +193,23 @@ class Session:
             self._report(seat.epoch, Fault(str(error)))
         except DeviceLost:
             raise
-        except Exception as error:  # out of memory, out of file descriptors, ...: this epoch cannot be, the next may
+        except Exception as error:  # out of memory, of file descriptors, ...: the next epoch may work
             _log.exception("cannot connect")
             self._report(seat.epoch, Fault(f"{type(error).__name__}: {error}"))
         return None
 
-    async def _go_on(self, seat: Seat) -> None:
-        """Tell the communicator who is left; a collective of these, which ends when one of them is lost, too."""
+    async def _continue_without_lost(self, seat: Seat) -> None:
+        """Pass the remaining ranks to the communicator: a collective of these, interrupted if one of them is lost."""
         comm = self._comm
         if comm is None or self._aborted:
-            raise TransportError("no communicator to go on with")
+            raise TransportError("no communicator to continue with")
 
         def agree() -> None:
             devices.enter(self._model.device)
             comm.set_active(seat.mask, seat.epoch)
 
-        agreeing = in_thread("go on", agree)
-        newer = asyncio.ensure_future(self._link.wait(lambda view: view.epoch > seat.epoch))
+        agreeing = in_thread("set active", agree)
+        newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {agreeing, newer}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -212,11 +218,11 @@ class Session:
             await agreeing
         finally:
             newer.cancel()
-            del agreeing, either  # an exception of theirs holds this frame, and so the communicator
+            del agreeing, either  # their exception would keep this frame, and so the communicator, alive
 
-    async def _say_ready(self, seat: Seat, placement: Placement) -> bool:
+    async def _report_ready(self, seat: Seat, placement: Placement) -> bool:
         try:
-            await self._link.ready(seat.epoch, placement.version)
+            await self._control.ready(seat.epoch, placement.version)
         except rpc.CallError as error:
             self._report(seat.epoch, Fault(f"ready: {error}"))
             return False
@@ -228,20 +234,20 @@ class Session:
         def decided(view: View) -> bool:
             return view.epoch > seat.epoch or (view.epoch == seat.epoch and view.state == control_pb2.SERVING)
 
-        return (await self._link.wait(decided)).epoch == seat.epoch
+        return (await self._control.wait(decided)).epoch == seat.epoch
 
     async def _serve(self, membership: Membership) -> None:
-        """Take steps until the epoch ends, for whatever reason."""
-        seat, comm, holdings = membership.seat, membership.comm, membership.holdings
+        """Take steps until the epoch ends."""
+        seat, comm, tables = membership.seat, membership.comm, membership.tables
         self._status.serving(seat)
-        steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, holdings)
-        moving = asyncio.create_task(self._mover.run(seat, holdings))
-        newer = asyncio.ensure_future(self._link.wait(lambda view: view.epoch > seat.epoch))
+        steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, tables)
+        moving = asyncio.create_task(self._mover.run(seat, tables))
+        newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             witness = steps.done()
-            if not witness:  # what waits for a peer from here on ends because it is told to
+            if not witness:  # a wait for a peer that ends from here on was interrupted
                 self._end_epoch(newer, comm, seat)
             ended = await steps
             self._status.joining("re-forming: " + (ended.reason if isinstance(ended, Fault) else "ranks left"))
@@ -252,14 +258,14 @@ class Session:
             await asyncio.gather(moving, return_exceptions=True)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
-        """The control plane says that the epoch is over: tell the clients, free the engine. Where this rank goes on
-        with its communicator, the engine stops between two steps, or where it waits for a rank that is lost."""
+        """The control plane has ended the epoch: fail the requests and stop the engine. If this rank keeps its
+        communicator, the engine stops between two steps, or where it waits for a lost rank."""
         failure = _failure_in(newer)
         self._engine.close(failure)
         self._interrupt(newer, comm, seat, failure)
 
     def _interrupt(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat, failure: Failure) -> None:
-        """End what waits for ranks that were with `seat` and are lost; where all begin anew, whatever waits."""
+        """Interrupt waits for ranks of `seat` that are lost; if all ranks re-form, interrupt every wait."""
         if newer.exception() is None and seat.rank in newer.result().active_ranks:
             left = newer.result().active_ranks
             self._engine.pause()
@@ -269,7 +275,7 @@ class Session:
         comm.abort(failure.message)
 
     async def _follow_up(self, ended: Fault | Left, seat: Seat, newer: asyncio.Future[View], *, witness: bool) -> None:
-        """After the engine has stopped: leave, or see to it that there will be a newer epoch, and wait for that."""
+        """After the engine has stopped: leave, or report the fault and wait for a newer epoch."""
         if self._left.is_set() or (isinstance(ended, Left) and seat.rank in ended.ranks):
             self._left.set()
             return
@@ -279,15 +285,16 @@ class Session:
         self._engine.close(failure_of(await newer))
 
     def _report(self, epoch: int, fault: Fault, *, witness: bool = False) -> None:
-        """`witness`: found by this rank itself, so who is silent is news in the next epoch, too."""
-        if self._link.view.epoch > epoch and not (witness and fault.silent_ranks):
+        """`witness`: this rank itself found the silent peers, so the report counts in the next epoch, too."""
+        if self._control.view.epoch > epoch and not (witness and fault.silent_ranks):
             return
         _log.warning("reporting a fault", reason=fault.reason, silent_ranks=list(fault.silent_ranks))
         self._status.faulty(fault)
-        self._link.report(epoch, fault)
+        self._control.report(epoch, fault)
 
     def _close_comm(self) -> None:
-        """Only when the group is through with it: peers that still wait for this rank shall not take it for dead."""
+        """Close the communicator, only after the group has ended its epoch: peers that wait would take this rank for
+        dead."""
         if self._comm is not None:
             self._comm.close()
             self._comm = None
@@ -297,8 +304,8 @@ class Session:
         await self._left.wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Serve what is queued, refuse what comes, leave between two steps. `run` ends; returns after that, or when
-        `timeout_s` is over and the rest was answered UNAVAILABLE."""
+        """Serve queued requests, refuse new ones, then leave between two steps, which ends `run`. After `timeout_s` the
+        remaining requests are answered UNAVAILABLE."""
         self._status.draining()
         self._engine.drain()
         emptied, _ = await asyncio.gather(
@@ -309,15 +316,15 @@ class Session:
         if emptied and self._comm is not None and self._status.is_serving:
             self._engine.leave()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), _FAREWELL_S)
-        self._engine.close(Failure(grpc.StatusCode.UNAVAILABLE, "draining: this worker is going away"))
+                await asyncio.wait_for(self._left.wait(), _LEAVE_AGREEMENT_S)
+        self._engine.close(Failure(grpc.StatusCode.UNAVAILABLE, "draining: this worker is leaving"))
         if self._comm is not None and not self._left.is_set():
             self._comm.abort("leaving")
         self._left.set()
 
 
 def failure_of(view: View) -> Failure:
-    """What requests are told while the group of `view` does not serve."""
+    """The answer to requests while the group of `view` does not serve."""
     lost = tuple(sorted({*view.lost_ranks, *view.broken_ranks}))
     named = f"lost rank {', '.join(map(str, lost))}; " if lost else ""
     message = f"re-forming at epoch {view.epoch}: {named}{view.reason}"
@@ -329,4 +336,4 @@ def _failure_in(newer: asyncio.Future[View]) -> Failure:
 
 
 def _replaced(error: BaseException | None) -> Failure:
-    return Failure(grpc.StatusCode.UNAVAILABLE, f"this worker is out of the group: {error}")
+    return Failure(grpc.StatusCode.UNAVAILABLE, f"this worker has left the group: {error}")

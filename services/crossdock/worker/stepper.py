@@ -1,8 +1,8 @@
-"""One step of one rank: dispatch -> experts -> combine. Knows tensors and the communicator; no queue and no lock.
+"""One step of one rank: dispatch -> experts -> combine. Uses tensors and the communicator; has no queue and no lock.
 
-A rank must never stop in the middle of a step: its peers wait for its rows. So what fails here on its own account
-(the experts raise; dispatch refuses its arguments) ends in `Batch.error`, and the step goes on with zeros or without
-tokens. Only what the communicator raises about its peers, and a GPU that is lost, leave `step` as an exception.
+A rank must never stop in the middle of a step, because its peers wait for its rows. So a local failure (the experts
+raise; dispatch refuses its arguments) is stored in `Batch.error`, and the step continues with zeros or without tokens.
+Only errors of the communicator about its peers, and a lost GPU, leave `step` as exceptions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.common import log
-from crossdock.worker.experts import Experts
-from crossdock.worker.holdings import Holdings
-from crossdock.worker.lane import Lane
-from crossdock.worker.telemetry import StepRecord
+from crossdock.worker.device_stream import DeviceStream
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.work import Slice
+from crossdock.worker.worker_telemetry import StepRecord
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
 
 _log = log.get(__name__)
@@ -31,9 +31,9 @@ class Batch:
     """This rank's share of one step.
 
     Attributes:
-        slices: whose rows; in the order of the rows of z.
+        slices: of the requests, in the order of the rows of z.
         z: [T, H] in the communicator's output dtype, in host memory.
-        error: why this rank's own part failed, or empty.
+        error: of this rank's experts, or empty.
         record: numbers for telemetry.
     """
 
@@ -48,56 +48,60 @@ class Stepper:
 
     Args:
         comm: of this epoch, GROUPED.
-        experts: this rank's, in slot order; None if it has none.
-        lane: to the communicator's device; entered.
-        holdings: which slot holds which expert, and how that changes; None: slot and expert are the same number.
+        experts: of this rank, in slot order; None if it has no slots.
+        stream: of the communicator's device; entered.
+        tables: expert of each slot; None: slot and expert numbers are equal.
     """
 
     def __init__(
-        self, comm: MoECommunicator, experts: Experts | None, lane: Lane, holdings: Holdings | None = None
+        self,
+        comm: MoECommunicator,
+        experts: ExpertMLPs | None,
+        stream: DeviceStream,
+        tables: ExpertTables | None = None,
     ) -> None:
-        self._holdings = holdings
+        self._tables = tables
         self._comm, self._experts, config = comm, experts, comm.config
         self._output_dtype = config.resolved_output_dtype
-        self._lane = lane
+        self._stream = stream
         self._none: Tokens = (
             torch.empty(0, config.hidden_size, dtype=config.dtype),
             torch.empty(0, config.topk, dtype=torch.int32),
             torch.empty(0, config.topk, dtype=torch.float32),
         )
-        self._none_there = [part.to(lane.device) for part in self._none]
-        homes = ExpertMap.contiguous(config.num_experts, comm.size).replicas
-        self._home = torch.tensor([copies[0][0] for copies in homes] + [comm.rank])
+        self._none_on_device = [part.to(stream.device) for part in self._none]
+        owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
+        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank])
 
     def step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch:
         """Take one step; returns when its rows are in host memory. Collective.
 
         Args:
             layer: MoE layer number, equal on all ranks.
-            max_tokens: bound of every rank's tokens, equal on all ranks.
-            slices: this rank's tokens for it; may be none.
+            max_tokens: upper bound of tokens per rank, equal on all ranks.
+            slices: this rank's tokens; may be empty.
 
         Raises: TransportError and its kinds.
         """
-        lane, parts = self._lane, _parts(slices) or [[part] for part in self._none]
+        stream, parts = self._stream, _parts(slices) or [[part] for part in self._none]
         parts[1] = self._slots(layer, parts[1])
-        with lane.running():
-            out, handle, error = self._dispatch(lane.bring(parts), max_tokens)
-            lane.mark()
+        with stream.running():
+            out, handle, error = self._dispatch(stream.copy_in(parts), max_tokens)
+            stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
-            lane.mark()
-            lane.send_home(self._comm.combine(y, handle), out.counts)
+            stream.mark()
+            stream.copy_out(self._comm.combine(y, handle), out.counts)
             remote_rows = sum(map(self._count_remote_rows, parts[1]))
-            landed = lane.wait()
+            result = stream.wait()
         self._comm.check()
-        held = self._holdings.held(layer) if self._holdings is not None else None
+        held = self._tables.held(layer) if self._tables is not None else None
         num_tokens = sum(piece.num_tokens for piece in slices)
-        record = StepRecord(num_tokens, landed.rows_per_expert, remote_rows, *landed.phases_ns, layer, held)
-        return Batch(slices, landed.z, f"layer {layer}: {error or failed}" if error or failed else "", record)
+        record = StepRecord(num_tokens, result.rows_per_expert, remote_rows, *result.phases_ns, layer, held)
+        return Batch(slices, result.z, f"layer {layer}: {error or failed}" if error or failed else "", record)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The slots of the experts that the tokens of a step have chosen."""
-        route = self._holdings.route(layer) if self._holdings is not None else None
+        """Slots of the experts chosen by the tokens of a step."""
+        route = self._tables.route(layer) if self._tables is not None else None
         if route is None:
             return ids
         return [route.slots(torch.cat(ids) if len(ids) > 1 else ids[0], self._comm.rank)]
@@ -106,25 +110,25 @@ class Stepper:
         x, topk_ids, topk_weights = tokens
         try:
             return *self._comm.dispatch(x, topk_ids, topk_weights, step_tokens=max_tokens), ""
-        except ArgumentError as error:  # nothing was sent: the peers still wait for this rank's dispatch
+        except ArgumentError as error:  # nothing was sent, and the peers wait for this rank's dispatch
             _log.exception("dispatch refused its arguments")
-            x, topk_ids, topk_weights = self._none_there
+            x, topk_ids, topk_weights = self._none_on_device
             return *self._comm.dispatch(x, topk_ids, topk_weights, step_tokens=max_tokens), f"dispatch: {error}"
 
     def _compute(
         self, layer: int, max_tokens: int, out: DispatchOutput, handle: DispatchHandle
     ) -> tuple[torch.Tensor, str]:
-        """Expert rows [N, H] and "", or zeros and why the experts raised."""
+        """Expert rows [N, H] and "", or zeros and the error of the experts."""
         experts, comm = self._experts, self._comm
         if experts is None or out.offsets is None or not out.tokens.shape[0]:
             return comm.combine_input(handle), ""
-        # On a GPU combine reads rows wherever they lie; on a CPU they save a copy if they are made in its buffer.
-        made_in_place = self._lane.device.type == "cuda" and experts.output_dtype is self._output_dtype
+        # On a GPU combine reads rows anywhere; on a CPU rows made in its buffer save a copy.
+        made_in_place = self._stream.device.type == "cuda" and experts.output_dtype is self._output_dtype
         y = None if made_in_place else comm.combine_input(handle)
         most_rows = min(out.tokens.shape[0], comm.size * comm.config.topk * max_tokens)
         try:
             return experts.forward(layer, out.tokens, out.offsets, out.counts, out=y, num_rows=most_rows), ""
-        except Exception as error:  # whatever it is, the peers are waiting for these rows
+        except Exception as error:  # the peers wait for these rows in any case
             _log.exception("experts failed", layer=layer)
             return (comm.combine_input(handle) if y is None else y).zero_(), f"experts: {type(error).__name__}: {error}"
 
@@ -132,7 +136,7 @@ class Stepper:
         """Rows that leave this rank for host tensor topk_ids [T, K]: one per (token, distinct other rank)."""
         if not topk_ids.shape[0]:
             return 0
-        ranks = self._home[topk_ids.long()]  # -1 finds the last entry: this rank
+        ranks = self._rank_of_slot[topk_ids.long()]  # -1 finds the last entry: this rank
         reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool).scatter_(1, ranks, True)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
 

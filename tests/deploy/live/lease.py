@@ -14,7 +14,7 @@ import pytest
 
 from crossdock.common.config import ElectionConfig
 from crossdock.control.election import Lease
-from crossdock.control.leases import KubernetesLeases
+from crossdock.control.kube_lease import KubernetesLeaseStore
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.release import CHART
 
@@ -34,7 +34,7 @@ class Place:
         self.helm("install", "moe", str(CHART), values=TWO)
         kubeconfig = cluster.account(self.namespace, "moe-control", folder)
         config = ElectionConfig(lease_name="moe", namespace=self.namespace, kubeconfig=str(kubeconfig))
-        self.leases = KubernetesLeases(config)
+        self.leases = KubernetesLeaseStore(config)
 
     def helm(self, *words: str, values: object = None) -> None:
         self.cluster.helm(*words, "--namespace", self.namespace, values=values, tool=self.tool)

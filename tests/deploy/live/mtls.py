@@ -72,7 +72,7 @@ def test_probes_are_answered_to_all_and_metrics_to_who_shows_a_certificate(relea
     """The kubelet, who shows none, has found the pods ready."""
     pod = release.pods("control")[0]
     assert fetched(release, pod, "/livez", shows=False)
-    assert "crossdock_certificate_not_after_seconds" in fetched(release, pod, "/metrics")
+    assert "crossdock_certificate_expiry_timestamp_seconds" in fetched(release, pod, "/metrics")
     with pytest.raises(HTTPError, match="403"):
         fetched(release, pod, "/metrics", shows=False)
     with pytest.raises((URLError, OSError)):

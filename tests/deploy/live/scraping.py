@@ -23,7 +23,7 @@ from tests.deploy.bed.say import Missing
 
 RULES = yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]
 ALERTS = {rule["alert"] for group in RULES for rule in group["rules"]}
-SURE = {"CrossdockNotServing", "CrossdockControlPlaneDown", "CrossdockNobodyLeads"}
+SURE = {"CrossdockNotServing", "CrossdockControlPlaneDown", "CrossdockNoLeader"}
 ABSENT = re.compile("crossdock_(ep_|certificate_|calls_refused|peer_timeouts|lost_|expert_moves)")
 """Metrics of vLLM's ranks, of TLS, and of harm that nobody does here."""
 

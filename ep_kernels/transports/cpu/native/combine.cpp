@@ -1,13 +1,15 @@
 // Combine: the experts' rows home, weighted and summed. The home rank pulls.
 //
-// Send half, expert rows anywhere in memory: this rank pre-reduces the rows of each (source, token) that it holds into one
-// partial (fp32, ascending k, rounded once to the combine dtype), writes the partials of all sources into a slot of its own
-// region, with a table that says where each token's partial lies, and publishes. Expert rows already in a registered
-// buffer (`combine_input`): only the table is published, and home computes the same partials itself; nothing is copied.
-// Receive half: home waits for every peer's number, and for each of its tokens sums the partials in ascending rank.
+// Send half, expert rows anywhere in memory: this rank pre-reduces the rows of each (source, token) that it holds into
+// one partial (fp32, ascending k, rounded once to the combine dtype), writes the partials of all sources into a slot of
+// its own region, with a table that says where each token's partial lies, and publishes. Expert rows already in a
+// registered buffer (`combine_input`): only the table is published, and home computes the same partials itself; nothing
+// is copied. Receive half: home waits for every peer's number, and for each of its tokens sums the partials in
+// ascending rank.
 //
 // Example: token 0 of rank 1 has k = 0 and 2 on rank 0 (rows 5, 9), k = 1 on rank 1 (row 2). Rank 0 writes the partial
-// round(w0 * y[5] + w2 * y[9]); rank 1 writes round(w1 * y[2]); home (rank 1) adds the first and the second, in that order.
+// round(w0 * y[5] + w2 * y[9]); rank 1 writes round(w1 * y[2]); home (rank 1) adds the first and the second, in that
+// order.
 //
 // Exact combine: every row travels on its own, rounded to the combine dtype, and home sums w * row in ascending k.
 //
@@ -158,7 +160,8 @@ Contribution contribution_of(const Comm& c, int r, int slot) {
           direct};
 }
 
-// One thing that home adds: a travelled partial or row, or rows of which home makes the partial; weighted at home if exact.
+// One thing that home adds: a travelled partial or row, or rows of which home makes the partial; weighted at home if
+// exact.
 struct Addend {
   const uint8_t* moved = nullptr;  // as staged, combine dtype
   const float* scales = nullptr;

@@ -47,7 +47,8 @@ struct Want {
 
 int64_t now_ns();
 
-// A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads anywhere.
+// A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
+// anywhere.
 template <typename T>
 class Array {
  public:

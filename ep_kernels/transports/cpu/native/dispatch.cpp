@@ -1,9 +1,9 @@
 // Dispatch: tokens to the ranks that hold their experts. The receiver pulls.
 //
-// Send half: each rank routes its own tokens, writes places, weights and payload (quantised here, once per token) into a
-// slot of its own region, and publishes the slot's sequence number. Receive half: each rank waits for every peer's number,
-// reads the places of all tokens, so knows every row's final place without an exchange of counts, and copies each row
-// from the source's slot straight into the output. Last, it publishes that it has consumed the slot.
+// Send half: each rank routes its own tokens, writes places, weights and payload (quantised here, once per token) into
+// a slot of its own region, and publishes the slot's sequence number. Receive half: each rank waits for every peer's
+// number, reads the places of all tokens, so knows every row's final place without an exchange of counts, and copies
+// each row from the source's slot straight into the output. Last, it publishes that it has consumed the slot.
 //
 // Example: R = 2, rank 1 sends token 0 to places (rank 0, slot 1) and (rank 1, slot 0). It writes the row once into its
 // slot. Rank 0 finds `dest[0] = {1, 2}` there (stride 2): place 1 is its own expert 1; place 2 is not its business.

@@ -1,14 +1,15 @@
 // Barrier, exchange, sleep, and the agreement after a loss.
 //
-// Exchange: two slots by parity are enough, without credit. A rank writes slot e % 2 again in exchange e + 2; it gets there
-// only after every peer has entered e + 1, and a peer enters e + 1 only after it has read all of exchange e.
+// Exchange: two slots by parity are enough, without credit. A rank writes slot e % 2 again in exchange e + 2; it gets
+// there only after every peer has entered e + 1, and a peer enters e + 1 only after it has read all of exchange e.
 //
 // Agreement: survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
-// takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a rank
-// passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are free.
-// Two entries by parity suffice for the same reason as in exchange. A rank that was left out may live and go on reading;
-// `membership`, changed before any slot is written again, tells it (Comm::confirm). A barrier reads nothing and does not
-// ask: a rank that leaves in good order meets the others in one, and they may go on before it has returned.
+// takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
+// rank passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are
+// free. Two entries by parity suffice for the same reason as in exchange. A rank that was left out may live and go on
+// reading; `membership`, changed before any slot is written again, tells it (Comm::confirm). A barrier reads nothing
+// and does not ask: a rank that leaves in good order meets the others in one, and they may go on before it has
+// returned.
 #include "group.hpp"
 
 #include <algorithm>

@@ -4,7 +4,7 @@
 //   page 0            BellPage       peers write here (ring), the owner sleeps here
 //   page 1..          Control        sequence words: what the owner has published and consumed
 //   dispatch slots    F x { SlotMeta | dest int32 [M,K] | weights f32 [M,K] | payload [M,row] | scales [M,scale] }
-//   combine slots     F x { SlotMeta | rows int32 [R,M,K] | row weights f32 [R,M,K] | partials [P,row] | scales [P,scale] }
+//   combine slots     F x { SlotMeta | rows int32 [R,M,K] | weights f32 [R,M,K] | partials [P,row] | scales [P,scale] }
 //   expert outputs    F x { [rows, H] output dtype }: what combine_input() hands out
 //
 // F = max_in_flight, M = max tokens, K = topk, R = ranks, P = R*M (exact: R*M*K). Memory is sparse until touched.

@@ -1,5 +1,5 @@
-// What is done to the columns of one row. Three builds of the same source (baseline, AVX2, AVX-512) fill one table each;
-// all give the same bits: no contraction, no reassociation, every conversion round-to-nearest-even as torch's.
+// What is done to the columns of one row. Three builds of the same source (baseline, AVX2, AVX-512) fill one table
+// each; all give the same bits: no contraction, no reassociation, every conversion round-to-nearest-even as torch's.
 #pragma once
 #include <cstdint>
 

@@ -113,7 +113,8 @@ void dequantize(float* __restrict acc, const uint8_t* __restrict q, const float*
   }
 }
 
-// A row usually lands in memory that no cache holds: asking for its lines early, for writing, is worth a third of the time.
+// A row usually lands in memory that no cache holds: asking for its lines early, for writing, is worth a third of the
+// time.
 void copy(void* __restrict dst, const void* __restrict src, int64_t bytes) {
   auto* to = static_cast<char*>(dst);
   const auto* from = static_cast<const char*>(src);

@@ -77,8 +77,8 @@ CD_API const char* cd_error(int status, int described) {
 }
 
 // A launch of which only stream and arguments are still open. kIsCooperative: all blocks are resident together, or the
-// launch is refused. kIsOverlapped: the grid may be set up while the kernel before it on the stream still runs, and must
-// itself wait for that kernel's end.
+// launch is refused. kIsOverlapped: the grid may be set up while the kernel before it on the stream still runs, and
+// must itself wait for that kernel's end.
 struct Prepared {
   void* function;
   uint32_t blocks, threads, shared_bytes, flags;

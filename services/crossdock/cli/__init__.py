@@ -1,0 +1,1 @@
+"""The command `crossdock`: what people run, and how it is shown."""

@@ -1,0 +1,380 @@
+"""The command `crossdock`. Parses, loads a config, calls one function; each command imports what it needs when it runs.
+
+Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 nobody there to talk to, or (a worker) a group
+that does not take it, 4 (a worker) a GPU that was lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import crossdock
+from crossdock.cli.console import (
+    DEFAULT_TARGET,
+    ConfigFile,
+    Json,
+    Overrides,
+    ParentPid,
+    SecurityFile,
+    Target,
+    console,
+    load_security,
+    security_of,
+    security_override,
+    show_json,
+)  # fmt: skip
+from crossdock.cli.members import cordon, drain, uncordon
+from crossdock.cli.tune import tune
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+_USAGE_ERRORS = (
+    "AddressError", "CheckpointError", "ConfigError", "HopelessError", "ListenError", "OptionError", "SecurityError",
+)  # fmt: skip
+
+app = typer.Typer(
+    name="crossdock",
+    help="Serve the experts of a mixture-of-experts model, expert-parallel.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Serve the experts of a mixture-of-experts model, expert-parallel."""
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option("--model", "-m", help="Directory of a Hugging Face MoE checkpoint.")] = "",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
+    listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
+    join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
+    transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
+    log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
+    runtime: Annotated[str, typer.Option("--runtime", help="process, or docker: containers of our images.")] = "",
+    security: SecurityFile = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a control plane and its workers on this host. Ctrl-C drains them."""
+    from crossdock.common.config import ConfigFileError, HostConfig, load
+    from crossdock.host.run import on_runtime, run_host
+
+    if join and listen:
+        raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
+    chosen = {
+        "worker.model": model,
+        "worker.transport": transport,
+        "worker.dtype": dtype,
+        "worker.control": join,
+        "num_workers": workers,
+        "log_dir": log_dir,
+        "control.listen": listen,
+    }
+    if not (model or config or overrides):
+        raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
+    flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
+    flags += ["control=null"] if join else []
+    if security:
+        flags += [
+            f"{part}.security={security_override(security)}" for part in ("worker", *([] if join else ["control"]))
+        ]
+    loaded = load(HostConfig, config, [*flags, *(overrides or [])])
+    raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
+
+
+@app.command()
+def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+    """Run the control plane: who is in the group, which rank is whose. Needs no torch."""
+    from crossdock.common.config import ControlConfig, load
+
+    loaded = load(ControlConfig, config, overrides or [])
+    _die_with(parent_pid)
+    from crossdock.control.process import run_control
+
+    raise typer.Exit(run_control(loaded))
+
+
+@app.command()
+def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+    """Run one expert worker: one process, one device, one rank."""
+    from crossdock.common.config import WorkerConfig, load
+
+    loaded = load(WorkerConfig, config, overrides or [])
+    _die_with(parent_pid)
+    from crossdock.worker.process import EXIT_DEVICE_LOST, run_worker
+
+    code = run_worker(loaded)
+    if code == EXIT_DEVICE_LOST:  # an orderly end would free what the lost GPU holds, and could crash on it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
+
+
+@app.command("deep-ep")
+def deep_ep(as_json: Json = False) -> None:
+    """Print the folder that makes `import deep_ep` mean Crossdock: PYTHONPATH="$(crossdock deep-ep)" PROGRAM."""
+    path = str(Path(crossdock.__file__).parent / "deep_ep" / "path")
+    show_json({"path": path}) if as_json else print(path)
+
+
+@app.command()
+def status(
+    target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
+    from crossdock.cli.status import as_dict, as_table, plain_text
+    from crossdock.common.control_channel import call_leader
+    from crossdock.host.supervisor import current_view
+    from crossdock.protocol.v1.control_pb2 import SERVING
+
+    guards = security_of(security)
+    view = call_leader(target, guards, lambda channel: current_view(channel, timeout_s))
+    exposed = plain_text(view, target) if guards is None else []
+    if as_json:
+        show_json(as_dict(view, exposed))
+    else:
+        printer = console()
+        printer.print(as_table(view, target, exposed, printer.width if printer.is_terminal else 0))
+    raise typer.Exit(0 if view.state == SERVING else EXIT_FAILED)
+
+
+@app.command()
+def experts(
+    target: Target = DEFAULT_TARGET,
+    layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
+    most: Annotated[int, typer.Option("--most", min=1, help="With --layer: so many experts.")] = 32,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    security: SecurityFile = None,
+) -> None:
+    """Show each expert's load and copies, how balanced the ranks are, and what would move."""
+    from crossdock.cli.experts import as_dict, as_tables
+    from crossdock.common import rpc
+    from crossdock.common.config import ConfigFileError
+    from crossdock.common.control_channel import call_leader
+    from crossdock.protocol.v1.control_pb2 import ExpertsRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+    found = call_leader(
+        target,
+        security_of(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
+    )
+    known = [one.layer for one in found.layers]
+    if layer is not None and found.version and layer not in known:
+        raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
+    if as_json:
+        show_json(as_dict(found, layer))
+    else:
+        console().print(as_tables(found, target, layer, most))
+
+
+@app.command()
+def rebalance(
+    target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    security: SecurityFile = None,
+) -> None:
+    """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
+    from crossdock.common import rpc
+    from crossdock.common.control_channel import call_leader
+    from crossdock.protocol.v1.control_pb2 import RebalanceRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+    started = call_leader(
+        target,
+        security_of(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Rebalance, RebalanceRequest(), timeout_s=timeout_s),
+    )
+    if as_json:
+        show_json({"version": started.version, "moves": started.moves})
+    elif started.moves:
+        print(f"placement {started.version}: loading {started.moves} copies; `crossdock experts` shows how far it is")
+    else:
+        print(f"placement {started.version}: balanced well enough, nothing moves")
+
+
+@app.command()
+def demo(
+    transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
+    family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    as_json: Json = False,
+    security: SecurityFile = None,
+) -> None:
+    """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo.run import FAMILIES, run_demo
+
+    chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
+    raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
+
+
+@app.command()
+def topo(
+    files: Annotated[list[Path] | None, typer.Argument(help="Facts of hosts, from `crossdock topo --facts`.")] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its live group.")] = "",
+    as_json: Json = False,
+    as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
+    as_svg: Annotated[bool, typer.Option("--svg", help="Print a picture.")] = False,
+    only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, to be read elsewhere.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Show who reaches whom, by which way and how fast, each GPU's NIC, and why a transport is off.
+
+    Of this host, of hosts whose facts were written to files, or of a live group.
+    """
+    from crossdock.common.config import ConfigFileError
+    from crossdock.topo import listing, picture, sources
+
+    if bool(files) + bool(target) + only_facts > 1 or as_json + as_dot + as_svg > 1:
+        raise ConfigFileError("expected at most one of FILES, --target, --facts, and of --json, --dot, --svg")
+    if target:
+        found = sources.of_group(target, timeout_s, security_of(security))
+    elif files:
+        found = sources.of_hosts(sources.read_facts(files), None, "from files")
+    else:
+        from crossdock.topo.facts import host_facts
+
+        host = host_facts()
+        if only_facts:
+            print(sources.write_facts(host))
+            return
+        found = sources.of_hosts([host], None, "this host")
+    if as_json:
+        show_json(listing.as_dict(found))
+    elif as_dot or as_svg:
+        print(picture.as_dot(found) if as_dot else picture.as_svg(found), end="")
+    else:
+        console().print(listing.as_tables(found), soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    transport: Annotated[str, typer.Option("--transport", help="auto, cpu or nvlink.")] = "auto",
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
+    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
+    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
+    from crossdock.doctor import run
+
+    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
+    findings = run.examine(request)
+    kept = list(findings) if as_json else run.show(findings, console())
+    if as_json:
+        show_json(run.as_dict(kept, strict=strict))
+    raise typer.Exit(run.exit_code(kept, strict=strict))
+
+
+@app.command()
+def memory(
+    as_json: Json = False,
+    num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="H.")] = 7168,
+    topk: Annotated[int, typer.Option("--topk", help="K.")] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens per rank.")] = 128,
+    ranks: Annotated[int, typer.Option("--ranks", help="R.")] = 8,
+    mode: Annotated[str, typer.Option("--mode", help="ll, ht or auto.")] = "ll",
+    layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, ...")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
+) -> None:
+    """Show the bytes of one rank's nvlink region, array by array."""
+    from crossdock.cli import memory as regions
+
+    config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
+    show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
+
+
+for _command in (tune, drain, cordon, uncordon):
+    app.command()(_command)
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where they are written; made if missing.")],
+    host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of a server. Repeatable.")] = None,
+    days: Annotated[int, typer.Option("--days", min=1, help="Until they end.")] = 365,
+    as_json: Json = False,
+) -> None:
+    """Make an authority and certificates for every part of a group. Run again: new ones of the same authority."""
+    from crossdock.cli.certs import make_all
+
+    made = [str(path) for path in make_all(folder, host or (), days)]
+    show_json({"configs": made}) if as_json else print(*made, sep="\n")
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Show the versions of Crossdock and of what it stands on."""
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    found: dict[str, str | None] = {"crossdock": crossdock.__version__, "python": platform.python_version()}
+    for name in ("grpcio", "protobuf", "torch", "transformers"):
+        try:
+            found[name] = version_of(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if as_json:
+        show_json(found)
+    else:
+        print(*(f"{name} {number or 'not installed'}" for name, number in found.items()), sep="\n")
+
+
+def _die_with(parent_pid: int) -> None:
+    if parent_pid:
+        from crossdock.host.child import die_with
+
+        die_with(parent_pid)
+
+
+def main() -> None:
+    """Run the command; an error becomes one line on stderr and an exit status."""
+    try:
+        app(prog_name="crossdock")
+    except KeyboardInterrupt:
+        sys.exit(128 + 2)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        _complain(error)
+        sys.exit(exit_status(error))
+
+
+def exit_status(error: Exception) -> int:
+    """The exit status that stands for an error."""
+    from crossdock.common.config import ConfigFileError
+
+    if isinstance(error, ConfigFileError) or type(error).__name__ in _USAGE_ERRORS:
+        return EXIT_USAGE
+    return EXIT_UNREACHABLE if isinstance(error, ConnectionError | TimeoutError) else EXIT_FAILED
+
+
+def _complain(error: Exception) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    words = str(error) or type(error).__name__
+    if isinstance(error, ImportError):
+        words += ' (is the extra installed? pip install "crossdock[worker]")'
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)

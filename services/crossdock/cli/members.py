@@ -1,0 +1,111 @@
+"""The commands `crossdock drain`, `cordon` and `uncordon`; see `cli`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+
+if TYPE_CHECKING:
+    from crossdock.protocol.v1.control_pb2 import Barred, GroupView
+
+Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
+Reason = Annotated[str, typer.Option("--reason", help="Shown to whoever asks why.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")]
+LOOK_S = 0.25
+
+
+def drain(
+    name: Name,
+    reason: Reason = "",
+    target: Target = DEFAULT_TARGET,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until all have left.")] = 60.0,
+    as_json: Json = False,
+    timeout_s: Timeout = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Make workers finish what is queued and leave, and keep them out until `uncordon`. Exit status 1: some stayed."""
+    barred = _cordon(name, reason, target, timeout_s, security, drain_too=True)
+    deadline = time.monotonic() + wait_s
+    left = _members(target, timeout_s, security)
+    while set(left) & {one.uid for one in barred} and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        left = _members(target, timeout_s, security)
+    stayed = sorted(set(left) & {one.uid for one in barred})
+    _print(barred, "left" if not stayed else "asked to leave", as_json=as_json, stayed=stayed)
+    raise typer.Exit(1 if stayed else 0)
+
+
+def cordon(
+    name: Name,
+    reason: Reason = "",
+    target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
+    timeout_s: Timeout = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Do not let workers in again once they are out of the group; members serve on."""
+    _print(_cordon(name, reason, target, timeout_s, security, drain_too=False), "cordoned", as_json=as_json)
+
+
+def uncordon(
+    name: Name,
+    target: Target = DEFAULT_TARGET,
+    as_json: Json = False,
+    timeout_s: Timeout = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Let workers in again: cordoned, drained or quarantined ones."""
+    from crossdock.common import rpc
+    from crossdock.common.control_channel import call_leader
+    from crossdock.protocol.v1.control_pb2 import UncordonRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+    request = UncordonRequest(name=name)
+    answer = call_leader(
+        target,
+        security_of(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Uncordon, request, timeout_s=timeout_s),
+    )
+    _print(list(answer.barred), "may come back", as_json=as_json)
+
+
+def _cordon(
+    name: str, reason: str, target: str, timeout_s: float, security: Path | None, *, drain_too: bool
+) -> list[Barred]:
+    from crossdock.common import rpc
+    from crossdock.common.control_channel import call_leader
+    from crossdock.protocol.v1.control_pb2 import CordonRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+    request = CordonRequest(name=name, reason=reason, drain=drain_too)
+    answer = call_leader(
+        target,
+        security_of(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Cordon, request, timeout_s=timeout_s),
+    )
+    return list(answer.barred)
+
+
+def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
+    from crossdock.common.control_channel import call_leader
+    from crossdock.host.supervisor import current_view
+
+    view: GroupView = call_leader(target, security_of(security), lambda channel: current_view(channel, timeout_s))
+    return [member.worker.uid for member in view.members]
+
+
+def _print(barred: list[Barred], done: str, *, as_json: bool, stayed: list[str] | None = None) -> None:
+    if as_json:
+        workers = [
+            {"uid": one.uid, "hostname": one.hostname, "cause": one.cause, "reason": one.reason, "drain": one.drain}
+            for one in barred
+        ]
+        show_json({"workers": workers, **({} if stayed is None else {"stayed": stayed})})
+        return
+    for one in barred:
+        print(f"{one.uid} on {one.hostname}: {'still a member' if one.uid in (stayed or ()) else done}")

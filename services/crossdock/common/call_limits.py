@@ -1,0 +1,208 @@
+"""Limits of open calls at a server: in total and per peer, fair among the connections of one peer.
+
+A peer is a host together with the names of its certificate. In plain text all processes of a host are one peer, and
+one of them must not lock out the others. When no permit is left, the pool revokes the permit of a call on the
+connection that holds the most, or else of a call without traffic for `IDLE_S`. The new call is refused only if all
+other calls are busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from crossdock.common.call_errors import ResourceExhausted
+
+IDLE_S = 1.0
+UNFINISHED_BYTES_PER_PEER = 48 << 20
+MIN_READING_PER_PEER = 12
+"""Enough for a host of eight engines and its monitoring."""
+_WAIT_S, _POLL_S = 2 * IDLE_S, 0.02
+"""Longest wait for a permit to read a request, and the polling interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Limits of one server.
+
+    Attributes:
+        calls: open at once.
+        calls_per_peer: open at once for one peer.
+        reading: open calls whose request may be incomplete; each can hold one message of the largest size.
+        reading_per_peer: the same for one peer.
+    """
+
+    calls: int
+    calls_per_peer: int
+    reading: int
+    reading_per_peer: int
+
+    @staticmethod
+    def of(max_message_bytes: int, calls: int) -> CallLimits:
+        """One peer gets a quarter of the calls, and as many unfinished messages as fit UNFINISHED_BYTES_PER_PEER."""
+        reading = max(MIN_READING_PER_PEER, min(calls // 4, UNFINISHED_BYTES_PER_PEER // max_message_bytes))
+        return CallLimits(calls, max(1, calls // 4), 4 * reading, reading)
+
+
+@dataclass(slots=True, eq=False)
+class Permit:
+    """The permit of one open call.
+
+    Attributes:
+        peer: of the call.
+        connection: of the call.
+        cancel: ends the call when its permit is revoked.
+        at: time of the last traffic.
+        pinned: it cannot be revoked.
+        revoked: another call has taken it.
+    """
+
+    peer: Hashable
+    connection: str
+    cancel: Callable[[], None]
+    at: float
+    pinned: bool = False
+    revoked: bool = False
+
+
+class PermitPool:
+    """Permits for open calls.
+
+    Args:
+        max_total: permits of all peers together.
+        max_per_peer: permits of one peer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, max_total: int, max_per_peer: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_total, self.max_per_peer, self._clock = max_total, max_per_peer, clock
+        self._peers: dict[Hashable, dict[Permit, None]] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def acquire(self, peer: Hashable, connection: str, cancel: Callable[[], None]) -> Permit | None:
+        """Get a permit, if need be by revoking that of another call. None: all are in use by busy calls."""
+        own = self._peers.get(peer, {})
+        if len(own) >= self.max_per_peer or self._num >= self.max_total:
+            victim = self._victim(self._candidates(own), connection)
+            if victim is None:
+                return None
+            self.release(victim)
+            victim.revoked = True
+            victim.cancel()
+        permit = Permit(peer, connection, cancel, self._clock())
+        self._peers.setdefault(peer, {})[permit] = None
+        self._num += 1
+        return permit
+
+    def release(self, permit: Permit) -> None:
+        """Return a permit. Idempotent."""
+        own = self._peers.get(permit.peer, {})
+        if permit in own:
+            del own[permit]
+            self._num -= 1
+            if not own:
+                del self._peers[permit.peer]
+
+    def progress(self, permit: Permit) -> None:
+        """Record traffic on the call."""
+        permit.at = self._clock()
+
+    def _candidates(self, own: dict[Permit, None]) -> dict[Permit, None]:
+        """Permits that may be revoked: those of the peer itself at its limit, else those of the peer with the most."""
+        if len(own) >= self.max_per_peer:
+            return own
+        most = max(self._peers.values(), key=len)
+        return most if len(most) > len(own) else own
+
+    def _victim(self, candidates: dict[Permit, None], connection: str) -> Permit | None:
+        held = Counter(permit.connection for permit in candidates)
+        movable = [permit for permit in candidates if not permit.pinned]
+        if not movable:
+            return None
+        victim = max(movable, key=lambda permit: (held[permit.connection], -permit.at))
+        if held[victim.connection] > held[connection] + 1:
+            return victim
+        victim = min(movable, key=lambda permit: permit.at)
+        return victim if self._clock() - victim.at >= IDLE_S else None
+
+
+class LimitReached(ResourceExhausted):
+    """All permits are in use by busy calls."""
+
+
+class CallPermits:
+    """The permits of one call. Made in the task of the call, which is cancelled when one of them is revoked.
+
+    Args:
+        open_pool: for the whole call.
+        reading: for its request, until that is complete.
+        peer: of the call.
+        connection: of the call.
+
+    Raises:
+        LimitReached: too many calls are open.
+    """
+
+    def __init__(self, open_pool: PermitPool, reading: PermitPool, peer: Hashable, connection: str) -> None:
+        self._task = asyncio.current_task()
+        self._peer, self._connection = peer, connection
+        self._permits: dict[PermitPool, Permit] = {}
+        self._open, self._reading = open_pool, reading
+        if not self._acquire(open_pool):
+            limit = open_pool.max_per_peer
+            raise LimitReached(f"calls: expected at most {limit} open at once of one caller, got one more")
+
+    @property
+    def revoked(self) -> bool:
+        """Whether one of the permits was revoked: the call must end."""
+        return any(permit.revoked for permit in self._permits.values())
+
+    async def acquire_reading(self) -> None:
+        """Wait until the request may be read. Raises LimitReached."""
+        last_at = time.monotonic() + _WAIT_S
+        while not self._acquire(self._reading):
+            if time.monotonic() > last_at:
+                limit = self._reading.max_per_peer
+                raise LimitReached(
+                    f"calls: expected at most {limit} requests under way at once of one caller, got one more"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def release_reading(self) -> None:
+        """The request is complete."""
+        self._release(self._reading)
+
+    def progress(self) -> None:
+        """Record traffic on the call."""
+        for pool, permit in self._permits.items():
+            pool.progress(permit)
+
+    def pin(self) -> None:
+        """Protect the permit of the whole call against revocation."""
+        self._permits[self._open].pinned = True
+
+    def release(self) -> None:
+        """Return all permits: the call has ended. Idempotent."""
+        self._release(self._reading)
+        self._release(self._open)
+
+    def _acquire(self, pool: PermitPool) -> bool:
+        permit = pool.acquire(self._peer, self._connection, self._cancel)
+        if permit is not None:
+            self._permits[pool] = permit
+        return permit is not None
+
+    def _release(self, pool: PermitPool) -> None:
+        permit = self._permits.get(pool)
+        if permit is not None:
+            pool.release(permit)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()

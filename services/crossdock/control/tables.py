@@ -1,0 +1,61 @@
+"""What placement.py and board.py speak of: tables of experts, load, what is to be placed, one change. Plain values.
+
+Letters: E experts, R ranks, P slots of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Table = tuple[tuple[int, ...], ...]
+"""Experts by rank, by slot."""
+Load = Sequence[float]
+"""Rows per expert, in any unit; copies share an expert's rows evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is to be placed, and where.
+
+    Attributes:
+        num_experts: E.
+        num_slots: P.
+        domains: number of the NVLink domain of each rank; [R].
+
+    Raises ValueError unless R >= 1 and E <= P <= E * R.
+    """
+
+    num_experts: int
+    num_slots: int
+    domains: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.domains:
+            raise ValueError("domains: expected one for each rank, got none")
+        most = self.num_experts * self.num_ranks
+        if not 1 <= self.num_experts <= self.num_slots <= most:
+            raise ValueError(f"num_slots: expected {self.num_experts}..{most}, got {self.num_slots}")
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.domains)
+
+    def capacity(self, rank: int) -> int:
+        """Slots of a rank."""
+        share, more = divmod(self.num_slots, self.num_ranks)
+        return share + (rank < more)
+
+
+class Change(NamedTuple):
+    """`taken` leaves `rank` for `other`, and `given` comes back; or (no `swap`) its copy on `other` becomes one more
+    of `taken`. `most`: load of the most loaded rank that is touched, afterwards."""
+
+    most: float
+    cost: int
+    taken: int
+    other: int
+    given: int
+    swap: bool

@@ -1,0 +1,1 @@
+"""The processes or containers of one host: started, kept running, drained together."""

@@ -1,0 +1,211 @@
+"""`crossdock up`: the processes or containers of a host as people see them. Shows progress, changes, until stopped."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from crossdock.common import log
+from crossdock.common.addresses import is_loopback
+from crossdock.common.announce import Addresses
+from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
+from crossdock.common.http import ask_http, serve_http
+from crossdock.common.security import Security
+from crossdock.common.settings import DockerConfig
+from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
+from crossdock.host.supervisor import CONTROL, Supervisor, Watched, describe
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+
+_PROBE_TIMEOUT_S = 1.0
+_LOOK_S = 5.0
+_JOIN_TIMEOUT_S = float("inf")
+"""Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
+
+
+def on_runtime(config: HostConfig, runtime: str) -> HostConfig:
+    """The config for `--runtime`: process, docker, or "" for what the config itself says. Raises ConfigFileError."""
+    if runtime not in ("", "process", "docker"):
+        raise ConfigFileError(f"--runtime: expected process or docker, got {runtime!r}")
+    if runtime == "process":
+        return msgspec.structs.replace(config, docker=None)
+    return msgspec.structs.replace(config, docker=config.docker or (DockerConfig() if runtime else None))
+
+
+def run_host(config: HostConfig, console: Console) -> int:
+    """Run the host's processes or containers until SIGINT or SIGTERM, then drain them; the exit status.
+
+    Raises:
+        ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers.
+        ConnectionError: no daemon answers that could run containers.
+        SupervisorError: the group could not come up; HopelessError: it never can, with this configuration or model.
+        ListenError: `http_listen` cannot be listened on.
+    """
+    if not Path(config.worker.model).is_dir():
+        raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
+    _check_transport(config.worker.transport)
+    log.setup(LogConfig(level="warning"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
+    supervisor = _containers(config, log_dir) if config.docker else _processes(config, log_dir)
+    timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
+    try:
+        with _health(config.http_listen, supervisor):
+            supervisor.start()
+            view = _wait(supervisor, timeout_s, console)
+            _show(supervisor, view, "stderr" if config.log_to_stderr else str(log_dir), console)
+            for line in plain_text_warning(exposed(config)):
+                console.print(line, soft_wrap=True)
+            _follow(supervisor, view, console)
+    except KeyboardInterrupt:
+        console.print("draining; Ctrl-C again kills")
+    finally:
+        _stop(supervisor, config.stop_timeout_s)
+    console.print("stopped")
+    return 0
+
+
+def _check_transport(name: str) -> None:
+    """Raises ConfigFileError for one that is not installed here; without `ep_kernels` here, containers bring theirs."""
+    found = find_spec("ep_kernels")
+    if found is None or not found.submodule_search_locations:
+        return
+    known = sorted(
+        path.parent.name for path in Path(found.submodule_search_locations[0]).glob("transports/*/transport.py")
+    )
+    if name not in known:
+        raise ConfigFileError(f"worker.transport: expected one of {', '.join(known)}, got {name!r}")
+
+
+def exposed(config: HostConfig) -> list[str]:
+    """Addresses at which the processes of this host listen without TLS and other hosts may reach them."""
+    servers = [server for server in (config.control, config.worker) if server is not None]
+    plain = [server.listen for server in servers if not server.security.is_on]
+    return [listen for listen in plain if not is_loopback(listen)]
+
+
+def _processes(config: HostConfig, log_dir: Path) -> Watched:
+    to_stderr, most = config.log_to_stderr, config.log_max_bytes
+    control, workers = config.control_config(), config.worker_configs()
+    return Supervisor(control, workers, log_dir, log_to_stderr=to_stderr, log_max_bytes=most)
+
+
+def _containers(config: HostConfig, log_dir: Path) -> Watched:
+    try:
+        from crossdock.host.docker import Containers
+    except ModuleNotFoundError as error:
+        if error.name != "docker":
+            raise
+        raise ConfigFileError(
+            'runtime docker: expected the docker SDK, got none (pip install "crossdock[docker]")'
+        ) from None
+    return Containers(config, log_dir)
+
+
+def _stop(supervisor: Watched, timeout_s: float) -> None:
+    try:
+        supervisor.stop(timeout_s)
+    except KeyboardInterrupt:
+        supervisor.stop(0)
+
+
+def _wait(supervisor: Watched, timeout_s: float, console: Console) -> GroupView:
+    said = ""
+    with console.status("starting") as status:
+
+        def progress(view: GroupView) -> None:
+            nonlocal said
+            words = _progress(view)
+            if not console.is_terminal and words != said:
+                console.print(words, highlight=False)
+            status.update(words)
+            said = words
+
+        return supervisor.wait_serving(timeout_s, progress)
+
+
+def _progress(view: GroupView) -> str:
+    if not view.version:
+        return "waiting for the control plane"
+    loaded = sum(member.stats.expert_bytes for member in view.members)
+    words = describe(view)
+    return f"{words}, {format_bytes(loaded)} of experts loaded" if loaded else words
+
+
+def _show(supervisor: Watched, view: GroupView, logs: str, console: Console) -> None:
+    target = supervisor.control_address
+    console.print(as_address_table(view, target))
+    console.print()
+    lines = {
+        "clients": f'crossdock.client.attach(model, "{target}")',
+        "status": f"crossdock status --target {target}",
+        "logs": logs,
+    }
+    for title, text in lines.items():
+        console.print(Text.assemble((f"{title:<9}", "dim"), text), soft_wrap=True)
+    console.print("Ctrl-C drains and stops", style="dim")
+
+
+def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
+    """Print every change of the group until interrupted."""
+    said = (view.epoch, view.state)
+    for new in supervisor.views(_LOOK_S):
+        if new.version and (new.epoch, new.state) != said:
+            said = (new.epoch, new.state)
+            style = "green" if new.state == SERVING else "yellow"
+            console.print(Text.assemble(f"epoch {new.epoch}: ", (describe(new), style)))
+
+
+@contextmanager
+def _health(listen: str, supervisor: Watched) -> Iterator[None]:
+    """The host's own page. With containers it is that of the workers' container, which is published."""
+    server = None
+    if listen and isinstance(supervisor, Supervisor):
+        children = supervisor
+
+        def ready() -> tuple[bool, str]:
+            return readiness([child.name for child in children.children], children.addresses(), children.security)
+
+        server = serve_http(listen, children.metrics.registry, ready, children.security)
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
+
+
+def readiness(
+    names: Sequence[str], where: Mapping[str, Addresses], security: Security | None = None
+) -> tuple[bool, str]:
+    """Whether every process of this host says that it is ready, and what the others say.
+
+    Args:
+        names: every process.
+        where: where those that listen do, by name.
+        security: by which those are checked that take TLS only.
+    """
+    reasons = [f"{name}: not listening" for name in names if name not in where]
+    for name, addresses in where.items():
+        ready, reason = _ask(name, addresses, security if addresses.https else None)
+        if not ready:
+            reasons.append(f"{name}: {reason}")
+    return not reasons, "; ".join(reasons) or "ready"
+
+
+def _ask(name: str, addresses: Addresses, security: Security | None) -> tuple[bool, str]:
+    """Whether the process there is ready, in its own words."""
+    named = "" if security is None else security.config.control_name if name == CONTROL else security.config.worker_name
+    try:
+        status, text = ask_http(addresses.http_address, "/readyz", _PROBE_TIMEOUT_S, security, named)
+    except (OSError, HTTPException) as error:
+        return False, str(error) or type(error).__name__
+    return status == HTTPStatus.OK, text.strip()

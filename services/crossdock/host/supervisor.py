@@ -1,0 +1,319 @@
+"""The processes of one host: a control plane (perhaps) and its workers, started, kept running, and drained together.
+
+    with Supervisor(ControlConfig(listen="127.0.0.1:0", world_size=4), workers, log_dir) as group:
+        view = group.wait_serving(60)
+
+Used by `crossdock up`, the demo and the tests. It decides nothing about membership: that is the control plane's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from crossdock.common import rpc
+from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
+from crossdock.common.announce import Addresses
+from crossdock.common.config import ControlConfig, WorkerConfig, dump
+from crossdock.common.control_channel import BlockingControlPlaneChannel
+from crossdock.common.cpus import usable_cpus
+from crossdock.common.metrics import HostMetrics
+from crossdock.common.security import Security, security_of
+from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+Progress = Callable[[GroupView], None]
+"""Told of each group view while the group forms."""
+
+CONTROL = "control"
+"""Name of the control plane among the children."""
+
+_LOOK_S = 1.0
+_REFUSED_S = 0.1
+"""Pause after a Watch that was refused at once, as by a server that is no control plane."""
+
+
+class SupervisorError(RuntimeError):
+    """The group cannot come up, or did not within the deadline; the message says which process and its last words."""
+
+
+class HopelessError(SupervisorError):
+    """A part gave up because its configuration or its model can never work."""
+
+
+class Watched(ABC):
+    """What `crossdock up` keeps running, seen through its control plane.
+
+    Args:
+        control_address: where this host reaches the control plane.
+        security: what it is asked with; None: plain text.
+    """
+
+    def __init__(self, control_address: str, security: Security | None) -> None:
+        self.control_address, self.security = control_address, security
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything; returns at once, see `wait_serving`."""
+
+    @abstractmethod
+    def stop(self, timeout_s: float = 40.0) -> None:
+        """Drain what runs, then end it; what is left after `timeout_s` is killed. Idempotent."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises SupervisorError with the last words of a part that gave up."""
+
+    @abstractmethod
+    def silent(self) -> str:
+        """The last words of the parts that do not listen, one line before each; "" if there are none."""
+
+    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
+        """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
+
+        Raises:
+            SupervisorError: a part gave up.
+        """
+        with BlockingControlPlaneChannel(self.control_address, self.security) as channel:
+            while True:
+                self.check()
+                problem = yield from _views(ControlPlaneStub(channel.grpc_channel), look_s)
+                if problem is not None:
+                    channel.fail_over(problem)
+
+    def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
+        """Wait until the control plane says SERVING; the view that said so.
+
+        Raises:
+            SupervisorError: a part gave up, or the deadline passed; with what was seen last.
+        """
+        deadline = time.monotonic() + timeout_s
+        with contextlib.closing(self.views()) as views:
+            for view in views:
+                if progress is not None:
+                    progress(view)
+                if view.state == SERVING:
+                    return view
+                if time.monotonic() > deadline:
+                    break
+        words = describe(view) if view.version else "no answer from the control plane"
+        raise SupervisorError(f"group: expected SERVING within {timeout_s:g} s, got {words}{self.silent()}")
+
+
+class Supervisor(Watched):
+    """Keeps one control plane and the workers of this host running.
+
+    A child that dies is started again after 0.5 s, doubling to 30 s while it keeps dying young. One that never listened
+    is given up after exit status 2 (bad configuration, bad model) or five deaths.
+
+    Args:
+        control: the control plane to run here. A port 0 is replaced by a free one, the same over restarts. None: join
+            the one that runs at the workers' own `control` address.
+        workers: one config per worker; their `control` is set to the control plane that runs here.
+        log_dir: gets `<name>.log` and `<name>.yaml` of each process; made if missing.
+        log_to_stderr: the processes log to this process's stderr instead of to files.
+        log_max_bytes: size at which a log file is copied to `<name>.log.1` and emptied; 0: never.
+
+    Raises:
+        SecurityError: the workers' certificates cannot be used; the group is watched with them too.
+    """
+
+    def __init__(
+        self,
+        control: ControlConfig | None,
+        workers: Sequence[WorkerConfig],
+        log_dir: Path,
+        *,
+        log_to_stderr: bool = False,
+        log_max_bytes: int = 0,
+    ) -> None:
+        if not workers:
+            raise ValueError("workers: expected at least one, got none")
+        workers = share_cpus(workers, usable_cpus())
+        self.metrics = HostMetrics()
+        self._counted_restarts: dict[str, int] = {}
+        self._log_dir, self._log_to_stderr, self._log_max_bytes = log_dir, log_to_stderr, log_max_bytes
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._control: Child | None = None
+        self._ports: list[socket.socket] = []
+        self._listens: dict[str, str] = {}
+        if control is not None:
+            fixed = msgspec.structs.replace(
+                control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
+            )
+            self._listens = {"control.listen": fixed.listen, "control.http_listen": fixed.http_listen}
+            address = reachable_from_here(fixed.listen)
+            workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
+            self._control = self._child(CONTROL, "control", fixed)
+        super().__init__(workers[0].control, security_of(workers[0].security))
+        self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def children(self) -> list[Child]:
+        """Every process kept here, the control plane first."""
+        return [*([self._control] if self._control else []), *self._workers]
+
+    @property
+    def control_pid(self) -> int:
+        """Process id of the control plane that runs here."""
+        if self._control is None:
+            raise SupervisorError("control_pid: expected a control plane on this host, got none")
+        return self._control.pid
+
+    def worker_pids(self) -> list[int]:
+        """Process id of each worker's latest process, by local rank."""
+        return [worker.pid for worker in self._workers]
+
+    def addresses(self) -> dict[str, Addresses]:
+        """Where this host reaches each process that listens just now, by name: "control", "worker-0", ..."""
+        return {child.name: _reachable(child.addresses) for child in self.children if child.addresses}
+
+    def start(self) -> None:
+        """Start every process; returns at once, see `wait_serving`. Raises HopelessError, and starts none, where
+        something listens already: if that is a control plane, our workers would take the seats of its own."""
+        for field, listen in self._listens.items():
+            _check_free(field, listen)
+        for child in self.children:
+            child.start()
+
+    def check(self) -> None:
+        """See `Watched`."""
+        for child in self.children:
+            if child.log_path is not None:
+                bound_log(child.log_path, self._log_max_bytes)
+            if child.hopeless:
+                kind = HopelessError if child.exit_status in EXITS_FOR_GOOD else SupervisorError
+                raise kind(f"{child.hopeless}:\n{child.tail()}")
+
+    def silent(self) -> str:
+        """See `Watched`."""
+        quiet = [child for child in self.children if child.log_path and child.addresses is None]
+        return "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in quiet)
+
+    def stop(self, timeout_s: float = 40.0) -> None:
+        """SIGTERM the workers, which drain and leave; then the control plane; SIGKILL what is left. Idempotent."""
+        deadline = time.monotonic() + timeout_s
+        for generation in (self._workers, [self._control] if self._control else []):
+            for child in generation:
+                child.terminate()
+            for child in generation:
+                if not child.join(deadline - time.monotonic()):
+                    child.kill()
+                    child.join(_LOOK_S)
+        for port in self._ports:
+            port.close()
+
+    def _fix_port(self, listen: str) -> str:
+        """Replace port 0 by a free one, so that workers find a restarted control plane again.
+
+        The system lends it to nobody else until `stop`, not even while the control plane is away: a socket is bound to
+        it that never listens, and SO_REUSEADDR, which servers set too, lets our own child listen there.
+        """
+        host, port = split_address(listen)
+        if port == 0:
+            held = socket.socket(family_of(host))
+            self._ports.append(held)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, 0))
+            port = held.getsockname()[1]
+        return format_address(host, port)
+
+    def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
+        path = self._log_dir / f"{name}.yaml"
+        path.write_text(dump(config), encoding="utf-8")
+        command = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
+        self.metrics.process_up.labels(process=name).set(0)
+        self.metrics.process_restarts_total.labels(process=name)  # exported as 0 from the start
+        log_path = None if self._log_to_stderr else self._log_dir / f"{name}.log"
+        return Child(name, command, log_path, self._note)
+
+    def _note(self, child: Child) -> None:
+        self.metrics.process_up.labels(process=child.name).set(child.addresses is not None)
+        restarts = child.restarts - self._counted_restarts.get(child.name, 0)
+        self._counted_restarts[child.name] = child.restarts
+        self.metrics.process_restarts_total.labels(process=child.name).inc(restarts)
+
+
+def share_cpus(workers: Sequence[WorkerConfig], num_cpus: int) -> list[WorkerConfig]:
+    """The same with `torch_threads` filled in where it is null: a worker's share of the processors, less one for its
+    event loop. Threads of a product spin: without a processor for each, throughput falls to a tenth."""
+    share = max(1, num_cpus // len(workers) - 1)
+    return [
+        msgspec.structs.replace(worker, torch_threads=share if worker.transport == "cpu" else 1)
+        if worker.torch_threads is None
+        else worker
+        for worker in workers
+    ]
+
+
+def _check_free(field: str, listen: str) -> None:
+    host, port = split_address(listen)
+    with socket.socket(family_of(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            words = f"expected an address where nothing listens yet, got {listen}: {error.strerror}"
+            raise HopelessError(f"{field}: {words}") from None
+
+
+def _reachable(where: Addresses) -> Addresses:
+    here = reachable_from_here
+    return Addresses(here(where.address), here(where.http_address), where.https)
+
+
+def describe(view: GroupView) -> str:
+    """A group view in a few words; an empty view (version 0) is what nobody answered."""
+    ready = sum(member.ready for member in view.members)
+    words = f"{GroupState.Name(view.state)}, {len(view.members)}/{view.world_size} registered, {ready} ready"
+    return f"{words} ({view.reason})" if view.reason else words
+
+
+def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
+    """The group as it is now. Raises rpc.CallError if the control plane does not say."""
+    call = ControlPlaneStub(channel).Watch(WatchRequest(), timeout=timeout_s)
+    try:
+        view: GroupView = next(call)
+        return view
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from None
+    finally:
+        call.cancel()
+
+
+def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody is_leading.
+    Returns why nobody did."""
+    call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
+    answered = False
+    try:
+        for view in call:
+            answered = True
+            yield view
+    except grpc.RpcError as error:
+        if not answered:
+            yield GroupView()
+        problem = rpc.error_of(error)
+        if problem.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            time.sleep(_REFUSED_S)
+        return None if answered else problem
+    finally:
+        call.cancel()
+    return None

@@ -1,0 +1,446 @@
+from crossdock.protocol.v1 import topology_pb2 as _topology_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROUP_STATE_UNSPECIFIED: _ClassVar[GroupState]
+    FORMING: _ClassVar[GroupState]
+    EXCHANGING: _ClassVar[GroupState]
+    SERVING: _ClassVar[GroupState]
+    FAILED: _ClassVar[GroupState]
+GROUP_STATE_UNSPECIFIED: GroupState
+FORMING: GroupState
+EXCHANGING: GroupState
+SERVING: GroupState
+FAILED: GroupState
+
+class WorkerId(_message.Message):
+    __slots__ = ("uid", "incarnation")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    incarnation: int
+    def __init__(self, uid: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class PriorMembership(_message.Message):
+    __slots__ = ("epoch", "rank", "region", "ready", "active_ranks")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    region: bytes
+    ready: bool
+    active_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "reads_barred", "barred")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ABI_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HTTPS_FIELD_NUMBER: _ClassVar[int]
+    READS_BARRED_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    host: _topology_pb2.HostFacts
+    local_rank: int
+    address: str
+    http_address: str
+    transport: str
+    abi: str
+    model: str
+    prior: PriorMembership
+    gpu_uuid: str
+    num_experts: int
+    moe_layers: _containers.RepeatedScalarFieldContainer[int]
+    https: bool
+    reads_barred: bool
+    barred: Barred
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
+
+class Barred(_message.Message):
+    __slots__ = ("uid", "hostname", "cause", "reason", "left_s", "drain", "told_by")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    TOLD_BY_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    hostname: str
+    cause: str
+    reason: str
+    left_s: float
+    drain: bool
+    told_by: int
+    def __init__(self, uid: _Optional[str] = ..., hostname: _Optional[str] = ..., cause: _Optional[str] = ..., reason: _Optional[str] = ..., left_s: _Optional[float] = ..., drain: bool = ..., told_by: _Optional[int] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("epoch", "lease_s", "barred")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lease_s: float
+    barred: Barred
+    def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("worker", "brief", "table_once")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    BRIEF_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ONCE_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    brief: bool
+    table_once: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https", "sick")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    HTTPS_FIELD_NUMBER: _ClassVar[int]
+    SICK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    worker: WorkerId
+    hostname: str
+    address: str
+    http_address: str
+    region: bytes
+    ready: bool
+    heartbeat_age_s: float
+    stats: WorkerStats
+    https: bool
+    sick: str
+    def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., sick: _Optional[str] = ...) -> None: ...
+
+class GroupView(_message.Message):
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    state: GroupState
+    world_size: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    reason: str
+    lost_ranks: _containers.RepeatedScalarFieldContainer[int]
+    version: int
+    model: str
+    broken_ranks: _containers.RepeatedScalarFieldContainer[int]
+    num_members: int
+    term: int
+    placement: int
+    active_ranks: _containers.RepeatedScalarFieldContainer[int]
+    barred: _containers.RepeatedCompositeFieldContainer[Barred]
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...
+
+class PublishRegionRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "region")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    epoch: int
+    region: bytes
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., region: _Optional[bytes] = ...) -> None: ...
+
+class PublishRegionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReadyRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "placement")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    epoch: int
+    placement: int
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., placement: _Optional[int] = ...) -> None: ...
+
+class ReadyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStats(_message.Message):
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "scattered")
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCATTERED_FIELD_NUMBER: _ClassVar[int]
+    tokens_total: int
+    requests_total: int
+    steps_total: int
+    tokens_per_s: float
+    queued_requests: int
+    first_expert: int
+    num_experts: int
+    expert_bytes: int
+    scattered: bool
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    epoch: int
+    silent_ranks: _containers.RepeatedScalarFieldContainer[int]
+    fault: str
+    stats: WorkerStats
+    experts: ExpertReport
+    loaded: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("epoch", "barred")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    barred: Barred
+    def __init__(self, epoch: _Optional[int] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("worker", "reason")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    reason: str
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TopologyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("rank", "uid", "host", "gpu", "on_gpu")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    uid: str
+    host: int
+    gpu: int
+    on_gpu: bool
+    def __init__(self, rank: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[int] = ..., gpu: _Optional[int] = ..., on_gpu: bool = ...) -> None: ...
+
+class NodeLabels(_message.Message):
+    __slots__ = ("hostname", "clique", "product", "zone", "block", "rack")
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    CLIQUE_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    RACK_FIELD_NUMBER: _ClassVar[int]
+    hostname: str
+    clique: str
+    product: str
+    zone: str
+    block: str
+    rack: str
+    def __init__(self, hostname: _Optional[str] = ..., clique: _Optional[str] = ..., product: _Optional[str] = ..., zone: _Optional[str] = ..., block: _Optional[str] = ..., rack: _Optional[str] = ...) -> None: ...
+
+class TopologyResponse(_message.Message):
+    __slots__ = ("hosts", "seats", "labels", "epoch", "world_size")
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedCompositeFieldContainer[_topology_pb2.HostFacts]
+    seats: _containers.RepeatedCompositeFieldContainer[Seat]
+    labels: _containers.RepeatedCompositeFieldContainer[NodeLabels]
+    epoch: int
+    world_size: int
+    def __init__(self, hosts: _Optional[_Iterable[_Union[_topology_pb2.HostFacts, _Mapping]]] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., labels: _Optional[_Iterable[_Union[NodeLabels, _Mapping]]] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class ExpertReport(_message.Message):
+    __slots__ = ("version", "switched", "to_switch", "error", "layers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    TO_SWITCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    switched: int
+    to_switch: int
+    error: str
+    layers: _containers.RepeatedCompositeFieldContainer[HeldExperts]
+    def __init__(self, version: _Optional[int] = ..., switched: _Optional[int] = ..., to_switch: _Optional[int] = ..., error: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[HeldExperts, _Mapping]]] = ...) -> None: ...
+
+class HeldExperts(_message.Message):
+    __slots__ = ("experts", "rows")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlacementRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class PlacementResponse(_message.Message):
+    __slots__ = ("version", "layers", "num_slots")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
+    num_slots: int
+    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ...) -> None: ...
+
+class LayerPlacement(_message.Message):
+    __slots__ = ("experts",)
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExpertsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertsResponse(_message.Message):
+    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "domain_imbalance")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_MOVING_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    WOULD_MOVE_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_experts: int
+    num_slots: int
+    world_size: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    last_change: str
+    layers_moving: int
+    layers_switched: int
+    imbalance: float
+    imbalance_if_moved: float
+    would_move: int
+    rank_loads: _containers.RepeatedScalarFieldContainer[float]
+    domains: _containers.RepeatedScalarFieldContainer[int]
+    domain_imbalance: float
+    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "slots", "load", "imbalance", "imbalance_if_moved", "slots_if_moved")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_IF_MOVED_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    load: _containers.RepeatedScalarFieldContainer[float]
+    imbalance: float
+    imbalance_if_moved: float
+    slots_if_moved: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., load: _Optional[_Iterable[float]] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., slots_if_moved: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RebalanceResponse(_message.Message):
+    __slots__ = ("version", "moves")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    moves: int
+    def __init__(self, version: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
+
+class CordonRequest(_message.Message):
+    __slots__ = ("name", "reason", "drain")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    drain: bool
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., drain: bool = ...) -> None: ...
+
+class CordonResponse(_message.Message):
+    __slots__ = ("barred",)
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    barred: _containers.RepeatedCompositeFieldContainer[Barred]
+    def __init__(self, barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...
+
+class UncordonRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UncordonResponse(_message.Message):
+    __slots__ = ("barred",)
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    barred: _containers.RepeatedCompositeFieldContainer[Barred]
+    def __init__(self, barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,7 @@
+"""The one error of the plugin."""
+
+from __future__ import annotations
+
+
+class PluginError(RuntimeError):
+    """The plugin was selected and cannot do what it is to do; vLLM ends with this."""

@@ -1,0 +1,206 @@
+"""Expert tables of one epoch, and how ranks change them while requests are served: layer by layer, between two steps.
+
+    loader thread      next_task() ─▶ load the missing experts of the next layer ─▶ stage(weights)
+    engine's thread    progress_word() is sent in the exchange before every step: "placement v, n layers loaded"
+                       apply_agreed(words of all ranks): layers that *all* ranks have loaded are switched, on every
+                       rank between the same two steps, since all ranks see the same words
+
+A switch replaces the pointers to one layer's weights and the layer's route: nothing is copied, and no step waits for
+it. Only one layer is staged at a time, which costs the memory of one layer's experts. A rank that cannot load reports
+an error to the control plane and its progress word stays: no rank proceeds, switched layers stay switched, and every
+rank remains correct. The control plane then sends another placement.
+
+A new target takes effect in `progress_word`, on the engine's thread, so this rank never revises a word before the
+exchange that carries it is applied. Words of different placements switch nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from crossdock.common import log
+from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.placement import Placement, Route
+
+_log = log.get(__name__)
+
+_COUNT_BITS = 16
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+class MoveCancelled(Exception):
+    """The current load task is obsolete."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTask:
+    """Experts to load: `ids` of this rank, by slot, for `layer`."""
+
+    version: int
+    layer: int
+    ids: tuple[int, ...]
+
+
+class ExpertTables:
+    """Experts held by this rank, and the slots of all experts, during one epoch.
+
+    Args:
+        placement: of all ranks at the start of the epoch.
+        num_experts: E.
+        rank: this rank.
+        experts: loaded as `placement` says; None: this rank has no slots.
+        mask: by rank, whether it takes part in this epoch; None: all ranks.
+        on_switch: called per switched layer with the copies loaded by this rank and the duration in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_experts: int,
+        rank: int,
+        experts: ExpertMLPs | None,
+        on_switch: Callable[[int, int], None] = lambda num_loaded, took_ns: None,
+        mask: Sequence[bool] | None = None,
+    ) -> None:
+        self._num_experts, self._rank, self._experts, self._on_switch = num_experts, rank, experts, on_switch
+        self._rows = dict(placement.layers)
+        self._live = placement.live_slots(mask) if mask is not None else None
+        self._routes = {layer: Route(row, num_experts, self._live) for layer, row in self._rows.items()}
+        self._target, self._newest = placement, placement
+        self._changed_layers: tuple[int, ...] = ()
+        self._switched = 0
+        self._staged: tuple[Weights | None, Route] | None = None
+        self._error = ""
+        self._last_word = -1
+        self._closed = False
+        self._changed = threading.Condition()
+
+    # Any thread.
+
+    @property
+    def version(self) -> int:
+        """Version of the newest target placement."""
+        return self._newest.version
+
+    def set_target(self, placement: Placement) -> None:
+        """Set the target placement; it takes effect in `progress_word`."""
+        with self._changed:
+            self._newest = placement
+
+    def close(self) -> None:
+        """End the epoch: `next_task` raises MoveCancelled."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def report(self) -> control_pb2.ExpertReport:
+        """Report for the control plane, without row counts."""
+        with self._changed:
+            report = control_pb2.ExpertReport(
+                version=self._target.version,
+                switched=self._switched,
+                to_switch=len(self._changed_layers),
+                error=self._error,
+            )
+            if self._newest is not self._target:  # not in effect yet, but a new leader must not reuse its version
+                report = control_pb2.ExpertReport(version=self._newest.version, to_switch=1)
+            for layer in self._rows:
+                report.layers.add(experts=self._held(layer))
+            return report
+
+    def has_pending_change(self) -> bool:
+        """Whether the next progress word will differ from the last one."""
+        return self._newest is not self._target or self._current_word() != self._last_word
+
+    # The loader's thread.
+
+    def next_task(self) -> LoadTask:
+        """Wait for the next layer to load. Raises MoveCancelled when the epoch is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._wants_a_layer())
+            if self._closed:
+                raise MoveCancelled
+            layer = self._changed_layers[self._switched]
+            return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank))
+
+    def check(self, task: LoadTask) -> None:
+        """Raise MoveCancelled if the task is obsolete."""
+        if self._closed or self._newest.version != task.version:
+            raise MoveCancelled
+
+    def stage(self, task: LoadTask, weights: Weights | None) -> None:
+        """Store the loaded weights of a layer; None: this rank has no slots, or they do not change."""
+        route = Route(self._target.layers[task.layer], self._num_experts, self._live)
+        with self._changed:
+            if self._target.version == task.version:
+                self._staged = weights, route
+
+    def fail(self, task: LoadTask, error: str) -> None:
+        """Record that the layer cannot be loaded."""
+        with self._changed:
+            if self._target.version == task.version:
+                self._error = error
+
+    # The engine's thread.
+
+    def route(self, layer: int) -> Route | None:
+        """Route of a layer in the next step."""
+        return self._routes.get(layer)
+
+    def held(self, layer: int) -> tuple[int, ...]:
+        """The experts of this rank's slots in the next step."""
+        return self._held(layer)
+
+    def progress_word(self) -> int:
+        """Progress of this rank for the next exchange: version of the target and layers loaded."""
+        with self._changed:
+            if self._newest is not self._target:
+                self._start(self._newest)
+            self._last_word = self._current_word()
+            return self._last_word
+
+    def apply_agreed(self, words: Sequence[int]) -> None:
+        """Switch the layer that all ranks have loaded. `words`: the progress words of all ranks in one exchange."""
+        lowest = min(words)
+        if lowest >> _COUNT_BITS != max(words) >> _COUNT_BITS:
+            return
+        count = lowest & ((1 << _COUNT_BITS) - 1)
+        with self._changed:
+            if lowest >> _COUNT_BITS == self._target.version and count == self._switched + 1:
+                self._switch()
+
+    def _start(self, placement: Placement) -> None:
+        self._target, self._staged, self._error, self._switched = placement, None, "", 0
+        self._changed_layers = tuple(layer for layer, row in placement.layers.items() if row != self._rows[layer])
+        _log.info("experts move", placement=placement.version, layers=len(self._changed_layers))
+        self._changed.notify_all()
+
+    def _switch(self) -> None:
+        assert self._staged is not None
+        begun_ns, layer = time.monotonic_ns(), self._changed_layers[self._switched]
+        (weights, route), self._staged = self._staged, None
+        before = self._held(layer)
+        self._rows[layer], self._routes[layer] = self._target.layers[layer], route
+        if self._experts is not None and weights is not None:
+            self._experts.replace(layer, self._held(layer), *weights)
+        self._switched += 1
+        self._changed.notify_all()
+        self._on_switch(len(set(self._held(layer)) - set(before)), time.monotonic_ns() - begun_ns)
+        if self._switched == len(self._changed_layers):
+            _log.info("experts moved", placement=self._target.version, layers=self._switched)
+
+    def _held(self, layer: int) -> tuple[int, ...]:
+        first, end = (self._target.first_slot(rank) for rank in (self._rank, self._rank + 1))
+        return self._rows[layer][first:end]
+
+    def _current_word(self) -> int:
+        return (self._target.version << _COUNT_BITS) | (self._switched + (self._staged is not None))
+
+    def _wants_a_layer(self) -> bool:
+        return not self._error and self._staged is None and self._switched < len(self._changed_layers)

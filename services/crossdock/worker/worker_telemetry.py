@@ -1,0 +1,221 @@
+"""What the engine counted, on its way to Prometheus and to the heartbeats.
+
+The engine's thread only puts small records into a queue; a thread of this module does the slow part (histogram
+buckets; labels are looked up once) and sleeps while nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import grpc
+import torch
+
+from crossdock.common import log
+from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
+from crossdock.protocol.v1 import control_pb2
+from ep_kernels import LatencySample, MoECommunicator
+
+_log = log.get(__name__)
+
+_COLLECT_S = 0.25
+"""The sample ring holds 4096 records, half as many steps: enough for 8,000 steps a second."""
+_MAX_RECORDS = 4096
+"""Records that may wait to be counted; more are dropped, and counted as dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of this rank.
+
+    Attributes:
+        num_tokens: tokens it brought.
+        rows_per_expert: int32 [L] rows that its experts computed.
+        remote_rows: rows that its tokens sent to other ranks (one per token and distinct rank).
+        dispatch_ns, experts_ns, combine_ns: time in each phase.
+        layer: MoE layer number.
+        experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
+    """
+
+    num_tokens: int
+    rows_per_expert: torch.Tensor
+    remote_rows: int
+    dispatch_ns: int
+    experts_ns: int
+    combine_ns: int
+    layer: int = 0
+    experts: tuple[int, ...] | None = None
+
+
+class WorkerTelemetry:
+    """Counts of one worker over all its epochs.
+
+    Args:
+        metrics: where everything ends.
+        row_bytes: bytes of one row on its way out (dispatch) and home (combine).
+    """
+
+    def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
+        self._metrics = metrics
+        self._row_bytes = row_bytes
+        self._queue: queue.Queue[StepRecord | list[LatencySample] | None] = queue.Queue(_MAX_RECORDS)
+        self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
+        self._waits: dict[tuple[str, int], Counter] = {}
+        self._experts: dict[int, Counter] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._rows_lock = threading.Lock()
+        self._scattered = self._failed = False
+        self._phases = [
+            metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
+        ]
+        self._bytes = [metrics.payload_bytes_total.labels(op) for op in ("dispatch", "combine")]
+        self._next_collect_s = 0.0
+        self._num_tokens = self._num_requests = self._num_steps = 0
+        self._rate = (time.monotonic(), 0)
+        self._expert_ids: tuple[int, ...] = ()
+        self._expert_bytes = 0
+        self._thread = threading.Thread(target=self._drain, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def loaded(self, num_bytes: int) -> None:
+        """So much of this rank's experts is in memory (loading thread)."""
+        self._expert_bytes = num_bytes
+        self._metrics.expert_weights_bytes.set(num_bytes)
+
+    def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
+        """From now on this rank computes these experts, by layer and slot."""
+        self.loaded(num_bytes)
+        rows = set(expert_ids.values()) or {()}
+        self._expert_ids = min(rows)
+        self._scattered = len(rows) > 1 or any(b != a + 1 for a, b in pairwise(self._expert_ids))
+
+    def switched(self, num_loaded: int, took_ns: int) -> None:
+        """A layer has other experts now: copies loaded for it, and how long steps had to wait for the switch."""
+        self._scattered = True
+        self._metrics.expert_copies_loaded_total.inc(num_loaded)
+        self._metrics.expert_switch_duration_seconds.observe(took_ns * 1e-9)
+
+    def take_rows(self) -> dict[tuple[int, int], int]:
+        """Rows computed by (layer, expert) since the last call."""
+        with self._rows_lock:
+            rows, self._rows = self._rows, {}
+            return rows
+
+    def step(self, record: StepRecord) -> None:
+        """Count a step (engine's thread)."""
+        self._num_steps += 1
+        self._put(record)
+
+    def collect(self, comm: MoECommunicator) -> None:
+        """Take the communicator's latency samples, if it is time again (engine's thread)."""
+        now_s = time.monotonic()
+        if now_s >= self._next_collect_s:
+            self._next_collect_s = now_s + _COLLECT_S
+            self._put(comm.samples())
+
+    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
+        """Count a request that was answered (service)."""
+        self._num_requests += 1
+        if code is grpc.StatusCode.OK:
+            self._num_tokens += num_tokens
+            self._metrics.tokens_total.inc(num_tokens)
+            self._metrics.request_duration_seconds.observe(seconds)
+        self._metrics.requests_total.labels(code.name).inc()
+
+    def dropped_stream(self) -> None:
+        """Count a stream that was ended because its client does not read (service)."""
+        self._metrics.streams_dropped_total.inc()
+
+    def stats(self, num_queued: int) -> control_pb2.WorkerStats:
+        """What the next heartbeat says; rates are since the heartbeat before."""
+        now_s, (then_s, then_tokens) = time.monotonic(), self._rate
+        self._rate = (now_s, self._num_tokens)
+        return control_pb2.WorkerStats(
+            tokens_total=self._num_tokens,
+            requests_total=self._num_requests,
+            steps_total=self._num_steps,
+            tokens_per_s=(self._num_tokens - then_tokens) / max(now_s - then_s, 1e-3),
+            queued_requests=num_queued,
+            first_expert=self._expert_ids[0] if self._expert_ids else 0,
+            num_experts=len(self._expert_ids),
+            expert_bytes=self._expert_bytes,
+            scattered=self._scattered,
+        )
+
+    def close(self) -> None:
+        """Count what is in the queue and stop the thread."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=5)
+        self._thread.join(timeout=5)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _put(self, record: StepRecord | list[LatencySample]) -> None:
+        """A thread that is behind must not cost memory."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._metrics.telemetry_records_dropped_total.inc()
+
+    def _drain(self) -> None:
+        while (record := self._queue.get()) is not None:
+            try:
+                if isinstance(record, StepRecord):
+                    self._count_step(record)
+                else:
+                    self._count_samples(record)
+            except Exception:  # one record that cannot be counted must not end the counting of all others
+                self._metrics.telemetry_records_dropped_total.inc()
+                if not self._failed:
+                    self._failed = True
+                    _log.exception("a record cannot be counted; further ones are counted as dropped")
+
+    def _count_step(self, record: StepRecord) -> None:
+        self._metrics.steps_total.inc()
+        durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
+        for histogram, nanoseconds in zip(self._phases, durations, strict=True):
+            histogram.observe(nanoseconds * 1e-9)
+        for counter, row_bytes in zip(self._bytes, self._row_bytes, strict=True):
+            counter.inc(record.remote_rows * row_bytes)
+        held = self._expert_ids if record.experts is None else record.experts
+        with self._rows_lock:
+            for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False):
+                if rows:
+                    self._expert(expert).inc(rows)
+                    key = record.layer, expert
+                    self._rows[key] = self._rows.get(key, 0) + rows
+
+    def _expert(self, expert: int) -> Counter:
+        if expert not in self._experts:
+            self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
+        return self._experts[expert]
+
+    def _count_samples(self, samples: Iterable[LatencySample]) -> None:
+        for sample in samples:
+            send, wait, total = self._histograms(sample.op, sample.mode)
+            send.observe(sample.send_ns * 1e-9)
+            wait.observe(max(sample.peer_wait_ns, default=0) * 1e-9)
+            total.observe(sample.total_ns * 1e-9)
+            for peer, waited_ns in enumerate(sample.peer_wait_ns):
+                if waited_ns:
+                    self._peer_wait(sample.op, peer).inc(waited_ns * 1e-9)
+
+    def _histograms(self, op: str, mode: str) -> tuple[Histogram, Histogram, Histogram]:
+        if (op, mode) not in self._ops:
+            labels = self._metrics.operation_duration_seconds.labels
+            self._ops[op, mode] = (labels(op, mode, "send"), labels(op, mode, "wait"), labels(op, mode, "total"))
+        return self._ops[op, mode]
+
+    def _peer_wait(self, op: str, peer: int) -> Counter:
+        if (op, peer) not in self._waits:
+            self._waits[op, peer] = self._metrics.peer_wait_seconds_total.labels(op, str(peer))
+        return self._waits[op, peer]
