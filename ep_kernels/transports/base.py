@@ -28,7 +28,8 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
@@ -221,6 +222,47 @@ class Transport(Protocol):
         """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class RegionArray:
+    """One array of a region.
+
+    Attributes:
+        name: as the transport's own pages have it.
+        offset: where it starts, bytes.
+        num_slots: buffers that calls take in turn; 1 where there is but one.
+        slot_bytes: of one of them, padding included.
+        holds: what it is for, in words.
+    """
+
+    name: str
+    offset: int
+    num_slots: int
+    slot_bytes: int
+    holds: str
+
+    @property
+    def num_bytes(self) -> int:
+        """All slots together."""
+        return self.num_slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMap:
+    """What one rank's region consists of, in order of address.
+
+    Attributes:
+        ll_tokens: most tokens per rank of a step that runs LL; its buffers are sized by it.
+    """
+
+    arrays: tuple[RegionArray, ...]
+    ll_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole region."""
+        return sum(array.num_bytes for array in self.arrays)
+
+
 def names() -> list[str]:
     """The transports in this installation, by folder name."""
     package = importlib.import_module("ep_kernels.transports")
@@ -231,5 +273,22 @@ def create(config: MoEConfig) -> Transport:
     """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
     if config.transport not in names():
         raise ConfigError("transport", f"one of {names()}", config.transport)
-    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
-    return module.create(config)  # type: ignore[no-any-return]
+    return _module(config.transport).create(config)  # type: ignore[no-any-return]
+
+
+def region_map(config: MoEConfig) -> RegionMap | None:
+    """The bytes of a rank's region, computed without a GPU; None where a transport's `transport.py` has no such
+    function. Raises ConfigError."""
+    tell = getattr(_module(config.transport), "region_map", None)
+    return None if tell is None else tell(config)
+
+
+def probe(name: str, device: int) -> dict[str, Any]:
+    """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where its `transport.py` has no such
+    function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
+    look = getattr(_module(name), "probe", None)
+    return {} if look is None else look(device)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ep_kernels.transports.{name}.transport")

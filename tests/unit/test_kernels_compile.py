@@ -15,10 +15,11 @@ import torch
 
 from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.errors import TransportError
+from ep_kernels.groups import PaperGroup
 from ep_kernels.tools import kernels
 from ep_kernels.transports.nvlink import inspection
 from ep_kernels.transports.nvlink.engine import Engine
-from ep_kernels.transports.nvlink.inspection import Job, PaperGroup
+from ep_kernels.transports.nvlink.inspection import Job
 
 pytest.importorskip("cuda.bindings.nvrtc")
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"

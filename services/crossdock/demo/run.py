@@ -26,6 +26,7 @@ from crossdock.client import ClientError, attach
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.transports import needs_gpu
 from crossdock.demo import scrape, stage
 from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
 from crossdock.demo.models import write_checkpoint
@@ -101,7 +102,7 @@ def run_demo(
     """
     _require("--transport", transports.names(), [transport])
     _require("--family", FAMILIES, families)
-    where = Stage.of(transport, num_workers, stage.num_gpus() if transport != "cpu" else 0)
+    where = Stage.of(transport, num_workers, stage.num_gpus() if needs_gpu(transport) else 0)
     where = replace(where, security=security or where.security)
     return _play(families, where, console or Console(stderr=as_json), as_json=as_json)
 

@@ -19,6 +19,7 @@ import msgspec
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address, split_targets
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig
 from crossdock.common.settings import DockerConfig, SecurityConfig
+from crossdock.common.transports import needs_gpu
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -117,7 +118,7 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
         ),
     )
     each = [address for one in config.worker_configs() for address in (one.listen, one.http_listen)]
-    gpus = (config.num_workers if worker.transport == "nvlink" else 0) if chosen.gpus is None else chosen.gpus
+    gpus = (config.num_workers if needs_gpu(worker.transport) else 0) if chosen.gpus is None else chosen.gpus
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
     mounts = _mounts(_files(inside.worker.security), folders)

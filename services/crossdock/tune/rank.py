@@ -15,6 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from crossdock.common.transports import needs_gpu
 from crossdock.tune.measure import Progress, measure
 from crossdock.tune.request import Request
 from ep_kernels import EpError, StoreGroup, tuning
@@ -50,10 +51,10 @@ def under_torchrun(request: Request, progress: Progress) -> tuple[int, list[tuni
 
 def enter(transport: str, index: int) -> None:
     """Make GPU `index` this process's own, or keep torch from taking the cores of other ranks."""
-    if transport == "cpu":
-        torch.set_num_threads(1)
-    else:
+    if needs_gpu(transport):
         torch.cuda.set_device(index)
+    else:
+        torch.set_num_threads(1)
 
 
 def main(words: list[str]) -> int:

@@ -25,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One run of `crossdock tune`.
 
     Attributes:
-        transport: "cpu" or "nvlink".
+        transport: its name.
         layouts: values of Layout, each measured by itself.
         num_experts, hidden_size, topk: E, H, K.
         dtype: a key of PAYLOADS.

@@ -17,18 +17,16 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.transports import automatic, installed, names
 from crossdock.tune.measure import Progress
 from crossdock.tune.rank import under_torchrun
 from crossdock.tune.request import PAYLOADS, Request
 from ep_kernels import Layout, transports, tuning
-from ep_kernels.transports.nvlink.inspection import PaperGroup, arrays
+from ep_kernels.groups import PaperGroup
+from ep_kernels.transports.base import region_map
 
-TRANSPORTS = ("auto", "cpu", "nvlink")
 LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
 """Those of workers, and of vLLM."""
-CPU_RANKS = 4
-MOST_TOKENS = {"cpu": 512, "nvlink": 4096}
-"""Largest step of the ladder, where none is asked for."""
 SILENCE_S = 300.0
 """Longest time in which no rank says anything: GPUs compile kernels that are not in the wheel first."""
 _MIB = 1 << 20
@@ -39,18 +37,23 @@ class OptionError(ValueError):
 
 
 def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
-    """(transport, ranks): "auto" is nvlink where there are two GPUs; by default all GPUs, or CPU_RANKS processes."""
-    if transport not in TRANSPORTS:
-        raise OptionError(f"--transport: expected one of {', '.join(TRANSPORTS)}, got {transport}")
+    """(transport, ranks): "auto" is one on GPUs where there are two; by default all GPUs, or CPU_RANKS processes."""
+    known = ("auto", *names())
+    if transport not in known:
+        raise OptionError(f"--transport: expected one of {', '.join(known)}, got {transport}")
     num_gpus = torch.cuda.device_count()
-    if transport == "auto":
-        transport = "nvlink" if num_gpus > 1 else "cpu"
-    num_ranks = (num_gpus if transport == "nvlink" else CPU_RANKS) if ranks is None else ranks
-    if transport == "nvlink" and not num_gpus:
-        raise OptionError("--transport nvlink: expected a CUDA device for each rank, got none")
-    if transport == "nvlink" and not 1 <= num_ranks <= num_gpus:
+    facts = automatic(num_gpus) if transport == "auto" else installed()[transport]
+    num_ranks = facts.default_world(num_gpus) if ranks is None else ranks
+    if facts.needs_gpu and not num_gpus:
+        raise OptionError(f"--transport {facts.name}: expected a CUDA device for each rank, got none")
+    if facts.needs_gpu and not 1 <= num_ranks <= num_gpus:
         raise OptionError(f"--ranks: expected a GPU for each rank, got {num_ranks} ranks and {num_gpus} GPUs")
-    return transport, num_ranks
+    return facts.name, num_ranks
+
+
+def largest_step(transport: str) -> int:
+    """Largest step of the ladder, where none is asked for."""
+    return installed()[transport].largest_step
 
 
 def check(request: Request, num_ranks: int) -> None:
@@ -193,8 +196,8 @@ def _verdict(request: Request, record: tuning.Record) -> str:
     words = f"{record.key.layout}: AUTO runs LL up to {chosen:,} tokens per rank (built in: {built_in:,})"
     if chosen == record.tokens[-1]:
         words += "; LL was ahead to the end: --max-tokens measures larger steps"
-    if request.transport == "nvlink":
-        now, before = (_region_mib(request, record, most) for most in (chosen, built_in))
+    now, before = (_region_mib(request, record, most) for most in (chosen, built_in))
+    if now and before:
         words += f"; regions of {request.max_tokens:,} tokens then take {now:,.0f} MiB on each GPU ({before:,.0f})"
     return words
 
@@ -208,7 +211,8 @@ def built_in_crossover(request: Request, record: tuning.Record) -> int:
         transport.close()
 
 
-def _region_mib(request: Request, record: tuning.Record, ll_max_tokens: int) -> float:
+def _region_mib(request: Request, record: tuning.Record, ll_max_tokens: int) -> float | None:
     config = request.config(record.key.layout, PaperGroup(0, record.key.num_ranks))
     sized = msgspec.structs.replace(config, max_tokens_per_rank=request.max_tokens, ll_max_tokens=ll_max_tokens)
-    return sum(array.num_bytes for array in arrays(sized)) / _MIB
+    found = region_map(sized)
+    return None if found is None else found.num_bytes / _MIB
