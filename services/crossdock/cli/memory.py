@@ -116,7 +116,8 @@ def _headline(config: MoEConfig, found: RegionMap) -> Text:
         mode += f" (LL up to {found.ll_tokens} tokens)"
     return Text(
         f"{config.transport} region: {config.group.size} ranks, {config.max_tokens_per_rank} tokens of "
-        f"{config.hidden_size} x {payload} per rank, top {config.topk} of {config.num_experts} experts, {mode}, {config.resolved_layout.value}"
+        f"{config.hidden_size} x {payload} per rank, top {config.topk} of {config.num_experts} experts, {mode}, "
+        f"{config.resolved_layout.value}"
     )
 
 
