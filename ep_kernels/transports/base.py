@@ -111,7 +111,7 @@ class PendingCombine(Protocol):
         `PendingDispatch.wait`."""
 
 
-class State(Protocol):
+class HandleState(Protocol):
     """What `DispatchHandle.state` is."""
 
     def flatten(self) -> list[torch.Tensor]:
@@ -173,12 +173,12 @@ class Transport(Protocol):
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
-    def blank_state(self, num_tokens: int) -> State:
+    def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """The handle with its state as it was, where it is the tuple of what `State.flatten` gave."""
+        """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """Collective of the survivors: from the next operation on, ranks with mask False take no part."""

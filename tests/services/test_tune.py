@@ -14,7 +14,7 @@ from rich.console import Console
 
 from crossdock.common.transports import CPU_RANKS
 from crossdock.tune import run
-from crossdock.tune.request import PAYLOADS, Request
+from crossdock.tune.request import PAYLOADS, TuneRequest
 from ep_kernels import ConfigError, Layout, tuning
 from ep_kernels.groups import PaperGroup
 from ep_kernels.transports.nvlink import plan
@@ -61,7 +61,7 @@ def test_json_and_torchrun(tmp_path: Path) -> None:
     assert said["records"][0]["key"]["num_ranks"] == 2
 
 
-REQUEST = Request(transport="cpu", layouts=("flat",), num_experts=6, hidden_size=128, topk=2, max_tokens=2, runs=1)
+REQUEST = TuneRequest(transport="cpu", layouts=("flat",), num_experts=6, hidden_size=128, topk=2, max_tokens=2, runs=1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_payload_is_a_configuration(dtype: str) -> None:
     for transport in ("cpu", "nvlink"):
         layouts = tuple(layout.value for layout in Layout)
-        run.check(Request(transport=transport, layouts=layouts, dtype=dtype, max_tokens=8, hidden_size=256), 4)
+        run.check(TuneRequest(transport=transport, layouts=layouts, dtype=dtype, max_tokens=8, hidden_size=256), 4)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def shown(crossover: int) -> str:
-    request = Request(transport="nvlink", layouts=("grouped",), max_tokens=1024, cache_dir="somewhere")
+    request = TuneRequest(transport="nvlink", layouts=("grouped",), max_tokens=1024, cache_dir="somewhere")
     key = tuning.key_of(request.config("grouped", PaperGroup(0, 8)), "a GPU")
     record = tuning.Record(
         key=key, ll_max_tokens=crossover, tokens=(256, 512, 1024),

@@ -126,7 +126,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class KernelReport:
     """One compiled kernel.
 
     Attributes:
@@ -211,12 +211,12 @@ def compile_job(job: Job) -> jit.Binary:
     return jit.compile_source(jit.source(job.variant), job.variant.name, job.arch)
 
 
-def inspect_job(job: Job) -> Report:
+def inspect_job(job: Job) -> KernelReport:
     """Compile and look. Runs in a process of the pool."""
     return report_of(job, compile_job(job))
 
 
-def report_of(job: Job, binary: jit.Binary) -> Report:
+def report_of(job: Job, binary: jit.Binary) -> KernelReport:
     """Look at a compiled kernel."""
     (found,) = binary.resources()
     dynamic = dynamic_bytes(job.variant)
@@ -224,7 +224,7 @@ def report_of(job: Job, binary: jit.Binary) -> Report:
     listing = disassemble(binary.cubin) if job.disassembled else None
     early = tuple(map(str, scoreboards.early_waits(listing or "")))
     faults = tuple(_faults(job, found, blocks, listing))
-    return Report(job, found, dynamic, blocks, len(binary.cubin), early, faults)
+    return KernelReport(job, found, dynamic, blocks, len(binary.cubin), early, faults)
 
 
 def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
@@ -244,7 +244,7 @@ def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) ->
         yield from (f"has {name}" for name in unwanted_instructions(job.variant) if name in listing)
 
 
-def inspect(jobs: Iterable[Job]) -> list[Report]:
+def inspect(jobs: Iterable[Job]) -> list[KernelReport]:
     """Reports in the order of `jobs`. Raises TransportError where one does not compile."""
     return list(spread(inspect_job, jobs))
 

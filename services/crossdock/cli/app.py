@@ -278,7 +278,7 @@ def doctor(
     """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
     from crossdock.doctor import run
 
-    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
+    request = run.DoctorRequest(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
     findings = run.examine(request)
     kept = list(findings) if as_json else run.show(findings, console())
     if as_json:

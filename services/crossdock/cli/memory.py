@@ -14,6 +14,7 @@ from rich.text import Text
 
 from crossdock.common.transports import of_device
 from crossdock.tune import request as tune
+from crossdock.tune.request import OptionError
 from ep_kernels import Layout, Mode, MoEConfig
 from ep_kernels.groups import PaperGroup
 from ep_kernels.transports.base import RegionMap, region_map
@@ -23,10 +24,6 @@ T = TypeVar("T")
 PAYLOADS = {name: fields for name, fields in tune.PAYLOADS.items() if "scale_columns" not in fields}
 """What rows may be, by a name that people type, as fields of MoEConfig; fp8: quantised inside dispatch."""
 _MIB = 1 << 20
-
-
-class OptionError(ValueError):
-    """A name that this command does not know."""
 
 
 def config_of(

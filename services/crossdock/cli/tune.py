@@ -38,10 +38,10 @@ def tune(
     By itself it starts a process for each rank; under torchrun it is one.
     """
     from crossdock.tune import run
-    from crossdock.tune.request import Request
+    from crossdock.tune.request import TuneRequest
 
     transport, num_ranks = run.chosen(transport, ranks)
-    request = Request(
+    request = TuneRequest(
         transport=transport, num_experts=num_experts, hidden_size=hidden_size, topk=topk, dtype=dtype,
         fp8_combine=fp8_combine, num_sms=num_sms, max_tokens=max_tokens or run.largest_step(transport), runs=runs,
         cache_dir=cache_dir, layouts=tuple(layout or run.LAYOUTS),

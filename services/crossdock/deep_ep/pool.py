@@ -10,8 +10,8 @@ import torch
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.transports import of_device
+from crossdock.deep_ep.exporter import watch
 from crossdock.deep_ep.guard import guard
-from crossdock.deep_ep.telemetry import watch
 from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
 
 IN_FLIGHT = 2

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from crossdock.common.transports import GPU_LINKS, installed
 from crossdock.control.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
-from crossdock.doctor.records import Finding, Level, fail, good, judge, untried, warn
+from crossdock.doctor.findings import Finding, Level, fail, good, judge, untried, warn
 from crossdock.protocol.v1 import topology_pb2 as pb
 
 LEAST_OF_PAPER = 0.5

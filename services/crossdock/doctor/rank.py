@@ -28,7 +28,7 @@ _TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrialStep:
     """One kind of step: its mode and layout, tokens per rank, columns; what is timed (a dispatch with its combine, or
     alone), so many in a row, in so many rounds."""
 
@@ -44,12 +44,12 @@ class Step:
 
 STEPS = {
     False: (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
+        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
+        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
     ),
     True: (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
+        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
+        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
     ),
 }
 """By whether ranks have GPUs."""
@@ -70,7 +70,7 @@ def main(transport: str, rank: int, size: int, store_path: str) -> dict[str, Any
     return {**answer, **probe(transport, rank)}
 
 
-def run_step(step: Step, group: StoreGroup, transport: str, device: torch.device) -> dict[str, Any]:
+def run_step(step: TrialStep, group: StoreGroup, transport: str, device: torch.device) -> dict[str, Any]:
     """Times of one kind of step, round by round, and how far the answer is off."""
     generator = torch.Generator().manual_seed(_SEED + group.rank)
     num_experts = _EXPERTS_PER_RANK * group.size
@@ -104,7 +104,7 @@ def _answer(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: 
     return comm.combine(rows, handle)
 
 
-def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: Step) -> None:
+def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: TrialStep) -> None:
     for _ in range(step.in_a_row):
         out, handle = comm.dispatch(x, ids, weights)
         if step.combines:

@@ -14,7 +14,7 @@ from crossdock.common.config import ConfigFileError
 from crossdock.common.security import Security
 from crossdock.control.discovery import join
 from crossdock.doctor import hardware, reach, system, trial
-from crossdock.doctor.records import Finding, Level, untried
+from crossdock.doctor.findings import Finding, Level, untried
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
 from ep_kernels.topology import try_peers
@@ -23,7 +23,7 @@ _STYLES = {Level.GOOD: "green", Level.UNTRIED: "dim", Level.WARN: "yellow", Leve
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorRequest:
     """What to look at.
 
     Attributes:
@@ -43,7 +43,7 @@ class Request:
     security: Security | None = None
 
 
-def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
+def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
     """Look at everything; findings come as they are made. Raises ConfigFileError for an unknown transport."""
     known = ("auto", *transports.names())
     if request.transport not in known:

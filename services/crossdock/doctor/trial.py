@@ -18,7 +18,7 @@ from typing import Any
 
 from crossdock.common.transports import Expected, installed
 from crossdock.common.words import counted
-from crossdock.doctor.records import Finding, Level, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2
 MOST_GPUS = 8

@@ -33,7 +33,7 @@ _IMAGES_OWN = frozenset("/ /app /bin /config /dev /etc /lib /lib64 /proc /run /s
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContainerPlan:
     """One container.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
     gpus: int = 0
 
 
-def parts_of(config: HostConfig) -> list[Part]:
+def parts_of(config: HostConfig) -> list[ContainerPlan]:
     """The containers of a host, the control plane first.
 
     Args:
@@ -76,7 +76,7 @@ def parts_of(config: HostConfig) -> list[Part]:
             security=_absolute(control.security),
         )
         mounts = _mounts(_files(inside.security))
-        parts.append(Part(CONTROL, chosen.control_image, "control", inside, ports, mounts))
+        parts.append(ContainerPlan(CONTROL, chosen.control_image, "control", inside, ports, mounts))
         target = format_address(CONTROL, split_address(control.listen)[1])
     elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
         raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
@@ -98,7 +98,7 @@ def changed(config: msgspec.Struct) -> dict[str, object]:
     }
 
 
-def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
+def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> ContainerPlan:
     worker, model = config.worker, os.path.realpath(config.worker.model)
     inside = msgspec.structs.replace(
         config,
@@ -122,7 +122,9 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
     mounts = _mounts(_files(inside.worker.security), folders)
-    return Part(WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus)
+    return ContainerPlan(
+        WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus
+    )
 
 
 def with_ports(config: HostConfig) -> HostConfig:

@@ -21,7 +21,11 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 TIMEOUT_S = 60.0
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OptionError(ValueError):
+    """An option with a value that this command does not know."""
+
+
+class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run of `crossdock tune`.
 
     Attributes:

@@ -20,7 +20,7 @@ from rich.text import Text
 from crossdock.common.transports import automatic, installed, names
 from crossdock.tune.measure import Progress
 from crossdock.tune.rank import under_torchrun
-from crossdock.tune.request import PAYLOADS, Request
+from crossdock.tune.request import PAYLOADS, OptionError, TuneRequest
 from ep_kernels import Layout, transports, tuning
 from ep_kernels.groups import PaperGroup
 from ep_kernels.transports.base import region_map
@@ -30,10 +30,6 @@ LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
 SILENCE_S = 300.0
 """Longest time in which no rank says anything: GPUs compile kernels that are not in the wheel first."""
 _MIB = 1 << 20
-
-
-class OptionError(ValueError):
-    """An option with a value that this command does not know."""
 
 
 def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
@@ -56,7 +52,7 @@ def largest_step(transport: str) -> int:
     return installed()[transport].largest_step
 
 
-def check(request: Request, num_ranks: int) -> None:
+def check(request: TuneRequest, num_ranks: int) -> None:
     """Raise OptionError or ConfigError for what no rank could measure."""
     if request.dtype not in PAYLOADS:
         raise OptionError(f"--dtype: expected one of {', '.join(PAYLOADS)}, got {request.dtype}")
@@ -67,7 +63,7 @@ def check(request: Request, num_ranks: int) -> None:
         request.config(layout, PaperGroup(0, num_ranks))
 
 
-def tune(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Record]:
+def tune(request: TuneRequest, num_ranks: int, progress: Progress) -> list[tuning.Record]:
     """Measure, and write down what was found. Under torchrun this process is one of its ranks, of which rank 0 has the
     records; else there is a process for each rank. Raises what `check` raises; EpError or RuntimeError where it fails.
     """
@@ -78,7 +74,7 @@ def tune(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Re
     return run_ranks(request, num_ranks, progress)
 
 
-def watch(request: Request, num_ranks: int, console: Console) -> list[tuning.Record]:
+def watch(request: TuneRequest, num_ranks: int, console: Console) -> list[tuning.Record]:
     """`tune`, with the step that was measured last on the console."""
     with console.status("starting") as status:
 
@@ -88,7 +84,7 @@ def watch(request: Request, num_ranks: int, console: Console) -> list[tuning.Rec
         return tune(request, num_ranks, progress)
 
 
-def run_ranks(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Record]:
+def run_ranks(request: TuneRequest, num_ranks: int, progress: Progress) -> list[tuning.Record]:
     """The records of ranks that are processes of this host. Raises RuntimeError naming the rank that failed."""
     with tempfile.TemporaryDirectory(prefix="crossdock-tune-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(num_ranks)]
@@ -146,19 +142,19 @@ def _listen(rank: int, process: subprocess.Popen[bytes], said: queue.Queue[tuple
 # How it is shown.
 
 
-def file_of(request: Request) -> Path | None:
+def file_of(request: TuneRequest) -> Path | None:
     """Where the records are kept; None: nowhere."""
     folder = tuning.cache_dir(request.cache_dir)
     return None if folder is None else folder / tuning.FILE_NAME
 
 
-def as_dict(request: Request, records: Sequence[tuning.Record]) -> dict[str, Any]:
+def as_dict(request: TuneRequest, records: Sequence[tuning.Record]) -> dict[str, Any]:
     """Plain JSON types, with the file that keeps them."""
     path = file_of(request)
     return {"file": str(path) if path else None, "records": msgspec.to_builtins(records)}
 
 
-def as_tables(request: Request, records: Sequence[tuning.Record]) -> Group:
+def as_tables(request: TuneRequest, records: Sequence[tuning.Record]) -> Group:
     """A table for each layout with what follows from it, and where that was written."""
     path = file_of(request)
     kept = f"written to {path}" if path else "written nowhere: this user has no home; see --cache-dir"
@@ -191,7 +187,7 @@ def _table(record: tuning.Record) -> Table:
     return table
 
 
-def _verdict(request: Request, record: tuning.Record) -> str:
+def _verdict(request: TuneRequest, record: tuning.Record) -> str:
     chosen, built_in = record.ll_max_tokens, built_in_crossover(request, record)
     words = f"{record.key.layout}: AUTO runs LL up to {chosen:,} tokens per rank (built in: {built_in:,})"
     if chosen == record.tokens[-1]:
@@ -202,7 +198,7 @@ def _verdict(request: Request, record: tuning.Record) -> str:
     return words
 
 
-def built_in_crossover(request: Request, record: tuning.Record) -> int:
+def built_in_crossover(request: TuneRequest, record: tuning.Record) -> int:
     """What AUTO has where nothing was measured."""
     transport = transports.create(request.config(record.key.layout, PaperGroup(0, record.key.num_ranks)))
     try:
@@ -211,7 +207,7 @@ def built_in_crossover(request: Request, record: tuning.Record) -> int:
         transport.close()
 
 
-def _region_mib(request: Request, record: tuning.Record, ll_max_tokens: int) -> float | None:
+def _region_mib(request: TuneRequest, record: tuning.Record, ll_max_tokens: int) -> float | None:
     config = request.config(record.key.layout, PaperGroup(0, record.key.num_ranks))
     sized = msgspec.structs.replace(config, max_tokens_per_rank=request.max_tokens, ll_max_tokens=ll_max_tokens)
     found = region_map(sized)

@@ -21,7 +21,7 @@ _Base: Any = compat.find("All2AllManagerBase")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class LayerContext:
     """What the prepare/finalize objects of all layers share.
 
     Attributes:
@@ -52,11 +52,11 @@ class Manager(_Base):  # type: ignore[misc]
         self._pool = Pool(cpu_group, self._settings)
         self.support_fault_tolerance = True  # vLLM's runner asks `query_fault` after each step, graphs or not
 
-    def get_handle(self, kwargs: dict[str, Any]) -> Link:
+    def get_handle(self, kwargs: dict[str, Any]) -> LayerContext:
         """What vLLM's factory hands to the prepare/finalize class; the model is there by then, and its attention."""
         for builder in compat.part_halves():
             log.info(f"crossdock: {builder} makes attention metadata anew for each half of a batch")
-        return Link(self._pool, self._settings, *self._sizes(kwargs))
+        return LayerContext(self._pool, self._settings, *self._sizes(kwargs))
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
         """M, E, K, as many as are known."""
