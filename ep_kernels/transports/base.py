@@ -1,4 +1,4 @@
-"""What a transport must supply. This page is the porting guide; `communicator.py` is the only caller.
+"""What a transport must supply. docs/adding-a-transport.md is the way; `communicator.py` is the only caller.
 
 Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_kernels/{reference,quant}.py`. Details:
 
@@ -12,8 +12,8 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
   it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.
 * Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
 
-A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
-assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
+A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`, and a
+`transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It may assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
 except `samples`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two
 of these at once).
 

@@ -17,6 +17,7 @@ import torch
 import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.transports import installed
 from crossdock.deep_ep.exporter import FrameworkTelemetry, _WatchedCommunicator, counting_timeouts, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
 from ep_kernels import ArgumentError, PeerTimeout
@@ -32,7 +33,7 @@ FOLDER = Path(crossdock.__file__).parent / "deep_ep" / "path"
 @pytest.fixture
 def device(transport: str) -> str:
     """Where the tensors are; the transport follows from it."""
-    return "cpu" if transport == "cpu" else "cuda"
+    return installed()[transport].device_type
 
 
 def case_of(hidden: int = 256, kind: str = "single_none") -> RoutingCase:
