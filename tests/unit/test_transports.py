@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,10 @@ from ep_kernels.transports import base
 
 
 @pytest.fixture
-def fresh() -> None:
+def fresh() -> Iterator[None]:
+    """What is read is kept for the process."""
+    transports.installed.cache_clear()
+    yield
     transports.installed.cache_clear()
 
 
@@ -24,9 +29,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, folder: Path, **texts: str) -> None
     for name, text in texts.items():
         (folder / "transports" / name).mkdir(parents=True)
         (folder / "transports" / name / transports.FILE_NAME).write_text(text)
-    found = transports.find_spec("ep_kernels")
-    assert found is not None
-    found.submodule_search_locations = [str(folder)]
+    found = SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.setattr(transports, "find_spec", lambda _: found)
 
 
@@ -78,11 +81,9 @@ def test_the_regions_that_are_known_without_a_gpu() -> None:
 def test_a_folder_is_all_that_a_new_one_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cable = 'device_type = "cuda"\nover = "network"\ncross_host = true\npreference = 3\nlargest_step = 64\n[expected]\n'
     planted(monkeypatch, tmp_path, cable=cable + "pair_us = 9.0\n")
-    monkeypatch.setattr("crossdock.control.discovery.means_of_transport", means_of_transport.__wrapped__)
     assert transports.names() == ["cable"]
     assert transports.of_device("cuda").needs_gpu
     assert [(means.name, means.built) for means in means_of_transport.__wrapped__()] == [("cable", True)]
-    transports.installed.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
