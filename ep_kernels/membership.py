@@ -33,7 +33,7 @@ _ids = itertools.count(1)
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
-class Member:
+class GroupMember:
     """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`,
     `received`, `wake`, `abort`, `give_up` and `close` may come from any thread."""
 
