@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ids = itertools.count(1)
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
+_members: weakref.WeakSet[GroupMember] = weakref.WeakSet()
 
 
 class GroupMember:

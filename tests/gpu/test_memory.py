@@ -269,7 +269,7 @@ def test_communicators_over_each_kind(world: World, kind: HandleKind, mode: Mode
         pytest.skip(f"refused here: {reason}")
 
 
-def closed_while_written_to(rank: int, size: int, store: Store, kind: Kind, case: RoutingCase) -> str:
+def closed_while_written_to(rank: int, size: int, store: Store, kind: HandleKind, case: RoutingCase) -> str:
     """The owner closes while its peer goes on writing to its region: that is nobody else's memory yet, whatever the
     owner allocates, and free once the peer has closed."""
     place, usual = Place(rank, size, store, "nvlink"), memory.choose_kind
@@ -311,12 +311,12 @@ def closed_while_written_to(rank: int, size: int, store: Store, kind: Kind, case
     return ""
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_nobody_gets_a_region_that_is_still_written_to(world: World, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(HandleKind))
+def test_nobody_gets_a_region_that_is_still_written_to(world: World, kind: HandleKind) -> None:
     case = RoutingCase(64, 8, 7168, (24, 19), "uniform", draw_seed(), max_tokens=4096)
     reason = reason_of(world.run(closed_while_written_to, kind, case, timeout_s=120))
     if reason:
-        assert kind is Kind.FABRIC, f"every machine has {kind}: {reason}"
+        assert kind is HandleKind.FABRIC, f"every machine has {kind}: {reason}"
         pytest.skip(f"refused here: {reason}")
 
 

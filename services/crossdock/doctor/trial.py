@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossdock.common.transports import Expected, installed
 from crossdock.common.plural import counted
+from crossdock.common.transports import Expected, installed
 from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2
