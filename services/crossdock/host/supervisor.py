@@ -223,7 +223,7 @@ class Supervisor(Watched):
     def _fix_port(self, listen: str) -> str:
         """Replace port 0 by a free one, so that workers find a restarted control plane again.
 
-        The system lends it to nobody else until `stop`, not even while the control plane is away: a socket is bound to
+        The port stays reserved until `stop`, even while the control plane is down: a socket is bound to
         it that never listens, and SO_REUSEADDR, which servers set too, lets our own child listen there.
         """
         host, port = split_address(listen)

@@ -28,7 +28,7 @@ LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
 """Those of workers, and of vLLM."""
 CPU_RANKS = 4
 MOST_TOKENS = {"cpu": 512, "nvlink": 4096}
-"""Largest step of the ladder, where none is asked for."""
+"""Largest step of the ladder, by default."""
 SILENCE_S = 300.0
 """Longest time in which no rank says anything: GPUs compile kernels that are not in the wheel first."""
 _MIB = 1 << 20
