@@ -146,7 +146,7 @@ class Elector:
             self._round(pause_s)
             self.trouble = ""
         except Exception as error:  # errors of the client and of the socket
-            self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            self._record_failure(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if before != (self.term, self.leader):
             self.changed()
 

@@ -10,7 +10,7 @@ import grpc
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
-from crossdock.common.control_channel import ask
+from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
 from crossdock.doctor.records import Finding, fail, good, judge, warn
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -45,7 +45,7 @@ def judge_certificate(security: Security) -> Iterator[Finding]:
 def judge_group(target: str, timeout_s: float, security: Security | None = None) -> Iterator[Finding]:
     """The control plane at `target`, its view of the group, and a connection to each member."""
     try:
-        view = ask(target, security, lambda channel: _view(channel, timeout_s))
+        view = call_leader(target, security, lambda channel: _view(channel, timeout_s))
     except rpc.CallError as error:
         known = isinstance(error, rpc.Unauthenticated | rpc.PermissionDenied)
         cure = (
