@@ -236,7 +236,7 @@ def _first(behave: Callable[..., Any], then: Callable[..., Any]) -> Callable[...
 def test_a_killed_worker_is_named(
     control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SHUN_S", 0.0)
+    monkeypatch.setattr(client, "AVOID_S", 0.0)
     arrived = threading.Event()
     workers[2].behave = lambda request: arrived.set()  # type: ignore[assignment, return-value]
     with Client(control.address, retry=False, min_tokens_per_worker=1) as service, ThreadPoolExecutor(1) as pool:
@@ -253,7 +253,7 @@ def test_a_killed_worker_is_named(
 def test_a_worker_that_broke_off_is_left_out_for_a_while(
     control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SHUN_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(client, "AVOID_S", 10 * TIMEOUT_S)
     x, ids, weights = _batch(40)
     with Client(control.address, retry=False, min_tokens_per_worker=1) as service:
         service.forward(0, x, ids, weights, timeout_s=TIMEOUT_S)
@@ -294,17 +294,17 @@ def test_a_worker_that_is_cut_off_costs_little_time(workers: list[FakeWorker], m
 def test_a_worker_that_is_cut_off_is_left_out_until_it_answers_again(
     workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that is: else every SHUN_S some request would wait for it in vain."""
-    monkeypatch.setattr(client, "SHUN_S", 0.0)
+    """However long that is: else every AVOID_S some request would wait for it in vain."""
+    monkeypatch.setattr(client, "AVOID_S", 0.0)
     monkeypatch.setattr(stream, "_QUIET_S", 0.05)
     monkeypatch.setattr(stream, "_ALIVE_S", 0.5)
     network, here = Network(), f"127.0.0.1:{lasting_port()}"
-    line, ask = network.proxy(here, workers[0].address), stream.WorkerStream._is_there
+    line, ask = network.proxy(here, workers[0].address), stream.WorkerStream._is_alive
 
     async def is_there(self: stream.WorkerStream, channel: grpc.aio.Channel) -> bool:
         return self.address != here or await ask(self, channel)
 
-    monkeypatch.setattr(stream.WorkerStream, "_is_there", is_there)
+    monkeypatch.setattr(stream.WorkerStream, "_is_alive", is_there)
     view = view_of(workers[:2])
     view.members[0].address = here
     control, (x, ids, weights) = FakeControl(view), _batch(5)
@@ -316,13 +316,13 @@ def test_a_worker_that_is_cut_off_is_left_out_until_it_answers_again(
             service.forward(0, x, ids, weights, timeout_s=TIMEOUT_S)
         first = service._client._streams[here]
         line.cut()
-        until(lambda: first.cut_off or service.forward(1, x, ids, weights, timeout_s=TIMEOUT_S) is None)
+        until(lambda: first.unresponsive or service.forward(1, x, ids, weights, timeout_s=TIMEOUT_S) is None)
         broken_at = first.broken_at
         for _ in range(8):
             service.forward(2, x, ids, weights, timeout_s=TIMEOUT_S)
-        assert (first.cut_off, first.broken_at) == (True, broken_at)
+        assert (first.unresponsive, first.broken_at) == (True, broken_at)
         line.mend()
-        until(lambda: not first.cut_off)
+        until(lambda: not first.unresponsive)
         number = len(workers[0].seen)
         until(lambda: len(workers[0].seen) > number or service.forward(3, x, ids, weights, timeout_s=TIMEOUT_S) is None)
 

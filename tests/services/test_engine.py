@@ -301,11 +301,11 @@ def test_steps_are_counted(ranks: list[Rank]) -> None:
         return rank.metrics.registry.get_sample_value(f"crossdock_{name}", labels) or 0
 
     until(lambda: value(ranks[0], "steps_total") >= 2)
-    assert value(ranks[0], "step_phase_seconds_count", phase="experts") >= 2
+    assert value(ranks[0], "step_phase_duration_seconds_count", phase="experts") >= 2
     until(
         lambda: (
-            value(ranks[0], "op_seconds_count", op="dispatch", mode="ht", phase="total")
-            + value(ranks[0], "op_seconds_count", op="dispatch", mode="ll", phase="total")
+            value(ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ht", phase="total")
+            + value(ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ll", phase="total")
             >= 2
         )
     )

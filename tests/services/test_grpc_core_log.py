@@ -31,7 +31,7 @@ HEAD = """
 import ctypes, os, time
 from crossdock.common import log
 from crossdock.common.config import LogConfig
-from crossdock.common.grpc_core_log import grpc_lines
+from crossdock.common.grpc_core_log import grpc_core_log
 from crossdock.common.metrics import ControlMetrics
 log.setup(LogConfig())
 metrics = ControlMetrics()
@@ -41,7 +41,7 @@ holding = ctypes.PyDLL(None)  # calls that keep the interpreter's lock
 
 def said(body: str) -> tuple[int, str]:
     """Exit status and stderr of a process that takes gRPC's lines."""
-    code = HEAD + "with grpc_lines(metrics.grpc_core_log_lines_total):\n    " + body.strip().replace("\n", "\n    ")
+    code = HEAD + "with grpc_core_log(metrics.grpc_core_log_lines_total):\n    " + body.strip().replace("\n", "\n    ")
     done = subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
     return done.returncode, done.stderr.decode()
 
@@ -118,16 +118,16 @@ os.write(2, b"as ever\\n")
 def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogConfig())
     clock, counter = Clock(), Counter("lines", "Lines.", ["topic"], registry=CollectorRegistry())
-    teller = CoreLogRelay(counter, clock)
+    relay = CoreLogRelay(counter, clock)
     for _ in range(3):
-        teller.hear(CORE)
-    teller.hear("E0000 00:00:1764003372.123456   12 fork_posix.cc:71] Other threads are calling into gRPC")
-    teller.rest()
+        relay.record(CORE)
+    relay.record("E0000 00:00:1764003372.123456   12 fork_posix.cc:71] Other threads are calling into gRPC")
+    relay.rest()
     assert capsys.readouterr().err.count("\n") == 1
     clock.now += 1.0
-    teller.rest()
-    assert capsys.readouterr().err.rstrip().endswith("gRPC core left_out=3")
-    teller.rest()
+    relay.rest()
+    assert capsys.readouterr().err.rstrip().endswith("gRPC core suppressed=3")
+    relay.rest()
     assert capsys.readouterr().err == ""
     counts = {s.labels["topic"]: s.value for s in next(iter(counter.collect())).samples if s.name == "lines_total"}
     assert counts == {"handshake": 3, "other": 1}

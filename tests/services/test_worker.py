@@ -326,7 +326,7 @@ def test_metrics_count(group: Cluster, caller: Caller) -> None:
     rows(caller.forward(Batch.random(2 * M)))
     assert group.metric(0, "tokens_total") == tokens + 2 * M
     until(lambda: group.metric(3, "steps_total") >= steps + 2)
-    assert group.metric(0, "experts_loaded_bytes") > 0
+    assert group.metric(0, "expert_weights_bytes") > 0
     assert group.metric(0, "serving") == 1
 
 

@@ -223,7 +223,7 @@ def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCap
     assert counts.metrics.registry.get_sample_value("crossdock_ep_tokens_total", SAMPLE_LABELS) == 21
     told = [record for record in caplog.records if "odd" in str(record.__dict__.get("crossdock_fields"))]
     assert [record.message for record in told] == [
-        "crossdock: rank 3: cannot tell whether an operation has failed",
+        "crossdock: rank 3: cannot check whether an operation has failed",
         "counts of a communicator are lost",
     ]
 

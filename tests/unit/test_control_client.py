@@ -166,7 +166,7 @@ async def test_and_ends_the_process(client: ControlPlaneClient, monkeypatch: pyt
 
     monkeypatch.setattr(client, "_heartbeat_loop", broken)
     process = object.__new__(_Process)
-    process._link, process._stop = client, asyncio.Event()
+    process._control, process._stop = client, asyncio.Event()
     process._session = SimpleNamespace(run=for_ever)  # type: ignore[assignment]
     async with asyncio.timeout(30):
         assert await process._live() == EXIT_BROKEN

@@ -153,7 +153,7 @@ def test_whatever_else_ends_it_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process.logs, "setup", lambda config, role: None)
-    monkeypatch.setattr(process, "grpc_lines", lambda counter: contextlib.nullcontext())
+    monkeypatch.setattr(process, "grpc_core_log", lambda counter: contextlib.nullcontext())
     monkeypatch.setattr(process, "authorizer_of", breaks)
     assert process.run_control(ALONE) == process.EXIT_BROKEN
     assert [record.message for record in caplog.records] == ["the control plane ended; this is a bug"]

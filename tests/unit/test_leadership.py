@@ -135,8 +135,8 @@ async def test_a_former_leader_measures_its_group_no_more() -> None:
     def told(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"crossdock_{name}", labels)
 
-    names = ("members", "epoch", "active_ranks", "watchers")
-    assert told("state", state="SERVING") == 1
+    names = ("members", "epoch", "active_ranks", "watch_streams")
+    assert told("group_state", state="SERVING") == 1
     assert all(told(name) for name in names)
     former = replica._service
     elector.term = 0
@@ -144,8 +144,8 @@ async def test_a_former_leader_measures_its_group_no_more() -> None:
     former.tick()
     with pytest.raises(rpc.Unavailable):
         await anext(views)
-    assert told("state", state="SERVING") is None
+    assert told("group_state", state="SERVING") is None
     assert not any(told(name) for name in names)
     elector.term = 4
     replica.tick()
-    assert told("state", state="FORMING") == 1
+    assert told("group_state", state="FORMING") == 1

@@ -144,7 +144,7 @@ async def test_a_loop_that_is_blocked_is_told(monkeypatch: pytest.MonkeyPatch) -
         assert (await asyncio.to_thread(get, made.address, "/livez"))[0] == 200
         time.sleep(0.5)  # blocks the loop
         status, text = get(made.address, "/livez")
-        assert (status, text[:32]) == (503, "the event loop has not turned fo")
+        assert (status, text[:32]) == (503, "the event loop has been blocked ")
         await asyncio.sleep(0.1)
         assert alive.trouble() == ""
         alive.expect("telemetry", lambda: False)

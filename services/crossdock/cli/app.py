@@ -1,6 +1,6 @@
 """The command `crossdock`. Parses, loads a config, calls one function; each command imports what it needs when it runs.
 
-Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 nobody there to talk to, or (a worker) a group
+Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 no peer to connect to, or (a worker) a group
 that does not take it, 4 (a worker) a GPU that was lost.
 """
 
@@ -94,7 +94,7 @@ def up(
 
 @app.command()
 def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
-    """Run the control plane: who is in the group, which rank is whose. Needs no torch."""
+    """Run the control plane: membership and ranks of the group. Needs no torch."""
     from crossdock.common.config import ControlConfig, load
 
     loaded = load(ControlConfig, config, overrides or [])
@@ -156,7 +156,7 @@ def status(
 def experts(
     target: Target = DEFAULT_TARGET,
     layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
-    most: Annotated[int, typer.Option("--most", min=1, help="With --layer: so many experts.")] = 32,
+    most: Annotated[int, typer.Option("--most", min=1, help="With --layer: number of experts.")] = 32,
     as_json: Json = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
     security: SecurityFile = None,
@@ -235,7 +235,7 @@ def topo(
     timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Show who reaches whom, by which way and how fast, each GPU's NIC, and why a transport is off.
+    """Show the connections between GPUs, their transport and speed, each GPU's NIC, and why a transport is off.
 
     Of this host, of hosts whose facts were written to files, or of a live group.
     """

@@ -1,6 +1,6 @@
 """`crossdock certs`: an authority of one's own and certificates for every part of a group: mTLS without a PKI.
 
-    FOLDER/ca.pem, ca.key                        the authority; whoever has ca.key can let anybody in
+    FOLDER/ca.pem, ca.key                        the authority; ca.key can admit any caller
     FOLDER/NAME.pem, NAME.key, NAME.yaml         one part each: its certificate, its key, the `security` config for it
 
 Made by the `openssl` command. Run again it keeps the authority and makes the parts anew, which running processes take

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from crossdock.protocol.v1.control_pb2 import Barred, GroupView
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
-Reason = Annotated[str, typer.Option("--reason", help="Shown to whoever asks why.")]
+Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")]
 LOOK_S = 0.25
 
@@ -48,7 +48,7 @@ def cordon(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Do not let workers in again once they are out of the group; members serve on."""
+    """Bar workers from registering again; current members continue to serve."""
     _print(_cordon(name, reason, target, timeout_s, security, drain_too=False), "cordoned", as_json=as_json)
 
 

@@ -15,7 +15,9 @@ Dtype = Annotated[
 ]
 Largest = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Largest step; by default 4096, cpu: 512.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Of each step and algorithm; the median counts.")]
-Folder = Annotated[str | None, typer.Option("--cache-dir", help="`kernel_cache_dir` of those who are to use it.")]
+Folder = Annotated[
+    str | None, typer.Option("--cache-dir", help="`kernel_cache_dir` of the processes that will use it.")
+]
 
 
 def tune(

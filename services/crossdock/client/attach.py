@@ -1,11 +1,11 @@
-"""Put remote experts in place of a model's own: the model keeps its routers, biases and shared experts.
+"""Replace the experts of a model by remote ones; the model keeps its routers, biases and shared experts.
 
     with attach(model, "127.0.0.1:7400"):
         model.generate(...)
 
-Any module is taken whose forward is (hidden_states, top_k_index, top_k_weights) and that sits under a numbered layer:
-that is how `transformers` (>= 5) writes the experts of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3. The weights it
-is called with are final: DeepSeek's routed_scaling_factor is already in, its shared experts are added by the block.
+Every module is replaced whose forward is (hidden_states, top_k_index, top_k_weights) and that is under a numbered
+layer, as `transformers` (>= 5) writes the experts of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3. The weights it is
+called with are final: DeepSeek's routed_scaling_factor is already in, its shared experts are added by the block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ same weights: far above rounding in any dtype, far below what other weights give
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a model has experts: `getattr(parent, name) is module`."""
+    """An experts module of a model: `getattr(parent, name) is module`."""
 
     layer: int
     parent: nn.Module
@@ -62,7 +62,7 @@ def find_experts(model: nn.Module) -> list[Site]:
 
 
 class RemoteExperts(nn.Module):
-    """The experts of one layer, somewhere else. Inference only: a backward pass through it raises.
+    """Remote experts of one layer. Inference only: a backward pass raises.
 
     Args:
         client: connected to the service.
@@ -95,7 +95,7 @@ class RemoteExperts(nn.Module):
         return y.view(hidden_states.shape)
 
     def disconnect(self) -> None:
-        """Forget the client: calls raise from now on."""
+        """Drop the client; further calls raise."""
         self._client = None
 
     def extra_repr(self) -> str:
@@ -104,7 +104,7 @@ class RemoteExperts(nn.Module):
 
 
 class _NoBackward(torch.autograd.Function):
-    """Lets a model run outside `no_grad`, and says clearly that it cannot be trained."""
+    """Lets a model run outside `no_grad`; a backward pass raises a clear error."""
 
     @staticmethod
     def forward(ctx: Any, module: RemoteExperts, *args: torch.Tensor) -> torch.Tensor:
@@ -120,10 +120,10 @@ class Attached:
 
     Attributes:
         model: the model.
-        client: what its experts are called through.
-        description: what the service said it serves.
+        client: of its experts.
+        description: of the service.
         layers: numbers of the layers whose experts are remote.
-        num_freed_bytes: bytes of local expert weights that the model let go (0 with keep_local).
+        num_freed_bytes: bytes of freed local expert weights (0 with keep_local).
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Attached:
         self.detach()
 
     def detach(self) -> None:
-        """Put the local experts back if they were kept (else calls raise ClientError from now on), and hang up if
-        `attach` made the client. Idempotent."""
+        """Restore the local experts if they were kept (else further calls raise ClientError), and close the client if
+        `attach` made it. Idempotent."""
         for site in self._sites:
             setattr(site.parent, site.name, site.module)
         self._sites = []
@@ -174,16 +174,16 @@ def attach(
     fingerprint: str = "",
     security: SecurityConfig | None = None,
 ) -> Attached:
-    """Swap a model's experts for remote ones, after checking that they are the same.
+    """Replace a model's experts by remote ones, after checking that they are the same.
 
     Args:
         model: an unchanged model; its local experts may be on the meta device.
-        target: host:port of a control plane or a worker, or a client, which is then the caller's to close.
+        target: host:port of a control plane or a worker, or a client, which the caller closes.
         timeout_s: deadline of each call of an experts module, and of connecting.
-        verify: also compare the rows of every expert with the local ones, where those are there: a service of the same
-            shape but other weights is refused.
+        verify: also compare the rows of every expert with available local ones: a service with the same shape but other
+            weights is refused.
         keep_local: keep the local expert weights, so that `detach` can put them back; else their memory is freed.
-        fingerprint: that the service must have (ModelSpec.fingerprint of the checkpoint); empty: any.
+        fingerprint: expected of the service (ModelSpec.fingerprint of the checkpoint); empty: any.
         security: with a `target` that is an address: certificates and token to reach it with.
 
     Raises:
@@ -207,7 +207,7 @@ def attach(
 
 
 def _check(model: nn.Module, sites: list[Site], description: expert_pb2.DescribeResponse, fingerprint: str) -> None:
-    """Compare what can be known without running anything."""
+    """Compare descriptions, without running anything."""
 
     def require(what: str, expected: object, got: object) -> None:
         if expected != got:
@@ -231,7 +231,7 @@ def _check(model: nn.Module, sites: list[Site], description: expert_pb2.Describe
 
 @torch.no_grad()
 def _probe(site: Site, client: Client, description: expert_pb2.DescribeResponse, timeout_s: float) -> None:
-    """Send every expert of a layer at least one row, here and there, and compare."""
+    """Compare local and remote rows, with at least one row per expert."""
     example = next(site.module.parameters(), None)
     if example is None or example.is_meta:
         return

@@ -3,10 +3,10 @@
     client = Client("127.0.0.1:7400")                    # a control plane, or one worker
     y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
 
-A batch is spread over the ranks, so that each brings a share of the tokens, in requests of at most REQUEST_BYTES.
-Streams to the workers stay open. Views are followed: a lost rank costs the requests under way, which are sent again
-until their deadline (forward changes nothing at the service, so it may safely happen twice). A request that a worker
-refuses for want of room goes to the next one, alone, and within a budget (retry.py).
+A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. Streams to the
+workers stay open. Views are followed: requests in flight to a lost rank are retried until their deadline (forward is
+idempotent). A request that a worker refuses for lack of resources is retried alone at the next worker, within a budget
+(retry.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -36,16 +36,16 @@ from crossdock.protocol.v1 import expert_pb2
 Result = TypeVar("Result")
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest answer taken."""
+"""Largest accepted answer."""
 REQUEST_BYTES = (2 << 20) - (64 << 10)
-"""A share larger than this travels as several requests: a worker can start before all of it is there, and takes no
-message of more than its `max_message_bytes`, 2 MiB by default."""
+"""A larger share is sent as several requests: a worker can start before all of it has arrived, and accepts messages of
+at most its `max_message_bytes`, 2 MiB by default."""
 _BUDGET_S = 0.1
-"""Pause before a request that has no token in the retry budget looks again; half of it to all of it."""
-SHUN_S = 2.0
-"""A worker that broke off is left out for so long, if there are others: each of them serves every token."""
+"""Polling interval of a request that waits for a token of the retry budget; randomized down to half."""
+AVOID_S = 2.0
+"""How long a worker with a broken connection is avoided, if there are others: each serves every token."""
 MIN_TOKENS_PER_WORKER = 64
-"""Smaller shares are not made: each costs a message and may cost a step of its own."""
+"""Smallest share: each costs a message and may cost a step."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
@@ -65,10 +65,10 @@ def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_to
 
     Args:
         num_tokens: T > 0.
-        num_workers: how many there are.
-        first: position of the worker that gets the first share.
-        max_tokens: most tokens of one request.
-        min_tokens: fewer workers are used rather than smaller shares.
+        num_workers: number of workers.
+        first: worker of the first share.
+        max_tokens: limit of one request.
+        min_tokens: smallest share; fewer workers are used if necessary.
     """
     parts = max(1, min(num_workers, num_tokens // min_tokens))
     bounds = [part * num_tokens // parts for part in range(parts + 1)]
@@ -85,10 +85,10 @@ class AsyncClient:
     Args:
         target: host:port of a control plane (its workers are found and followed; several, separated by commas, where
             it has replicas), or of one worker.
-        retry: try again on Unavailable and Overloaded until the deadline.
+        retry: retry Unavailable and Overloaded until the deadline.
         min_tokens_per_worker: see MIN_TOKENS_PER_WORKER.
-        model: fingerprint that the service must have; empty: any.
-        security: certificates and token, as `load_security` reads them from a file; None: plain text.
+        model: expected fingerprint of the service; empty: any.
+        security: certificates and token, for example from `load_security`; None: plain text.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class AsyncClient:
         await self.close()
 
     async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
-        """What is served, and how the group is. Raises ClientError."""
+        """Describe the served model and the group. Raises ClientError."""
 
         async def attempt(left_s: float) -> expert_pb2.DescribeResponse:
             service = await self._service(left_s)
@@ -140,15 +140,15 @@ class AsyncClient:
             x: [T, H] in the service's dtype.
             topk_ids: int32 or int64 [T, K], logical expert ids; -1 = no expert.
             topk_weights: float [T, K], final: scaling factors are already in.
-            timeout_s: deadline over everything, trying again included.
+            timeout_s: deadline of the call, including retries.
 
         Returns:
             [T, H], dtype and device of x.
 
         Raises:
             InvalidRequest: a wrong shape, dtype, layer or id.
-            Unavailable: nobody serves (with retry: until the deadline), naming the lost ranks.
-            DeadlineExceeded: no answer in time.
+            Unavailable: the group does not serve (with retry: until the deadline); has the lost ranks.
+            DeadlineExceeded: no answer within timeout_s.
             Overloaded: the service refused more work (with retry: until the deadline).
             NotAllowed: the service does not know this caller.
         """
@@ -164,7 +164,7 @@ class AsyncClient:
         return out.to(x.device)
 
     async def close(self) -> None:
-        """Hang up everywhere. Idempotent."""
+        """Close all connections. Idempotent."""
         self._closed = True
         streams, self._streams = list(self._streams.values()), {}
         await asyncio.gather(*(stream.close() for stream in streams))
@@ -172,7 +172,7 @@ class AsyncClient:
             await self._directory.close()
 
     async def _until(self, attempt: Callable[[float], Awaitable[Result]], timeout_s: float) -> Result:
-        """Call attempt(seconds left) until it works, ends otherwise, or the deadline passes."""
+        """Call attempt(seconds left) until it succeeds, fails permanently, or the deadline passes."""
         deadline = time.monotonic() + timeout_s
         last: ClientError | None = None
 
@@ -191,7 +191,7 @@ class AsyncClient:
                     raise ClientError("the client is closed") from error
                 last = error
                 if isinstance(error, Unavailable) and self._directory is not None:
-                    self._directory.doubt()
+                    self._directory.recheck()
                 raise
 
         if not self._retry:
@@ -207,7 +207,7 @@ class AsyncClient:
     async def _share(
         self, layer: int, parts: tuple[torch.Tensor, ...], share: Share, out: torch.Tensor, timeout_s: float
     ) -> None:
-        """Have some rows computed, and try again for these alone: each time at the next worker."""
+        """Compute some rows; each retry goes to the next worker."""
         rows, tries = slice(share.start, share.stop), 0
 
         async def attempt(left_s: float) -> expert_pb2.ForwardResponse:
@@ -224,7 +224,7 @@ class AsyncClient:
         out[rows] = _rows(response, out.dtype, (share.stop - share.start, out.shape[1]))
 
     async def _wait_for_budget(self, refused: Overloaded, deadline: float) -> None:
-        """Until a request may be sent again. Raises what it was refused with, at the deadline."""
+        """Wait for a token of the retry budget. Raises `refused` at the deadline."""
         while not self._budget.take():
             if time.monotonic() >= deadline or self._closed:
                 raise refused
@@ -254,10 +254,10 @@ class AsyncClient:
         return self._without_broken(service)
 
     def _without_broken(self, service: Service) -> Service:
-        """Without workers that broke off just now or are cut off; with all of them if nobody else is left."""
-        since = time.monotonic() - SHUN_S
+        """Without workers that broke recently or do not respond; with all of them if no other is left."""
+        since = time.monotonic() - AVOID_S
         streams = self._streams.items()
-        broken = {address for address, stream in streams if stream.cut_off or stream.broken_at > since}
+        broken = {address for address, stream in streams if stream.unresponsive or stream.broken_at > since}
         left = tuple(worker for worker in service.workers if worker[1] not in broken)
         return replace(service, workers=left) if left else service
 
@@ -272,7 +272,7 @@ class AsyncClient:
 
 
 class Client:
-    """For threads: every method may be called from any thread at any time. Arguments as AsyncClient."""
+    """Thread-safe client. Arguments as AsyncClient."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Client:
 
     @property
     def target(self) -> str:
-        """Where it was told to connect."""
+        """The target it was made with."""
         return self._client.target
 
     def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
@@ -319,7 +319,7 @@ class Client:
         return self._run(self._client.forward(layer, x, topk_ids, topk_weights, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Hang up everywhere. Idempotent."""
+        """Close all connections. Idempotent."""
         with self._lock:
             first, self._closed = not self._closed, True
             end = asyncio.run_coroutine_threadsafe(self._end(), self._loop) if first else None
@@ -331,12 +331,12 @@ class Client:
             self._loop.close()
 
     async def _end(self) -> None:
-        """Hang up, and let the calls under way tell their threads so before the loop stops."""
+        """Close all connections, and let open calls finish before the loop stops."""
         await self._client.close()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        with self._lock:  # whatever is handed to the loop is so before `_end`, which waits for it
+        with self._lock:  # calls are scheduled before `_end`, which waits for them
             if self._closed:
                 coroutine.close()
                 raise ClientError("the client is closed")

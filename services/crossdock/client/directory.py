@@ -1,6 +1,6 @@
-"""Who serves just now: follows the control plane's views, or knows the one worker it was given.
+"""Directory of serving workers: follows the control plane's views, or has the one worker it was given.
 
-While the control plane is away the newest view stays in force: serving does not depend on it.
+Without a control plane the newest view stays valid: serving does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 log = get(__name__)
 
 _RETRY_S = (0.1, 1.0)
-"""First and longest pause before a broken Watch is tried again."""
+"""First and longest pause before a broken Watch is retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where requests may go.
+    """Workers that accept requests.
 
     Attributes:
-        epoch: membership counter; 0 for a worker that was named directly.
-        workers: (rank, address) by rank; the rank is None for a worker that was named directly.
+        epoch: membership counter; 0 for a directly named worker.
+        workers: (rank, address) by rank; the rank is None for a directly named worker.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class Directory:
 
     Args:
         target: host:port of a control plane (several, separated by commas, where it has replicas) or of one worker;
-            which of the two is found out.
+            detected automatically.
         security: TLS and tokens; None: plain text.
     """
 
@@ -54,20 +54,20 @@ class Directory:
         self._trouble = Unavailable(f"control plane {target}: no answer yet")
         self._refused: NotAllowed | None = None
         self._term = 0
-        self._doubted = asyncio.Event()
-        self._asking: asyncio.Task[None] | None = None
+        self._is_silent = asyncio.Event()
+        self._check: asyncio.Task[None] | None = None
         self._known = self._closed = False
         self._task = asyncio.create_task(self._follow())
 
     async def service(self, timeout_s: float, *, wait: bool) -> Service:
-        """Where to send requests now.
+        """The workers to send requests to.
 
         Args:
             timeout_s: longest wait.
-            wait: wait for a group that is not serving; else only for the first word of the control plane.
+            wait: wait until the group serves; else only for the first answer of the control plane.
 
         Raises:
-            Unavailable: nobody serves (any more, or within timeout_s), with the ranks that are missing.
+            Unavailable: the group does not serve (within timeout_s); has the missing ranks.
             NotAllowed: the control plane does not know this caller.
         """
 
@@ -86,19 +86,19 @@ class Directory:
             raise Unavailable(str(trouble), trouble.lost_ranks, trouble.epoch)
         return self._service
 
-    def doubt(self) -> None:
-        """A worker that the newest view names did not answer: is whoever told of it still there? A control plane that
-        is stopped or cut off breaks no connection, so ask, and follow another one if it is silent."""
-        if not self._task.done() and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask())
+    def recheck(self) -> None:
+        """Check the control plane after a worker of the newest view did not answer: a stopped or unreachable one breaks
+        no connection. If it is silent, follow another one."""
+        if not self._task.done() and (self._check is None or self._check.done()):
+            self._check = asyncio.create_task(self._check_leader())
 
-    async def _ask(self) -> None:
+    async def _check_leader(self) -> None:
         if not await self._channel.is_leading():
-            self._doubted.set()
+            self._is_silent.set()
 
     async def close(self) -> None:
-        """Stop following; whoever waits for a service is told that there is none."""
-        tasks = [self._task, *([self._asking] if self._asking is not None else [])]
+        """Stop following; waiting calls end with Unavailable."""
+        tasks = [self._task, *([self._check] if self._check is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -113,7 +113,7 @@ class Directory:
             before = problem
             try:
                 problem = await self._watch(before)
-            except Exception as error:  # clients would wait for this task until their deadline, and never hear why
+            except Exception as error:  # otherwise clients would wait until their deadline without a reason
                 problem = error
                 if repr(error) != repr(before):
                     log.exception("cannot follow the control plane", control=self._target)
@@ -125,22 +125,22 @@ class Directory:
             self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
 
     async def _watch(self, last: Exception | None) -> rpc.CallError:
-        """Follow whoever leads until that ends; why it did. `last` is how it ended before."""
+        """Follow the leader; returns the error that ended it. `last`: the error before."""
         if last is not None or self._channel.has_several_targets:
             await self._channel.fail_over(last)
-        self._doubted.clear()
+        self._is_silent.clear()
         reader = asyncio.create_task(self._read())
-        doubted = asyncio.create_task(self._doubted.wait())
+        doubted = asyncio.create_task(self._is_silent.wait())
         try:
             await asyncio.wait({reader, doubted}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (reader, doubted):
                 task.cancel()
             await asyncio.gather(reader, doubted, return_exceptions=True)
-        return rpc.Unavailable("it does not answer") if reader.cancelled() else reader.result()
+        return rpc.Unavailable("no answer") if reader.cancelled() else reader.result()
 
     async def _read(self) -> rpc.CallError:
-        """Take views until the stream ends; why it did."""
+        """Read views until the stream ends; returns the error."""
         stub = control_pb2_grpc.ControlPlaneStub(self._channel.grpc_channel)
         try:
             async for view in stub.Watch(control_pb2.WatchRequest()):
@@ -151,25 +151,25 @@ class Directory:
         return rpc.Unavailable("the control plane ended the Watch stream")
 
     async def _fail(self, problem: Exception) -> None:
-        """The line broke: whoever is known to serve still does."""
+        """The stream broke: known workers stay valid."""
         if self._service is not None:
             return
         what = str(problem) if isinstance(problem, rpc.CallError) else repr(problem)
-        words = f"control plane {self._target}: {what}"
-        self._refused = NotAllowed(words) if isinstance(problem, REFUSALS) else None
-        self._trouble = Unavailable(words, self._trouble.lost_ranks, self._trouble.epoch)
+        message = f"control plane {self._target}: {what}"
+        self._refused = NotAllowed(message) if isinstance(problem, REFUSALS) else None
+        self._trouble = Unavailable(message, self._trouble.lost_ranks, self._trouble.epoch)
         await self._set(None)
 
     async def _take(self, view: control_pb2.GroupView) -> None:
         if view.term < self._term:
-            return  # late, from a control plane that leads no more
+            return  # outdated, from a former leader
         self._term = view.term
         if view.state == control_pb2.SERVING:
             workers = tuple((member.rank, member.address) for member in view.members if member.ready)
             await self._set(Service(view.epoch, workers))
             return
         if view.epoch == 0 and self._service is not None:
-            return  # a control plane that was just restarted has not heard of the group yet; the group serves on
+            return  # a restarted control plane has not recovered yet; the group still serves
         state = control_pb2.GroupState.Name(view.state)
         why = f": {view.reason}" if view.reason else ""
         lost = tuple(view.lost_ranks)

@@ -1,14 +1,14 @@
-"""What a client can end with, as one tree.
+"""Errors of clients.
 
-    ClientError                 anything without a name below; the message says what the service said
-    ├── Unavailable             nobody serves just now: the group is forming, or a rank was lost; also a ConnectionError
-    ├── Overloaded              the service refused more work; try later
-    ├── DeadlineExceeded        no answer in time; also a TimeoutError
+    ClientError                 any other error; the message is from the service
+    ├── Unavailable             the group does not serve: it is forming, or a rank was lost; also a ConnectionError
+    ├── Overloaded              the service refused more work; retry later
+    ├── DeadlineExceeded        no answer before the deadline; also a TimeoutError
     ├── InvalidRequest          a request that can never work: shape, dtype, layer, ids; also a ValueError
-    ├── NotAllowed              the service does not know this caller, or not as one who may do this
-    └── ModelMismatch           what is served is not the model it is attached to; also a ValueError
+    ├── NotAllowed              the caller is unknown, or lacks the required role
+    └── ModelMismatch           the service serves another model than the attached one; also a ValueError
 
-`Unavailable` and `Overloaded` are worth trying again, and a client does so by itself until the deadline.
+`Unavailable` and `Overloaded` are retried by clients until the deadline.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from crossdock.protocol.v1 import expert_pb2
 
 
 class ClientError(Exception):
-    """Base of every error that `crossdock.client` raises on purpose."""
+    """Base of the errors of `crossdock.client`."""
 
 
 class Unavailable(ClientError, ConnectionError):
-    """Nobody serves just now.
+    """The group does not serve.
 
     Attributes:
-        lost_ranks: ranks known to be gone, ascending; empty if unknown.
-        epoch: the group's membership counter when it was noticed; 0 if unknown.
+        lost_ranks: known lost ranks, ascending; empty if unknown.
+        epoch: of the group at that time; 0 if unknown.
     """
 
     def __init__(self, message: str, lost_ranks: Sequence[int] = (), epoch: int = 0) -> None:
@@ -43,19 +43,19 @@ class Overloaded(ClientError):
 
 
 class DeadlineExceeded(ClientError, TimeoutError):
-    """No answer in time."""
+    """No answer before the deadline."""
 
 
 class InvalidRequest(ClientError, ValueError):
-    """A request that can never work; says argument, expected, got."""
+    """A request that can never work; the message has argument, expected, got."""
 
 
 class NotAllowed(ClientError):
-    """The service does not know this caller, or not as one who may do this: certificate or token."""
+    """The caller is unknown, or lacks the required role: certificate or token."""
 
 
 class ModelMismatch(ClientError, ValueError):
-    """What is served is not the model it is attached to."""
+    """The service serves another model than the attached one."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
@@ -70,11 +70,11 @@ _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
 }
 
 REFUSALS = (rpc.Unauthenticated, rpc.PermissionDenied)
-"""Statuses that end a call for good, as long as certificates and tokens stay as they are."""
+"""Permanent errors while certificates and tokens stay the same."""
 
 
 def from_answer(error: expert_pb2.Error) -> ClientError:
-    """The error that a ForwardResponse carries."""
+    """The error in a ForwardResponse."""
     code = rpc.code_of_number(error.code)
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(error.message, error.lost_ranks, error.epoch)
@@ -82,7 +82,7 @@ def from_answer(error: expert_pb2.Error) -> ClientError:
 
 
 def from_call(error: rpc.CallError, where: str, lost_ranks: Sequence[int] = (), epoch: int = 0) -> ClientError:
-    """The error that a whole call ended with. `lost_ranks` and `epoch` are what the caller knows of the other end."""
+    """The error of a whole call. `lost_ranks` and `epoch`: what is known of the other end."""
     message = f"{where}: {error}"
     if isinstance(error, rpc.Unavailable | rpc.Cancelled):
         return Unavailable(message, lost_ranks, epoch)

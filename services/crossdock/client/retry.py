@@ -1,4 +1,4 @@
-"""How much a client asks again where a worker refuses more work: little, or overload would feed itself."""
+"""Limit of retries after refusals by overloaded workers, so that retries do not amplify an overload."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class RetryBudget:
     """A token for each request that is sent again after RESOURCE_EXHAUSTED.
 
     Args:
-        ratio: tokens that each answer brings: in the long run one request in 1 / ratio is sent twice.
-        most: tokens at the start, and at most.
-        per_s: tokens that time brings, so that a client that gets no answers at all goes on trying.
+        ratio: tokens per answer: in the long run one request in 1 / ratio is retried.
+        most: initial and maximum number of tokens.
+        per_s: tokens per second, so that a client without any answers keeps trying.
         clock: monotonic seconds.
     """
 
@@ -27,11 +27,11 @@ class RetryBudget:
         self._left, self._at = most, clock()
 
     def answered(self) -> None:
-        """A request was answered."""
+        """Credit an answer."""
         self._left = min(self._most, self._left + self._ratio)
 
     def take(self) -> bool:
-        """Take a token; False: there is none just now."""
+        """Take a token; False: none is left."""
         now = self._clock()
         self._left = min(self._most, self._left + (now - self._at) * self._per_s)
         self._at = now

@@ -1,9 +1,9 @@
-"""One worker as a client sees it: a channel and one Forward stream that is kept open and shared by all requests.
+"""Connection of a client to one worker: a channel and one Forward stream, kept open and shared by all requests.
 
-Answers come in any order and are matched by id. A stream that breaks fails what was under way on it and is opened
-again by the next request. One that says nothing for a while although requests wait is asked, on the side, whether it is
-there: a line that was cut breaks no connection, and keepalive alone would take twenty seconds. Who does not say so is
-asked again and again, by new connections, and is `cut_off` until it does.
+Answers come in any order and are matched by id. A broken stream fails its requests in flight and is reopened by the
+next request. If requests wait and no answer comes for a while, the worker is probed on the side: a cut network path
+breaks no connection, and keepalive alone takes twenty seconds to notice. A worker that does not answer the probe counts
+as `unresponsive` and is probed again by new connections until it answers.
 
 Requests are written by grpc's own task from an outbox: cancelling a request must not cancel the write of a message,
 because grpc would end the whole stream.
@@ -25,30 +25,30 @@ from crossdock.common.security import Security
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
 _QUIET_S, _ALIVE_S = 1.0, 3.0
-"""A worker that owes answers and has sent none for so long is asked whether it is there, and has so long to say it."""
+"""Silence after which a worker with open requests is probed, and the deadline of the probe."""
 _GRACE_S = 5.0
-"""What is under way on a channel with former certificates has so long to end."""
+"""Time for requests on a channel with old certificates to end."""
 
 _STREAM_S = 300.0
-"""A stream that is older is left for a new one between two requests: servers end connections that grow old, and give
-what is open there ten minutes."""
+"""Age at which a stream is replaced between two requests: servers close old connections, with ten minutes for open
+streams."""
 
 _Outbox = asyncio.Queue[expert_pb2.ForwardRequest | None]
-"""What is to be written; None ends the stream."""
+"""Requests to write; None ends the stream."""
 
 
 class WorkerStream:
-    """Make and use it inside the running loop.
+    """Stream to one worker. Make and use it inside the running loop.
 
     Args:
         address: host:port of the worker's ExpertService.
         rank: its rank, for errors; None if unknown.
-        epoch: of the view that named it, for errors.
+        epoch: of the view with this worker, for errors.
         max_message_bytes: largest message in either direction.
         security: TLS and tokens; None: plain text.
 
     Attributes:
-        broken_at: when its line broke last, monotonic seconds.
+        broken_at: when its stream broke last, monotonic seconds.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class WorkerStream:
         self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
-        self._opened_at = self._heard_at = 0.0
+        self._opened_at = self._last_answer_at = 0.0
         self._silent = False
-        self._asking: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self.broken_at = float("-inf")
 
     @property
     def idle(self) -> bool:
-        """True while no request is under way."""
+        """Whether no request is in flight."""
         return not self._pending
 
     @property
-    def cut_off(self) -> bool:
-        """True from when it was found silent until it has said that it is there."""
-        return self._asking is not None and not self._asking.done()
+    def unresponsive(self) -> bool:
+        """Whether it failed a probe and has not answered one since."""
+        return self._probing is not None and not self._probing.done()
 
     async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
-        """What is served there. Raises ClientError."""
+        """Describe the served model. Raises ClientError."""
         self._renew()
         try:
             description: expert_pb2.DescribeResponse = await rpc.call(
@@ -92,8 +92,8 @@ class WorkerStream:
         """Send one request (its id is set here) and wait for its answer.
 
         Raises:
-            ClientError: what the answer says, or what became of the stream. A request that is given up, by deadline or
-                by cancelling this call, is cancelled at the worker too.
+            ClientError: of the answer or of the stream. A request that is given up, by deadline or by cancelling this
+                call, is also cancelled at the worker.
         """
         if self._reader is not None and not self._pending and time.monotonic() - self._opened_at > _STREAM_S:
             self._leave(self._reader)
@@ -103,7 +103,7 @@ class WorkerStream:
             self._outbox, self._silent = asyncio.Queue(), False
             self._reader = asyncio.create_task(self._read(self._outbox))
         if not self._pending:
-            self._heard_at = time.monotonic()
+            self._last_answer_at = time.monotonic()
         outbox, request.id = self._outbox, next(self._ids)
         answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
         outbox.put_nowait(request)
@@ -120,19 +120,19 @@ class WorkerStream:
         return response
 
     async def close(self) -> None:
-        """Hang up; requests under way end with Unavailable."""
+        """Close; requests in flight end with Unavailable."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
-        self._fail(self._closed())  # a reader that had not begun yet told nobody
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        self._fail(self._closed())  # a reader that had not started has not failed them
         await self._channel.close(None)
         await asyncio.gather(*self._former, return_exceptions=True)
 
     def _leave(self, reader: asyncio.Task[None]) -> None:
-        """Of a stream that owes nothing: it ends by itself, and the next request opens another one."""
+        """Release an idle stream: it ends by itself, and the next request opens another one."""
         self._outbox.put_nowait(None)
         self._reader = None
         self._former.add(reader)
@@ -148,7 +148,7 @@ class WorkerStream:
         return rpc.aio_channel(self.address, self._max_message_bytes, self._security, name)
 
     def _renew(self) -> None:
-        """A channel keeps the certificates it was made with, and a line that may be cut: make another one then."""
+        """Replace the channel if its certificates are outdated or its connection may be dead."""
         outdated = self._security is not None and self._security.version != self._version
         if self._reader is None and (outdated or self._silent):
             task = asyncio.create_task(self._channel.close(_GRACE_S))
@@ -165,7 +165,7 @@ class WorkerStream:
         watching = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async for response in self._stub.Forward(self._write(outbox)):
-                self._heard_at = time.monotonic()
+                self._last_answer_at = time.monotonic()
                 answer = self._pending.pop(response.id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(response)
@@ -179,33 +179,33 @@ class WorkerStream:
                 self._fail(failure or self._closed())
 
     async def _watch(self, reader: asyncio.Task[None] | None) -> None:
-        """End the stream when the worker is not there any more."""
+        """End the stream if the worker does not respond."""
         while True:
             await asyncio.sleep(_QUIET_S)
-            if not self._pending or time.monotonic() - self._heard_at < _QUIET_S:
+            if not self._pending or time.monotonic() - self._last_answer_at < _QUIET_S:
                 continue
-            if await self._is_there(self._channel):
-                self._heard_at = time.monotonic()
+            if await self._is_alive(self._channel):
+                self._last_answer_at = time.monotonic()
             elif reader is not None:
                 self._silent = True
-                if not self.cut_off:
-                    self._asking = asyncio.create_task(self._ask())
+                if not self.unresponsive:
+                    self._probing = asyncio.create_task(self._probe_until_alive())
                 reader.cancel()
                 return
 
-    async def _ask(self) -> None:
-        """Until it says that it is there; each time by a new connection, for the old one may be dead."""
-        there = False
-        while not there:
+    async def _probe_until_alive(self) -> None:
+        """Probe until it answers; each time by a new connection, since the old one may be dead."""
+        alive = False
+        while not alive:
             await asyncio.sleep(_QUIET_S)
             channel = self._channel_to_it()
             try:
-                there = await self._is_there(channel)
+                alive = await self._is_alive(channel)
             finally:
                 await channel.close(None)
 
-    async def _is_there(self, channel: grpc.aio.Channel) -> bool:
-        """Whether it says anything at all, if only that it has no health service."""
+    async def _is_alive(self, channel: grpc.aio.Channel) -> bool:
+        """Whether it answers at all, if only that it has no health service."""
         check = health_pb2_grpc.HealthStub(channel).Check
         try:
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=_ALIVE_S)

@@ -1,4 +1,4 @@
-"""The one line by which a process tells its supervisor where it listens: `crossdock-ready {"address": ..., ...}`."""
+"""The line that announces the addresses of a process to its supervisor: `crossdock-ready {"address": ..., ...}`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ READY_WORD = "crossdock-ready"
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a process listens, each host:port.
+    """Addresses of a process, each host:port.
 
     Attributes:
         address: its gRPC server.
         http_address: its /metrics, /livez, /readyz.
-        https: these take TLS only.
+        https: the HTTP server requires TLS.
     """
 
     address: str
@@ -27,14 +27,14 @@ class Addresses:
 
 
 def announce(address: str, http_address: str, *, https: bool) -> None:
-    """Print the line on stdout, once, when both servers listen. A closed stdout is no reason to stop serving."""
+    """Print the line on stdout, once, when both servers listen. A closed stdout is ignored."""
     with contextlib.suppress(OSError):
         print(READY_WORD, json.dumps(asdict(Addresses(address, http_address, https))), flush=True)
 
 
 def seen_from_outside(address: str, advertised: str, hostname: str) -> str:
-    """The address under which others reach a server that listens on `address`. Where that is every interface, it is on
-    the host of the address `advertised`, or without one on the host of that name."""
+    """The address under which other hosts reach a server that listens on `address`. If that is every interface: the
+    host of `advertised`, or `hostname`."""
     host, port = split_address(address)
     if host not in EVERY_INTERFACE:
         return address
@@ -42,7 +42,7 @@ def seen_from_outside(address: str, advertised: str, hostname: str) -> str:
 
 
 def metrics_url(http_address: str, *, https: bool) -> str:
-    """Where the metrics of a process are."""
+    """URL of the metrics of a process."""
     return f"http{'s' if https else ''}://{http_address}/metrics"
 
 

@@ -1,21 +1,21 @@
-"""What a call can end with, as Python errors, and how they become statuses and come back from them.
+"""Errors of calls, and their conversion to and from grpc statuses.
 
 A handler raises them, `rpc.call` and `rpc.call_sync` raise them again at the other end:
 
-    CallError                 UNKNOWN, and every status without a name below
-    ├── InvalidArgument       INVALID_ARGUMENT       the message can never be right
-    ├── NotFound              NOT_FOUND              this worker is not known here (any more): register
-    ├── AlreadyExists         ALREADY_EXISTS         somebody newer holds this identity: stop
-    ├── FailedPrecondition    FAILED_PRECONDITION    right message, wrong time or wrong group (an old epoch)
-    ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; try later or elsewhere
-    ├── Aborted               ABORTED                lost a race; look again before trying again
-    ├── Unavailable           UNAVAILABLE            nobody answers, or not now; `call` retries this one only
-    ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
-    ├── Cancelled             CANCELLED              the caller went away
-    ├── Unimplemented         UNIMPLEMENTED          the other end is older
-    ├── Internal              INTERNAL               a bug, or bytes that are no message
-    ├── Unauthenticated       UNAUTHENTICATED        no token, or one that is not known there
-    └── PermissionDenied      PERMISSION_DENIED      known, but this is not the caller's to do
+    CallError                 UNKNOWN, and every other status
+    ├── InvalidArgument       INVALID_ARGUMENT       the message is invalid
+    ├── NotFound              NOT_FOUND              this worker is unknown here: register
+    ├── AlreadyExists         ALREADY_EXISTS         a newer process holds this identity: stop
+    ├── FailedPrecondition    FAILED_PRECONDITION    valid message at the wrong time or in the wrong group (an old
+    epoch) ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; retry later or elsewhere
+    ├── Aborted               ABORTED                lost a race; re-read before a retry
+    ├── Unavailable           UNAVAILABLE            no answer, or temporarily unavailable; only this one is retried by
+    `call` ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
+    ├── Cancelled             CANCELLED              the caller has cancelled
+    ├── Unimplemented         UNIMPLEMENTED          the server is older
+    ├── Internal              INTERNAL               a bug, or invalid bytes
+    ├── Unauthenticated       UNAUTHENTICATED        missing or unknown token
+    └── PermissionDenied      PERMISSION_DENIED      known caller without the required role
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import ClassVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-_BROKEN_LINE = "Internal error from Core"
-"""What grpc.aio says, now and then, of a stream whose connection was reset under a read: no word from the other end."""
+_CONNECTION_RESET = "Internal error from Core"
+"""Message of grpc.aio for some streams whose connection was reset during a read; not from the server."""
 LEADER_KEY = "crossdock-leader"
-"""Trailing metadata of an UNAVAILABLE: host:port of the control plane to ask instead."""
+"""Trailing metadata of UNAVAILABLE: host:port of the leading control plane."""
 
 
 class CallError(Exception):
-    """A call was refused or failed; `str()` is the message that travelled, `code` its grpc status."""
+    """A call was refused or failed; `str()` is the message, `code` the grpc status."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
@@ -63,10 +63,10 @@ class Aborted(CallError):
 
 
 class Unavailable(CallError, ConnectionError):
-    """Nobody answers, or not now.
+    """No answer, or temporarily unavailable.
 
     Attributes:
-        leader: host:port of the control plane that decides, where the one that was asked named it, else "".
+        leader: host:port of the leading control plane, if a standby named it, else "".
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -104,15 +104,15 @@ _BY_CODE: dict[grpc.StatusCode, type[CallError]] = {kind.code: kind for kind in 
 
 
 def error_for(code: grpc.StatusCode, message: str) -> CallError:
-    """The error of the tree above that stands for a grpc status."""
+    """The error of a grpc status."""
     return _BY_CODE.get(code, CallError)(message)
 
 
 def error_of(error: grpc.RpcError) -> CallError:
-    """Translate what grpc raised at a caller. The status is read from the error itself, which is also its call."""
+    """Convert an error that grpc raised in a client. The error itself is also the call that has the status."""
     call = cast("grpc.Call", error)
     code = call.code() or grpc.StatusCode.UNKNOWN
-    if code is grpc.StatusCode.INTERNAL and call.details() == _BROKEN_LINE:
+    if code is grpc.StatusCode.INTERNAL and call.details() == _CONNECTION_RESET:
         code = grpc.StatusCode.UNAVAILABLE
     made = error_for(code, call.details() or code.name)
     if isinstance(made, Unavailable):
@@ -121,7 +121,7 @@ def error_of(error: grpc.RpcError) -> CallError:
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Translate what a handler raised into a status. An error without a name tells the caller only its type."""
+    """Convert an error that a handler raised into a status. Of an unknown error the caller learns only the type."""
     if isinstance(error, CallError):
         return error.code, str(error)
     if isinstance(error, TimeoutError):
@@ -130,7 +130,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.INVALID_ARGUMENT, f"request: expected a protobuf message of this method, got: {error}"
     if isinstance(error, asyncio.CancelledError):
         return grpc.StatusCode.CANCELLED, "cancelled"
-    return grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); the server's log says more"
+    return grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); see the server's log"
 
 
 def code_number(code: grpc.StatusCode) -> int:

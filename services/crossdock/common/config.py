@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base: frozen, keyword-only, unknown fields refused; addresses checked, and brackets kept around IPv6 hosts only,
-    for whoever writes them may not know the family."""
+    since the writer of a config may not know the address family."""
 
     def __post_init__(self) -> None:
         for name in ("listen", "http_listen", "control", "advertise"):
@@ -57,13 +57,13 @@ class LogConfig(_Config, frozen=True, kw_only=True):
 
 
 class KubernetesConfig(_Config, frozen=True, kw_only=True):
-    """Labels of Kubernetes nodes as facts about hosts. Of each list of keys the first label that a node has counts; a
+    """Labels of Kubernetes nodes as facts about hosts. Of each list of keys the first label that a node has is used; a
     missing label means unknown."""
 
     kubeconfig: str = ""
     """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to list and watch nodes."""
     clique_labels: tuple[str, ...] = ("nvidia.com/gpu.clique", "accelerator.topograph.run/domain")
-    """NVLink domain of the node's GPUs, where they do not tell it themselves."""
+    """NVLink domain of the node's GPUs, if they do not report it themselves."""
     product_labels: tuple[str, ...] = ("nvidia.com/gpu.product",)
     zone_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
     block_labels: tuple[str, ...] = (
@@ -86,23 +86,23 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
     redundant_experts: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Slots beyond one for each expert, over all ranks, in every layer: copies of the experts with most load."""
     min_copies: Count = 1
-    """Copies of each expert at the least, as far as there are slots: with 2, no expert is lost with one rank. Needs
+    """Minimum copies of each expert, as far as there are slots: with 2, the loss of one rank loses no expert. Needs
     `redundant_experts` >= (min_copies - 1) * experts."""
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
-    """How often to look whether moving experts pays. 0: only when asked by `crossdock rebalance`."""
+    """Interval of automatic rebalancing. 0: only by `crossdock rebalance`."""
     min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
-    """By how much of itself the imbalance must fall for experts to move unasked."""
+    """Relative gain in imbalance that starts an automatic move."""
     load_half_life_s: Seconds = 300.0
-    """Rows that an expert computed so long ago count half."""
+    """Half-life of the expert load."""
     move_timeout_s: Seconds = 600.0
-    """Longest that workers may take to load their new experts before the move is rolled back."""
+    """Time limit of a move, after which it is rolled back."""
 
 
 class _ServerConfig(_Config, frozen=True, kw_only=True):
-    """Base of the configs of servers: `security` guards them, or is not set at all."""
+    """Base of the configs of servers: `security` is complete, or not set at all."""
 
     security: SecurityConfig = SecurityConfig()
-    """TLS, tokens, and who may do what. The default is plain text; anything else needs `cert_file`."""
+    """TLS, tokens and roles. The default is plain text; anything else needs `cert_file`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,42 +113,43 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
-    """host:port of the gRPC server; port 0 = any free one. Loopback by default: without `security`
-    nothing else is safe."""
+    """host:port of the gRPC server; port 0 = any free one. Loopback by default, since it has no `security` by
+    default."""
     http_listen: str = "127.0.0.1:7401"
     """host:port of /metrics, /livez, /readyz."""
     world_size: Count = 4
-    """Ranks in the group. Fixed: slots are stable, a lost rank leaves a hole until it is replaced."""
+    """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced."""
     lease_s: Seconds = 3.0
-    """A worker silent for so long is lost. Workers beat every third of it."""
+    """Lease of a worker: it is lost after this time without a heartbeat. Workers send one every third of it."""
     form_timeout_s: Seconds = 600.0
-    """Longest stay in EXCHANGING (weights load there) before the epoch is raised and the laggards are named."""
+    """Time limit of EXCHANGING (weights are loaded there), after which the epoch ends and the late ranks are named."""
     quarantine_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
-    """How long a worker is kept out that others called silent, or that loaded too late: enough for an alert and a look,
-    and a passing trouble mends itself. Only where a spare takes its place, or the group is elastic. 0: nobody is."""
+    """Quarantine of a worker that others reported silent, or that loaded too late: long enough for an alert and a look,
+    and for a passing fault to end. Only if a spare replaces it, or the group is elastic. 0: no quarantine."""
     blame_epochs: Count = 3
-    """Epochs that break because two members or more call a rank silent, before it counts as sick: one or two may be a
-    pause. Two members in one epoch are enough where a spare waits."""
+    """Failed epochs in which two or more members report a rank silent, before it counts as sick: one or two may be a
+    pause. If a spare waits, reports of two members in one epoch are enough."""
     blame_window_s: Seconds = 600.0
-    """Within which these epochs are counted: a rank that breaks more rarely costs less than its successor's start."""
+    """Window of these epochs: a rank that fails more rarely costs less than a replacement."""
     recover_s: Seconds = 5.0
-    """After a restart: how long to wait for a serving group to report itself before it counts as broken."""
+    """Recovery period after a restart, in which a serving group can report itself."""
     max_message_bytes: Count = 1 << 20
-    """Largest message taken from a worker. Heartbeats of large models are the largest: 15,616 slots of experts take
+    """Largest message accepted from a worker. Heartbeats of large models are the largest: 15,616 slots of experts take
     200 KiB, facts of a host and a region 64 KiB each."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     advertise: str = ""
     """host:port under which workers and clients reach `listen`; needed with an election. Empty: as listened."""
     election: ElectionConfig | None = None
-    """One of several control planes, of which the holder of a Kubernetes Lease decides. Null: the only one."""
+    """Leader election among replicas by a Kubernetes Lease. Null: a single control plane."""
     elastic: bool = False
-    """Go on without a rank that is lost, and take its successor in when it has loaded its experts. Requests for experts
-    of which the lost ranks held every copy fail meanwhile (see `placement.min_copies`). False: all wait for it."""
+    """Continue without a lost rank, and readmit its successor once it has loaded its experts. Requests for experts
+    whose only copies are lost fail until then (see `placement.min_copies`). False: all ranks wait for the successor."""
     placement: PlacementConfig = PlacementConfig()
-    """Copies of experts, and when they move."""
+    """Copies of experts, and their moves."""
     kubernetes: KubernetesConfig | None = None
-    """Watch the labels of Kubernetes nodes, for domains and for the order of ranks. Null: hosts' own facts only."""
+    """Watch the labels of Kubernetes nodes, for NVLink domains and the order of ranks. Null: only the facts of
+    hosts."""
     log: LogConfig = LogConfig()
 
 
@@ -158,20 +159,20 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     model: str
     """Directory of a Hugging Face MoE checkpoint (config.json + safetensors)."""
     control: str = "127.0.0.1:7400"
-    """host:port of the control plane; of several, separated by commas, where it has replicas."""
+    """host:port of the control plane; of several replicas, separated by commas."""
     uid: str = ""
     """Stable identity over restarts. Empty: <host>/<local_rank>."""
     local_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Which of this host's workers this is."""
+    """Number of this worker on its host."""
     device: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """GPUs: index of the CUDA device, as this process sees them. Null: local_rank."""
     listen: str = "127.0.0.1:0"
-    """host:port of the ExpertService; port 0 = any free one (it is told to the control plane)."""
+    """host:port of the ExpertService; port 0 = any free one (the control plane learns it)."""
     advertise: str = ""
     """host:port under which clients reach `listen`. Empty: as listened, on this host's name for every interface."""
     http_listen: str = "127.0.0.1:0"
-    """host:port of /metrics, /livez, /readyz. Where it is every interface, others are told the host of `advertise`, or
-    this one's name."""
+    """host:port of /metrics, /livez, /readyz. If it is every interface, the host of `advertise` or this host's name is
+    announced."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
     kernel_cache_dir: str = ""
@@ -179,31 +180,32 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
     combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """In which expert rows come home and are summed. Empty: float32 on a CPU; on GPUs `dtype`, which is half the bytes
-    and rounds each rank's share of a token once more."""
+    """Dtype of rows on the combine path. Empty: float32 on a CPU; on GPUs `dtype`, which halves the bytes and rounds
+    each rank's partial sum once more."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
     ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Steps of at most so many tokens per rank run LL, larger ones HT: what `crossdock tune` prints. Equal on all
-    workers. Null: the transport's built-in crossover."""
+    """Steps of at most this many tokens per rank use LL, larger ones HT: `crossdock tune` prints it. Equal on all
+    workers.
+    Null: the transport's built-in crossover."""
     step_timeout_s: Seconds = 10.0
     """Deadline of every wait for a peer inside a step."""
     request_timeout_s: Seconds = 60.0
-    """Deadline of a request that brings none of its own."""
+    """Default deadline of a request."""
     max_queued_bytes_per_client: Count = 16 << 20
-    """Bytes of requests and of answers not yet written, of one client (its certificate's names, or its host). Past this
-    its streams are read no further (they feel gRPC's flow control), but for one request of each, up to twice this."""
+    """Limit of a client's bytes (its certificate's names, or its host): requests and answers not yet written. Above it
+    its streams are not read (gRPC's flow control applies), except one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
-    """The same of all clients together. Past this, requests are refused with RESOURCE_EXHAUSTED."""
+    """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: Count = 2 << 20
-    """Largest message taken from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
+    """Largest message accepted from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
     cuts larger batches by rows, into requests that fit the default. A stream can hold one unfinished message."""
     max_calls_per_s: Rate = 100.0
     """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     max_requests_per_s: Rate = 0.0
     """Requests of one client per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
     drain_timeout_s: Seconds = 30.0
-    """Longest that SIGTERM waits for queued requests."""
+    """Time limit for queued requests after SIGTERM."""
     torch_threads: Count | None = None
     """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` with transport cpu, the host's processors per
     worker less one, at least 1. More threads than processors on a host cost most of its throughput."""
@@ -211,10 +213,10 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
 
 
 class HostConfig(_Config, frozen=True, kw_only=True):
-    """`crossdock up`: the workers of one host, and perhaps the control plane, under one supervisor."""
+    """`crossdock up`: the workers of one host, and optionally the control plane, under one supervisor."""
 
     worker: WorkerConfig
-    """What the workers share. Fixed ports and `device` count up by local rank: worker i listens on port + i."""
+    """Config of all workers. Fixed ports and `device` count up by local rank: worker i listens on port + i."""
     num_workers: Count = 4
     """Workers on this host."""
     control: ControlConfig | None = ControlConfig()
@@ -228,7 +230,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     log_to_stderr: bool = False
     """The processes log to this process's stderr (what a container's log is) instead of to files."""
     stop_timeout_s: Seconds = 40.0
-    """Longest that the processes may take to drain before they are killed; more than `worker.drain_timeout_s`."""
+    """Time limit for draining before processes are killed; more than `worker.drain_timeout_s`."""
     docker: DockerConfig | None = None
     """Run containers instead of processes (`--runtime docker`). Null: processes."""
 
@@ -259,8 +261,8 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     """Crossdock inside another program: the vLLM plugin, and whatever imports our `deep_ep`. Equal on all ranks."""
 
     vllm: Literal["off", "deep_ep", "native"] = "off"
-    """What the plugin does in vLLM: nothing; offers our `deep_ep` where no other is installed; or puts Crossdock's own
-    classes in the places of vLLM's DeepEP backends."""
+    """Mode of the plugin in vLLM: off; provide our `deep_ep` if no other is installed; or replace vLLM's DeepEP
+    backends by Crossdock's own classes."""
     transport: str = ""
     """Folder name under `ep_kernels/transports`. Empty: nvlink for tensors on GPUs, cpu for others."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 100.0
@@ -270,13 +272,13 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     """Folder for kernels compiled at first use and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` in
     the user's home."""
     exit_on_fault: bool = True
-    """End the process where an operation failed and no call has raised that within a second, as when CUDA graphs are
-    replayed: what comes of such steps is NaN. False: `MoECommunicator.check` is the caller's to ask."""
+    """End the process if an operation failed and no call has raised it within a second, as in CUDA graph replays, whose
+    results are NaN then. False: the caller must call `MoECommunicator.check`."""
     metrics: bool = True
     """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
     traffic: bool = False
-    """Count also what arrives from whom: tokens and bytes, and so how uneven the ranks' work is. Costs a kernel after
-    each dispatch, which adds [R] numbers."""
+    """Also count received tokens and bytes by source, which shows the balance of the ranks. Costs a kernel after each
+    dispatch that adds [R] numbers."""
     http_listen: str = ""
     """host:port of an endpoint of our own for them; rank i listens on port + i. Empty: none."""
 
@@ -294,7 +296,7 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
 
 
 class Identity(_Config, frozen=True, kw_only=True):
-    """What the platform tells a process about itself. Read from the environment here and nowhere else."""
+    """Identity of a process, from the platform. Read from the environment only here."""
 
     hostname: str = ""
     pod_name: str = ""

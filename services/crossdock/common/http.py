@@ -1,8 +1,8 @@
-"""The small HTTP face of every process: /metrics, /livez, /readyz. GET only, no other paths. And how to ask one.
+"""The HTTP server of every process: /metrics, /livez, /readyz. GET only, no other paths. And a client for it.
 
-Runs in daemon threads beside whatever the process does, so that a busy event loop still answers its probes. With TLS
-(`SecurityConfig.http`) each connection is met with the certificate that is in force then. A connection has `_REQUEST_S`
-for everything, handshake and answer included; past `_MAX_CONNECTIONS` the oldest one is closed for the new one.
+Runs in daemon threads, so that a busy event loop still answers its probes. With TLS (`SecurityConfig.http`) each
+connection uses the current certificate. A connection has `_REQUEST_S` for everything, including handshake and answer;
+above `_MAX_CONNECTIONS` the oldest one is closed for a new one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from crossdock.common.security import Security
 log = get(__name__)
 
 Ready = Callable[[], tuple[bool, str]]
-"""Whether the process can serve, and why (not), in a few words."""
+"""Whether the process can serve, and a short reason."""
 
 Trouble = Callable[[], str]
-"""Why the process should be restarted; "": it should not."""
+"""Why the process should be restarted; "" = it should not."""
 
 _REQUEST_S = 10.0
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
-"""Connections that are served, and threads: of connections that were closed a moment ago, too."""
+"""Limits of connections, and of threads, which include those of connections closed a moment ago."""
 _OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
 
 
@@ -67,14 +67,14 @@ class HttpServer:
 def ask_http(
     address: str, path: str, timeout_s: float, security: Security | None = None, name: str = ""
 ) -> tuple[int, str]:
-    """Status and text of what is at `path` of a server at host:port `address`. No proxy of the environment is asked.
+    """Status and text of `path` at a server `address` (host:port). Proxies named in the environment are ignored.
 
     Args:
-        security: by which the server is checked, and which certificate it is shown; None: plain text.
-        name: that the server's certificate must carry; "": the host of `address`.
+        security: to verify the server and to present a certificate; None: plain text.
+        name: expected in the server's certificate; "": the host of `address`.
 
     Raises:
-        OSError, http.client.HTTPException: no answer, or not from the server that was asked for.
+        OSError, http.client.HTTPException: no answer, or not from the expected server.
     """
     host, port = split_address(address)
     connection = HTTPConnection(host, port, timeout=timeout_s)
@@ -128,7 +128,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         self._num_threads = 0
-        if host in EVERY_INTERFACE:  # of both families, as grpc does it: a pod may have an address of either
+        if host in EVERY_INTERFACE:  # both address families, as grpc does
             host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
         self.address_family = family_of(host)
         self.registry, self.ready = registry, ready
@@ -136,25 +136,25 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     @property
-    def asks_who_scrapes(self) -> bool:
-        """Whether /metrics is for callers with a certificate only."""
+    def authenticates_scrapers(self) -> bool:
+        """Whether /metrics requires a client certificate."""
         return self.security is not None and self.security.config.http == "mtls"
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Accept. The handshake is left to the thread of the connection: a caller that is slow at it delays nobody."""
+        """Accept a connection. The handshake runs in its own thread: a slow client does not delay others."""
         accepted, client = super().get_request()
         try:
             context = self.security.http_server() if self.security is not None else None
             if context is None:
                 return accepted, client
             return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), client
-        except Exception as error:  # whatever is wrong with one connection, the next one is accepted
+        except Exception as error:  # a faulty connection must not stop the server
             accepted.close()
             log.warning("http connection refused", client=client, error=error)
             raise OSError(str(error)) from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve it in a thread of its own, while there are not too many."""
+        """Serve it in its own thread, up to the limits."""
         with self._lock:
             full = self._num_threads >= _MAX_THREADS
             if not full:
@@ -172,7 +172,7 @@ class _Server(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As before, counted."""
+        """Serve and update the counters."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -181,7 +181,7 @@ class _Server(ThreadingHTTPServer):
                 self._num_threads -= 1
 
     def service_actions(self) -> None:
-        """A few times a second: end connections that are past their deadline."""
+        """Close connections past their deadline; called a few times a second."""
         super().service_actions()
         now = time.monotonic()
         with self._lock:
@@ -189,19 +189,19 @@ class _Server(ThreadingHTTPServer):
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:
-        """Its thread finds the connection closed."""
+        """Shut the connection down; its thread notices."""
         del self._open[request]
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
-        """Bind, and leave out the look-up of this host's own name: without a DNS server that takes many seconds."""
+        """Bind without a look-up of this host's own name, which takes many seconds without a DNS server."""
         if self.address_family == AF_INET6:
             self.socket.setsockopt(IPPROTO_IPV6, IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A scraper that hangs up is no event."""
+        """Log at debug level: a scraper that disconnects is no error."""
         log.debug("http request failed", client=client_address)
 
 
@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Shake hands, with the deadline of every other read."""
+        """Do the TLS handshake, with the timeout of all reads."""
         if isinstance(self.request, ssl.SSLSocket):
             self.request.settimeout(self.timeout)
             self.request.do_handshake()
@@ -221,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one of the three paths."""
         server = cast(_Server, self.server)
         path = self.path.partition("?")[0]
-        if path == "/metrics" and server.asks_who_scrapes and not self.connection.getpeercert():
+        if path == "/metrics" and server.authenticates_scrapers and not self.connection.getpeercert():
             self._answer(HTTPStatus.FORBIDDEN, b"expected a certificate of the caller, got none\n")
         elif path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
@@ -243,4 +243,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Probes and scrapes are not worth a line each."""
+        """Do not log each request."""

@@ -32,19 +32,19 @@ class Logger:
         self._logger = logging.getLogger(name)
 
     def debug(self, event: str, **fields: object) -> None:
-        """Detail for the person who reads this file's source."""
+        """Detail for developers."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Something that an operator may want to know later."""
+        """An event of interest to operators."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something is wrong and was handled."""
+        """A handled problem."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Something is wrong and somebody lost by it."""
+        """A problem with consequences."""
         self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, **fields: object) -> None:
@@ -73,13 +73,13 @@ def bind(**fields: object) -> None:
 def setup(config: LogConfig, **bound: object) -> None:
     """Send events to stderr and to `config.file`. A file that cannot be opened is reported there and left out.
 
-    May be called again; the last call wins.
+    May be called again; the last call applies.
     """
     _bound.clear()
     bind(**bound)
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if isinstance(handler, _SaysOnce):
+        if isinstance(handler, _ReportsOnce):
             root.removeHandler(handler)
             handler.close()
     root.setLevel(max(logging.INFO, _level(config)))
@@ -96,7 +96,7 @@ def setup(config: LogConfig, **bound: object) -> None:
 
 
 def write_to(stream: TextIO) -> None:
-    """Send events to `stream` from now on, which was stderr so far."""
+    """Redirect events from stderr to `stream`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _ToStderr):
             handler.setStream(stream)
@@ -106,15 +106,15 @@ def _level(config: LogConfig) -> int:
     return {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}.get(config.level, logging.ERROR)
 
 
-class _SaysOnce(logging.Handler):
-    """A handler that reports its first failure (full disk, closed pipe) to the other stream and then keeps quiet."""
+class _ReportsOnce(logging.Handler):
+    """A handler that reports its first failure (full disk, closed pipe) to the other stream and then none."""
 
     sink = ""
     """File that it writes to; "" for stderr."""
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Never raise; say once what happened, where that is still possible."""
+        """Never raise; report the first failure if possible."""
         if self._failed:
             return
         self._failed = True
@@ -129,15 +129,15 @@ class _SaysOnce(logging.Handler):
             self._failed = True
 
 
-class _ToStderr(_SaysOnce, logging.StreamHandler[TextIO]):
+class _ToStderr(_ReportsOnce, logging.StreamHandler[TextIO]):
     pass
 
 
-class _Rotated(_SaysOnce, RotatingFileHandler):
+class _Rotated(_ReportsOnce, RotatingFileHandler):
     pass
 
 
-class _Watched(_SaysOnce, WatchedFileHandler):
+class _Watched(_ReportsOnce, WatchedFileHandler):
     pass
 
 

@@ -1,4 +1,4 @@
-"""Words for people."""
+"""Plurals in text."""
 
 from __future__ import annotations
 

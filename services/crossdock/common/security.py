@@ -1,12 +1,12 @@
-"""Certificates, keys and tokens on disk, as grpc wants them; read again when they change, without a restart.
+"""Certificates, keys and tokens on disk, in the form that grpc needs; reloaded when they change, without a restart.
 
-    security = Security(config)              raises SecurityError where a file is missing or wrong
-    security.server_credentials()            asked at every handshake: new certificates count from the next connection
-    security.channel_credentials()           of a channel that is made now; `security.version` tells when it is outdated
-    security.http_server()                   asked for each connection of the HTTP face, too; `http_caller()` asks one
+    security = Security(config)              raises SecurityError if a file is missing or wrong
+    security.server_credentials()            consulted at every handshake: new certificates apply to new connections
+    security.channel_credentials()           for a new channel; `security.version` shows whether it is outdated
+    security.http_server()                   for each connection of the HTTP server; `http_caller()` for HTTP clients
 
-Files are replaced one after the other, or all at once by a link (as Kubernetes does): a pair that does not fit, or does
-not parse, is reported once and the former one stays in force. No secret is logged, and none is in a `repr`.
+Files are replaced one by one, or all at once by a link (as in Kubernetes). A pair that does not match or parse is
+reported once and the previous one stays in use. No secret is logged, and none is in a `repr`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logs.get(__name__)
 MIN_TOKEN_CHARS = 16
 PLAIN_TEXT = "plain text without authentication: every host that reaches this address can use and change the group"
 _LOOK_S = 0.5
-"""Files of tokens are looked at so often at most; certificates at each handshake."""
+"""Shortest interval between checks of token files; certificates are checked at each handshake."""
 _TOKEN_HEADER = "authorization"
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
@@ -44,21 +44,21 @@ class SecurityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Pems:
-    """What was read together."""
+    """PEM texts that were read together."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
     ca: bytes | None
     not_after: float
-    """When the first certificate of the chain ends, Unix seconds; 0 without one."""
+    """Expiry of the first certificate of the chain, Unix seconds; 0 without one."""
     context: ssl.SSLContext | None = field(repr=False)
     """A server's, with that certificate; None without one."""
 
 
 class TokenFile:
-    """The tokens of one file, one per line; lines that are empty or begin with # do not count.
+    """The tokens of one file, one per line; empty lines and lines that begin with # are ignored.
 
-    A file that is gone or wrong keeps its former tokens in force: `trouble` says why, in words without secrets.
+    If the file is missing or invalid, the previous tokens stay in use and `trouble` has the reason, without secrets.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,7 +68,7 @@ class TokenFile:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """As they are now."""
+        """The current tokens."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now
@@ -82,14 +82,14 @@ class TokenFile:
         self._signature = signature
         try:
             self._tokens, self.trouble = _read_tokens(self._path), ""
-            log.info("tokens read again", file=self._path, tokens=len(self._tokens))
+            log.info("tokens reloaded", file=self._path, tokens=len(self._tokens))
         except SecurityError as error:
             self.trouble = str(error)
-            log.error("tokens kept as they were", why=self.trouble)
+            log.error("tokens not reloaded", why=self.trouble)
 
 
 class Security:
-    """See the module's head. Safe to use from any thread: grpc asks from its own.
+    """Credentials of one process. Thread-safe: grpc uses them from its own threads.
 
     Args:
         config: which files.
@@ -108,20 +108,20 @@ class Security:
         self._token = TokenFile(config.token_file) if config.token_file else None
         self.accepted = {role: TokenFile(path) for role, path in config.access.token_files.items()}
         self.on_reload: Callable[[bool], None] = lambda ok: None
-        """Told of each reading after the first: whether it went well."""
+        """Called after each reload with its success."""
 
     def __repr__(self) -> str:
         return f"Security(cert_file={self.config.cert_file!r}, version={self._version})"
 
     @property
     def version(self) -> int:
-        """Grows when certificates were read anew."""
+        """Increases with each reload of the certificates."""
         self._current()
         return self._version
 
     @property
     def not_after(self) -> float:
-        """When the certificate of this process ends, Unix seconds; 0 without one."""
+        """Expiry of this process's certificate, Unix seconds; 0 without one."""
         return self._current().not_after
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
@@ -133,7 +133,7 @@ class Security:
         def fetch() -> grpc.ServerCertificateConfiguration:
             nonlocal given
             if self.version == given:
-                return None  # type: ignore[return-value]  # grpc's word for "as before"
+                return None  # type: ignore[return-value]  # means "unchanged" to grpc
             given = self._version
             return self._server_configuration()
 
@@ -150,14 +150,15 @@ class Security:
         return grpc.composite_channel_credentials(made, grpc.metadata_call_credentials(_Bearer(self._token)))
 
     def http_server(self) -> ssl.SSLContext | None:
-        """For a connection to the HTTP face that is accepted now; None: plain text, as configured."""
+        """For a new connection to the HTTP server; None: plain text, as configured."""
         return None if self.config.http == "plain" else self._current().context
 
     def http_caller(self) -> ssl.SSLContext:
-        """For a connection to the HTTP face of another process. Without a `ca_file` this system's authorities count.
+        """For a connection to the HTTP server of another process. Without a `ca_file` the system's authorities are
+        used.
 
         Raises:
-            OSError: files that are just being replaced do not fit each other (ssl.SSLError is one, too).
+            OSError: files that are being replaced do not match (also ssl.SSLError).
         """
         pems = self._current()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -182,13 +183,13 @@ class Security:
             try:
                 pems = _read(self.config)
             except SecurityError as error:
-                log.error("certificates kept as they were", why=str(error))
+                log.error("certificates not reloaded", why=str(error))
                 self.on_reload(False)
             else:
-                if _signature(self._files) != signature:  # just being replaced: look again next time
+                if _signature(self._files) != signature:  # being replaced: check again next time
                     return self._pems
                 self._pems, self._version = pems, self._version + 1
-                log.info("certificates read again", file=self.config.cert_file or self.config.ca_file)
+                log.info("certificates reloaded", file=self.config.cert_file or self.config.ca_file)
                 self.on_reload(True)
             self._signature = signature
             return self._pems
@@ -205,7 +206,7 @@ class _Bearer(grpc.AuthMetadataPlugin):
 
 
 def load_security(path: str | Path | None) -> SecurityConfig:
-    """A SecurityConfig from a YAML file; None: nothing is guarded. Paths in it that are relative start at its folder.
+    """A SecurityConfig from a YAML file; None: no security. Relative paths start at its folder.
 
     Raises:
         ConfigFileError: unreadable, or a field that is unknown or wrong.
@@ -235,18 +236,18 @@ def load_security(path: str | Path | None) -> SecurityConfig:
 
 
 def security_of(config: SecurityConfig) -> Security | None:
-    """None where the config guards nothing. Raises SecurityError."""
+    """None if the config is empty. Raises SecurityError."""
     return Security(config) if config.is_on else None
 
 
 def warn_of_plain_text(address: str, security: Security | None) -> None:
-    """One line in the log where a server can be reached from other hosts without TLS."""
+    """Log a warning if a server can be reached from other hosts without TLS."""
     if security is None and not is_loopback(address):
         log.warning(PLAIN_TEXT, address=address, cure="security (docs/security.md)")
 
 
 def _signature(paths: Sequence[str]) -> tuple[object, ...]:
-    """Changes whenever one of the files does, also by way of a link."""
+    """Changes whenever one of the files does, also through a link."""
     made: list[object] = []
     for path in paths:
         try:
@@ -284,7 +285,7 @@ def _read(config: SecurityConfig) -> _Pems:
 
 def _server_context(cert_file: str, key_file: str) -> ssl.SSLContext:
     def refuse() -> str:
-        raise SecurityError(f"{key_file}: expected a private key that is not encrypted, got one that is")
+        raise SecurityError(f"{key_file}: expected an unencrypted private key, got an encrypted one")
 
     for path in (cert_file, key_file):
         _bytes_of(path)

@@ -1,4 +1,4 @@
-"""Config of what guards, keeps alive and contains: certificates, tokens, who may do what, election, containers.
+"""Config of security, election and containers: certificates, tokens, roles, the Lease, Docker.
 
 Only paths of secrets are configured, never secrets: a config may be logged, dumped and shown.
 """
@@ -14,18 +14,18 @@ Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may do what at a server. A name is a URI or DNS name of the caller's certificate (its common name if it has
-    none of these); `*` in a pattern stands for anything, `{uid}` for the uid that the caller speaks for. A token file
+    """Roles of callers at a server. A name is a URI or DNS name of the caller's certificate (its common name if it has
+    none of these); `*` in a pattern matches anything, `{uid}` the uid that the caller acts for. A token file
     holds one token per line, of 16 characters or more; old and new ones may both be in it."""
 
     worker_names: tuple[str, ...] = ("crossdock-worker", "crossdock://worker/{uid}")
-    """May register, beat, and see the regions of the group. `{uid}` binds a certificate to one worker."""
+    """May register, send heartbeats, and see the regions of the group. `{uid}` binds a certificate to one worker."""
     client_names: tuple[str, ...] = ("*",)
     """May call Forward and Describe, and watch the group without its regions. Workers and operators may too."""
     operator_names: tuple[str, ...] = ("crossdock-operator",)
     """May drain workers."""
     worker_tokens: str = ""
-    """File of the tokens that workers must bring. Where any of the three is set, every call needs a token."""
+    """File of the tokens of workers. If any of the three is set, every call needs a token."""
     client_tokens: str = ""
     operator_tokens: str = ""
 
@@ -47,7 +47,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ca_file: str = ""
     """Certificates of the authorities by which other parties are checked."""
     require_client_cert: bool = True
-    """A server takes callers with a certificate of `ca_file` only (mTLS). False: tokens alone tell who calls."""
+    """A server accepts only callers with a certificate of `ca_file` (mTLS). False: tokens alone identify callers."""
     control_name: str = ""
     """Name that the control plane's certificate must carry. Empty: the host that is dialled."""
     worker_name: str = ""
@@ -71,10 +71,10 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.http != "plain" and not self.cert_file:
             raise ValueError(f"http: expected cert_file beside {self.http}, got none")
         if self.http == "mtls" and not self.ca_file:
-            raise ValueError("http: expected ca_file beside mtls (it checks who scrapes), got none")
+            raise ValueError("http: expected ca_file beside mtls (it authenticates scrapers), got none")
 
     def check_server(self) -> None:
-        """Raises ValueError where a server that is given this would listen in plain text although something is set."""
+        """Raises ValueError if a server with this config would listen in plain text although something is set."""
         if self.cert_file:
             return
         fields = msgspec.structs.fields(self)
@@ -89,22 +89,22 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is guarded at all."""
+        """Whether anything is configured."""
         return bool(self.cert_file or self.ca_file)
 
 
 class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Several control planes for one group: the one that holds a Kubernetes Lease decides, the others wait."""
+    """Several control planes for one group: the holder of a Kubernetes Lease leads, the others are standbys."""
 
     lease_name: str = "crossdock"
     namespace: str = ""
     """Of the Lease. Empty: the pod's own, or `default` outside of one."""
     kubeconfig: str = ""
     """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to get and update the Lease,
-    and to create it where nothing else does (the chart does)."""
+    and to create it unless something else does (the chart does)."""
     lease_s: Annotated[int, msgspec.Meta(ge=1, le=300)] = 6
-    """Seconds without a renewal after which another one may take over. It is renewed five times in that time, and a
-    leader that could not renew it for two thirds of it stops."""
+    """Seconds without a renewal after which another replica may take over. It is renewed five times in that time; a
+    leader that cannot renew it for two thirds of that time stops."""
     identity: str = ""
     """Name in the Lease. Empty: the pod's name, or host and process id."""
 

@@ -1,10 +1,10 @@
-"""A program of its own: reads the stderr of a server, tells it the lines of gRPC's core, and writes all others on.
+"""Program: reads the stderr of a server, returns the lines of gRPC's core to it, and passes all others on.
 
     python -I -S stderr_filter.py        stdin: what was written to fd 2; stdout: lines of gRPC's core; stderr: the rest
 
-`grpc_lines.py` starts it and says why it is a process. It ends when nobody holds the other end of stdin any more. The
-other end of stdout does not block, so that a server which stands still never stops who writes to its fd 2: lines of
-gRPC's core are dropped then.
+`grpc_core_log.py` starts it and explains why it is a process. It ends when the other end of stdin is closed. The other
+end of stdout is non-blocking, so that a stalled server never blocks writers to its fd 2: lines of gRPC's core are
+dropped then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import signal
 CORE = re.compile(
     rb"[IWE]\d{4} \d\d:\d\d:[\d.]+ +\d+ [\w.-]+:\d+\] |WARNING: All log messages before absl::InitializeLog\(\)"
 )
-"""How a line of gRPC's core begins. Fatal ones ("F...") are the last words of a process: they are written on."""
+"""How a line of gRPC's core begins. Fatal ones ("F...") are passed on: they are the last of a process."""
 _FIRST_LETTERS = b"IWE"
 _MAX_LINE = 65536
 _PIPE_BUF = 4096
-"""So much is written to a pipe as a whole or not at all."""
+"""Largest atomic write to a pipe."""
 
 
 def split(data: bytes, inside: bool) -> tuple[list[tuple[bool, bytes]], bytes, bool]:
@@ -40,20 +40,20 @@ def split(data: bytes, inside: bool) -> tuple[list[tuple[bool, bytes]], bytes, b
 
 
 def main() -> None:
-    """Until the end of stdin."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what the server still says must come through
+    """Run until the end of stdin."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last lines of the server must come through
         signal.signal(number, signal.SIG_IGN)
     waiting, inside = b"", False
     while data := os.read(0, 65536):
         pieces, waiting, inside = split(waiting + data, inside)
         for is_core, piece in pieces:
-            if not (is_core and _tell(piece)):
-                _write_on(piece)
-    _write_on(waiting)
+            if not (is_core and _send(piece)):
+                _pass_on(piece)
+    _pass_on(waiting)
 
 
-def _tell(line: bytes) -> bool:
-    """False: the server is gone."""
+def _send(line: bytes) -> bool:
+    """Send a line to the server. False: the server is gone."""
     try:
         os.write(1, line if len(line) <= _PIPE_BUF else line[: _PIPE_BUF - 1] + b"\n")
     except BlockingIOError:
@@ -63,13 +63,13 @@ def _tell(line: bytes) -> bool:
     return True
 
 
-def _write_on(data: bytes) -> None:
+def _pass_on(data: bytes) -> None:
     while data:
         try:
             data = data[os.write(2, data) :]
         except BlockingIOError:
             select.select([], [2], [])
-        except OSError:  # nobody reads it, or the disk is full
+        except OSError:  # no reader, or the disk is full
             return
 
 

@@ -1,14 +1,14 @@
-"""Which rank holds which experts of one MoE layer: load in, slots out. Pure; no clock, no group, no weights.
+"""Balancing of experts over the ranks of one MoE layer: load in, slots out. Pure; no clock, no group, no weights.
 
-`balance` answers two questions at once: how many copies each expert gets, and where they lie. From nothing it gives
-copies to the expert with the most load per copy and packs them, the heaviest first, on the least loaded rank; then it
-searches: as long as it pays, the most loaded rank swaps an expert with another rank, or a copy that hardly works is
-given up for one more of an expert of that rank. Where there is a table already the search starts from that table, and
-a change must lower the most loaded rank by `worth` of the mean for each copy that is loaded for it: what is balanced
-well enough stays as it is. A table from nothing is taken instead only where it is better by more than its moves cost.
+`balance` decides how many copies each expert gets, and on which ranks. Without a current table it gives copies to the
+expert with the most load per copy and packs them, the heaviest first, on the least loaded rank; then it searches: as
+long as it gains, the most loaded rank swaps an expert with another rank, or an almost unused copy is replaced by one
+more of an expert of that rank. With a current table the search starts there, and a change must lower the load of the
+most loaded rank by `worth` of the mean per copy that it loads: a sufficiently balanced table stays. A table made from
+scratch is used only if it is better by more than the cost of its moves.
 
-Copies of one expert lie on different ranks, and if they can in different NVLink domains: a lost rank or domain then
-takes no expert with it that has a copy elsewhere. Domains are balanced because their ranks are.
+Copies of one expert are on different ranks, and if possible in different NVLink domains: a lost rank or domain then
+loses no expert with a copy elsewhere. Domains are balanced because their ranks are.
 
 Letters: E experts, R ranks, P slots of all ranks together (P >= E; the first P % R ranks have one slot more).
 """
@@ -24,7 +24,7 @@ from crossdock.control.tables import Load, Shape, Table
 WORTH = 0.002
 """See `balance`: with 8 ranks of 36 slots, a table 10 % from balance is left alone unless 50 copies can mend it."""
 _GOOD = 10
-"""A table that so many copies cannot mend is good: none is made from nothing to compare it with."""
+"""Below the worth of this many copies a table is good, and none is made from scratch for comparison."""
 
 
 def first_table(shape: Shape, min_copies: int = 1) -> Table:
@@ -48,8 +48,8 @@ def check(table: Table, shape: Shape) -> None:
 
 
 def filled(held: Sequence[Sequence[int] | None], shape: Shape) -> Table:
-    """A table of which some ranks (None) are not known: they get what nobody holds, then what has the fewest copies.
-    Where the known ranks hold what no table has, `check` of it fails."""
+    """Complete a table with unknown ranks (None): they get experts without a copy, then those with the fewest copies.
+    `check` fails if the known ranks are invalid."""
     counts = [0] * shape.num_experts
     for expert in (expert for experts in held if experts is not None for expert in experts):
         counts[expert] += expert < shape.num_experts
@@ -126,7 +126,7 @@ def balance(
     total = sum(load)
     even = [one + total * TINY + TINY for one in load]  # experts without load are spread, too
     if current is None:
-        return _anew(even, shape, least)
+        return _from_scratch(even, shape, least)
     check(current, shape)
     board = PlacementSearch(even, shape, [set(held) for held in current], least)
     board.restore_copies()
@@ -134,11 +134,11 @@ def balance(
     kept = _keep_slots(current, board.table())
     if imbalance(even, kept) < 1 + _GOOD * worth:
         return kept
-    anew = _keep_slots(current, _as_before(current, _anew(even, shape, least), shape))
-    return min(kept, anew, key=lambda table: imbalance(even, table) + worth * num_moved(current, table))
+    fresh = _keep_slots(current, _as_before(current, _from_scratch(even, shape, least), shape))
+    return min(kept, fresh, key=lambda table: imbalance(even, table) + worth * num_moved(current, table))
 
 
-def _anew(load: Load, shape: Shape, least: int) -> Table:
+def _from_scratch(load: Load, shape: Shape, least: int) -> Table:
     board = PlacementSearch(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
     board.search(worth=0.0)
     return board.table()

@@ -1,12 +1,12 @@
 """From the facts of hosts to a topology: domains, rails, a transport for each pair, and why others are off. Pure.
 
     topology = join(hosts, labels)
-    topology.devices[3].domain                       # who reaches whom over NVLink
-    topology.reach(0, 9).transport                   # "nvlink" | "rdma" | "cpu" | "none"; .off says why not the others
+    topology.devices[3].domain                       # NVLink domain of a device
+    topology.reach(0, 9).transport                   # "nvlink" | "rdma" | "cpu" | "none"; .off has why not the others
 
-A *domain* is a set of GPUs of which each two reach each other over NVLink: the GPUs of a host, or of many hosts with
-one NVLink fabric. A *rail* is the number of a GPU's own NIC among those of its host, so GPUs of one rail share a leaf
-switch where hosts are cabled alike. What a transport of this release can do with a pair is said too (`served`).
+A *domain* is a set of GPUs in which every pair is connected by NVLink: the GPUs of a host, or of many hosts with one
+NVLink fabric. A *rail* is the number of a GPU's own NIC among those of its host, so GPUs of one rail share a leaf
+switch if hosts are cabled alike. `served` shows whether this release can use the transport for the pair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BITS = 8e9
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What the platform says about where a host stands. An empty word means unknown, never "the same"."""
+    """Location of a host, from the platform's labels. Empty means unknown, never "equal"."""
 
     clique: str = ""
     product: str = ""
@@ -71,14 +71,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one device reaches another.
+    """Connection from one device to another.
 
     Attributes:
-        transport: a transport's name, "rdma", "self" or "none": the best that this release moves rows by; where it has
-            none for the pair, the best that the hardware offers.
+        transport: a transport's name, "rdma", "self" or "none": the best served one; if none is served, the best that
+            the hardware offers.
         hops: links between them. RDMA: 2 on one rail (one leaf switch), else 4, assumed of a rail-optimised fabric.
-        gbps: gigabytes per second in one direction that the links carry at best; 0 = not told.
-        served: whether this release moves rows on this way.
+        gbps: peak gigabytes per second in one direction; 0 = unknown.
+        served: whether this release supports it.
         off: (transport, why) for each that is off, or not served.
         over: the way, as in `common/transports.py`; "" = none.
     """
@@ -145,7 +145,7 @@ class Topology:
         return next((nic for nic in self.hosts[here.host].nics if nic.name == here.nic), None)
 
     def reach(self, one: int, other: int) -> Reach:
-        """How device `one` reaches device `other`."""
+        """Connection from device `one` to device `other`."""
         if one == other:
             return Reach("self", 0, 0.0, True, ())
         off: list[tuple[str, str]] = []
@@ -169,14 +169,14 @@ def join(hosts: Sequence[pb.HostFacts], labels: Mapping[str, Labels] | None = No
 
 
 def place(uid: str, local_rank: int, host: pb.HostFacts, gpu: int, labels: Labels | None = None) -> Place:
-    """Where a worker stands, for ranks.py; `gpu`: index of its GPU, CPU = -1."""
+    """Location of a worker, for ranks.py; `gpu`: index of its GPU, CPU = -1."""
     labels = labels or Labels()
     found = next((device for device in _devices(0, host, labels) if device.gpu == gpu), Device(0, CPU))
     return Place(uid, host.hostname, local_rank, found.domain, found.rail, labels.area)
 
 
 def gpu_index(host: pb.HostFacts, uuid: str, local_rank: int) -> int:
-    """The index of a worker's GPU: by UUID where it tells one, else by local rank; CPU where there is none."""
+    """The index of a worker's GPU: by UUID if reported, else by local rank; CPU if there is none."""
     for gpu in host.gpus:
         if gpu.uuid == uuid if uuid else gpu.index == local_rank:
             return gpu.index
@@ -234,7 +234,7 @@ def oldest_gpu() -> int:
 
 
 def too_old(gpu: pb.Gpu) -> bool:
-    """Whether no kernel of ours runs on it; one that does not tell is believed."""
+    """Whether no transport's kernels run on it; an unreported version is accepted."""
     major = gpu.capability.partition(".")[0]
     return major.isdecimal() and int(major) < oldest_gpu()
 
@@ -281,9 +281,9 @@ def _domains(host: pb.HostFacts, labels: Labels) -> dict[int, tuple[str, str]]:
 
 
 def _linked(one: pb.Gpu, other: pb.Gpu) -> bool:
-    """Whether two GPUs of one host reach each other over NVLink; those that tell nothing of each other are believed."""
-    told = [(gpu, peer) for gpu, far in ((one, other), (other, one)) for peer in gpu.peers if peer.index == far.index]
-    return all(peer.nvlink == "ok" and peer.access == "ok" for _, peer in told)
+    """Whether two GPUs of one host reach each other over NVLink; unreported links are accepted."""
+    links = [(gpu, peer) for gpu, far in ((one, other), (other, one)) for peer in gpu.peers if peer.index == far.index]
+    return all(peer.nvlink == "ok" and peer.access == "ok" for _, peer in links)
 
 
 def _assign_nics(host: pb.HostFacts) -> dict[int, pb.Nic | None]:

@@ -1,15 +1,15 @@
-"""The way to the API server of Kubernetes: its official Python client, with a deadline for each whole call.
+"""Client of the Kubernetes API server: the official Python client, with a deadline for each whole call.
 
     server = ApiServer(kubeconfig)
     lease = server.ask(lambda api, timeouts: CoordinationV1Api(api).read_namespaced_lease(
         "moe", "default", _request_timeout=timeouts), timeout_s)
 
-The client's own timeouts bound one operation of a socket, not a call. So a call runs in a thread of its own, which may
-also be in the resolver or in a plugin of the kubeconfig; at the deadline the caller goes on, and the client's sockets
-are shut down, which ends the thread and whatever it had still to send.
+The client's own timeouts bound one socket operation, not a call. So a call runs in its own thread, which may also block
+in the resolver or in a plugin of the kubeconfig; at the deadline the caller continues, and the client's sockets are
+shut down, which ends the thread and whatever it had still to send.
 
-Token and CA certificates are files that their owner replaces: they are read anew, by a new client, when a minute has
-passed, when a call failed without an answer, and when the server refuses the token.
+Token and CA certificates are files that are replaced at run time: they are reloaded, by a new client, after a minute,
+after a call failed without an answer, and after the server refused the token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kubernetes.client import ApiClient, ApiException, Configuration
 from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
 
 CONNECT_S = 5.0
-"""Longest that a connection may take, whatever the deadline of the call."""
+"""Connect timeout, independent of the deadline of the call."""
 FRESH_S = 60.0
-"""So long one client is used."""
+"""Lifetime of one client."""
 _UNAUTHORIZED = 401
 
 T = TypeVar("T")
@@ -39,10 +39,10 @@ Timeouts = tuple[float, float]
 
 
 class ApiError(Exception):
-    """The API server's answer where it is not what was asked for.
+    """Error of the API server.
 
     Attributes:
-        status: of HTTP, also of an event within a watch; 0: TLS failed, there was no answer.
+        status: HTTP status, also of an event within a watch; 0: TLS failed, no answer.
     """
 
     def __init__(self, error: ApiException) -> None:
@@ -54,8 +54,8 @@ class ApiError(Exception):
 
 
 def connect(kubeconfig: str) -> ApiClient:
-    """A client by the file `kubeconfig`, or with the pod's own service account where that is "": then it goes straight
-    to the server, whatever proxies the environment names. Raises OSError and what the client raises."""
+    """A client with the file `kubeconfig`, or if that is "" with the pod's service account and without proxies. Raises
+    OSError and errors of the client."""
     settings = Configuration()
     if kubeconfig:
         try:
@@ -65,12 +65,12 @@ def connect(kubeconfig: str) -> ApiClient:
     else:
         load_incluster_config(client_configuration=settings)
         settings.proxy = None
-    settings.retries = False  # who asks tries again, and says so
+    settings.retries = False  # the caller retries, and logs it
     return ApiClient(settings)
 
 
 class ApiServer:
-    """See the module's head. One thread at a time asks; any thread may close.
+    """The API server. One thread at a time may call `ask`; any thread may call `close`.
 
     Args:
         kubeconfig: see `connect`.
@@ -79,13 +79,13 @@ class ApiServer:
     def __init__(self, kubeconfig: str) -> None:
         self._kubeconfig = kubeconfig
         self._lock = threading.Lock()
-        self._line: _Line | None = None
+        self._connections: _Connections | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def ask(self, call: Callable[[ApiClient, Timeouts], T], timeout_s: float) -> T:
-        """What `call` returns; it hands its second argument to the client as `_request_timeout`. Raises TimeoutError
-        after `timeout_s`, ApiError, and what urllib3 and the loading of credentials raise."""
+        """The result of `call`, which passes its second argument to the client as `_request_timeout`. Raises
+        TimeoutError after `timeout_s`, ApiError, and errors of urllib3 and of loading credentials."""
         ends = time.monotonic() + timeout_s
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -103,13 +103,13 @@ class ApiServer:
         return answer.result()
 
     def close(self) -> None:
-        """Hang up, also a call that is under way; nothing can be asked after this."""
+        """Close the connection, including that of a running call; no calls after this."""
         with self._lock:
             self._closed = True
         self._drop()
 
     def _run(self, call: Callable[[ApiClient, Timeouts], T], answer: Future[T], timeout_s: float) -> None:
-        with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+        with contextlib.suppress(InvalidStateError):  # the caller has given up
             try:
                 answer.set_result(self._call(call, answer, timeout_s))
             except InvalidStateError:
@@ -118,7 +118,7 @@ class ApiServer:
                 answer.set_exception(error)
 
     def _call(self, call: Callable[[ApiClient, Timeouts], T], answer: Future[T], timeout_s: float) -> T:
-        timeouts = (min(CONNECT_S, timeout_s), timeout_s + CONNECT_S)  # reading ends at the deadline, not before
+        timeouts = (min(CONNECT_S, timeout_s), timeout_s + CONNECT_S)  # the deadline ends reads, not this timeout
         try:
             return call(self._connected(answer), timeouts)
         except ApiException as error:
@@ -137,28 +137,28 @@ class ApiServer:
 
     def _connected(self, answer: Future[Any]) -> ApiClient:
         with self._lock:
-            line = self._line
+            line = self._connections
         if line is not None and time.monotonic() - line.since >= FRESH_S:
             self._drop()
             line = None
-        line = line or _Line(connect(self._kubeconfig))
+        line = line or _Connections(connect(self._kubeconfig))
         with self._lock:
             if not (self._closed or answer.cancelled()):
-                self._line = line
+                self._connections = line
                 return line.client
         line.shut()
         raise ConnectionAbortedError("the call was given up")
 
     def _drop(self) -> None:
         with self._lock:
-            line, self._line = self._line, None
+            line, self._connections = self._connections, None
         if line is not None:
             line.shut()
 
 
 @dataclass(slots=True)
-class _Line:
-    """One client and its sockets, those that just connect included, so that another thread can shut them down."""
+class _Connections:
+    """One client and its sockets, including connecting ones, so that another thread can shut them down."""
 
     client: ApiClient
     since: float = field(default_factory=time.monotonic)
@@ -171,11 +171,11 @@ class _Line:
         manager.pool_classes_by_scheme = {scheme: self._noting(pool) for scheme, pool in pools.items()}
 
     def shut(self) -> None:
-        """End what waits on the sockets; none can be made after this."""
+        """Shut the sockets down; no new ones after this."""
         with self._lock:
             entries, self._open = self._open, None
         for _, sock in entries or ():
-            with contextlib.suppress(OSError):  # the server was faster
+            with contextlib.suppress(OSError):  # closed by the server
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         self.client.close()
@@ -192,7 +192,7 @@ class _Line:
         return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
 
     def _note(self, connection: Any, sock: socket.socket) -> None:
-        """Keeps a duplicate: TLS takes the socket itself over."""
+        """Keep a duplicate: TLS takes over the socket itself."""
         with self._lock:
             if self._open is None:
                 sock.close()

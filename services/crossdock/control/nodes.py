@@ -1,11 +1,11 @@
-"""What Kubernetes says about where hosts stand: labels of their nodes, listed once and then watched.
+"""Labels of Kubernetes nodes as facts about hosts: listed once, then watched.
 
     nodes = Nodes(config.kubernetes)
-    nodes.start()                        # a thread; waits a little for the first list
+    nodes.start()                        # a thread; waits shortly for the first list
     nodes.labels["gpu-node-7"].clique
 
-Reads `nodes` (get, list, watch) and nothing else. Without an answer the labels known last stay, and the thread tries
-again; the control plane never waits for it after the start. A node's name must be the hostname that its workers tell
+Reads `nodes` (get, list, watch) and nothing else. Without an answer the last labels stay valid and the thread retries;
+the control plane never waits for it after the start. A node's name must be the hostname reported by its workers
 (NODE_NAME in their environment, as the chart sets it).
 """
 
@@ -27,19 +27,18 @@ from crossdock.control.kube import ApiError, ApiServer, Timeouts
 log = logs.get(__name__)
 
 FIRST_LIST_S = 10.0
-"""Longest that `start` waits for the first list."""
+"""Time limit of `start` for the first list."""
 _LIST_S = 30.0
 _WATCH_S = 300
-"""After this the server ends a watch. It is begun again where it was, by a new client: token and certificates are read
-anew."""
+"""Duration of a watch. It is continued by a new client, which reloads token and certificates."""
 _SPARE_S = 10
-"""So much later a watch is left that the server has not ended: the line is dead."""
+"""Extra time after which a watch that the server has not ended counts as dead."""
 _PAUSES_S = (0.2, 30.0)
 _GONE = 410
 
 
 def labels_of(labels: Mapping[str, str], config: KubernetesConfig) -> Labels:
-    """The five words from a node's labels: of each list of keys the first that is set."""
+    """The five values from a node's labels: of each list of keys the first that is set."""
 
     def first(keys: tuple[str, ...]) -> str:
         return next((labels[key] for key in keys if labels.get(key)), "")
@@ -54,14 +53,14 @@ def labels_of(labels: Mapping[str, str], config: KubernetesConfig) -> Labels:
 
 
 class Nodes:
-    """See the module's head.
+    """Watcher of node labels.
 
     Args:
         config: which API server, which labels.
 
     Attributes:
         labels: by node name, the newest; replaced as a whole.
-        trouble: why there is no line to the API server just now, "" = there is one.
+        trouble: why the API server is unreachable; "" = it is reachable.
     """
 
     def __init__(self, config: KubernetesConfig) -> None:
@@ -73,12 +72,12 @@ class Nodes:
         self._thread = threading.Thread(target=self._run, name="crossdock-nodes", daemon=True)
 
     def start(self, wait_s: float = FIRST_LIST_S) -> bool:
-        """Begin; whether the first list came within `wait_s`."""
+        """Start; returns whether the first list arrived within `wait_s`."""
         self._thread.start()
         return self._listed.wait(wait_s)
 
     def close(self) -> None:
-        """Stop watching. The thread is a daemon: one that is stuck in the network is not waited for."""
+        """Stop watching. A thread stuck in the network is a daemon, and is not waited for."""
         self._stop.set()
         self._server.close()
         if self._thread.is_alive():
@@ -97,9 +96,9 @@ class Nodes:
                 pause_s = _PAUSES_S[0]
                 version = self._watch(version)
                 self._stop.wait(_PAUSES_S[0])
-            except Exception as error:  # of the server, of urllib3 and of the credentials
+            except Exception as error:  # errors of the server, of urllib3 and of the credentials
                 version = ""
-                if isinstance(error, ApiError) and error.status == _GONE:  # this place of the history is forgotten
+                if isinstance(error, ApiError) and error.status == _GONE:  # this resourceVersion has expired
                     self._stop.wait(_PAUSES_S[0])
                     continue
                 if not self._stop.is_set():
@@ -113,7 +112,7 @@ class Nodes:
         self.trouble = trouble
 
     def _list(self, api: ApiClient, timeouts: Timeouts) -> str:
-        """Take all of them; the place in the history where that was."""
+        """Read all nodes; returns the resourceVersion."""
         answer: Any = CoreV1Api(api).list_node(_preload_content=False, _request_timeout=timeouts)
         nodes = json.loads(answer.data)
         self.labels = dict(self._node(node) for node in nodes["items"])
@@ -123,12 +122,12 @@ class Nodes:
         return str(nodes["metadata"]["resourceVersion"])
 
     def _watch(self, version: str) -> str:
-        """Take changes until the server ends the watch; where to go on, "" = it did not: a list tells whether the line
-        is dead."""
+        """Process changes until the server ends the watch; returns the resourceVersion to continue at. "": timed out,
+        so a new list is needed."""
 
         def follow(api: ApiClient, timeouts: Timeouts) -> str:
             place = version
-            changes = Watch("object").stream(  # plain JSON: whole nodes are large, and their labels are all we need
+            changes = Watch("object").stream(  # plain JSON: only the labels of the large objects are needed
                 CoreV1Api(api).list_node,
                 resource_version=version,
                 timeout_seconds=_WATCH_S,

@@ -1,9 +1,9 @@
-"""The search of placement.py: a table of experts, changed one slot or two at a time as long as it pays. Pure.
+"""Local search of balancer.py: a table of experts, improved one or two slots at a time. Pure.
 
-The most loaded rank either swaps an expert with another rank, or one of its heaviest experts gets one more copy in the
-place of a copy that its expert can spare. Each time the change is taken that lowers the most loaded rank of those it
-touches the most, for each copy that is loaded; among equal ones, that which gives up the coldest copy. A candidate that
-cannot be better than the best one so far is left out as early as that can be known: what makes the search quick.
+The most loaded rank either swaps an expert with another rank, or one of its heaviest experts gets one more copy in
+place of a spare copy of another expert. The search applies the change that lowers the load of the most loaded affected
+rank the most per copy that it loads; ties: the one that removes the coldest copy. Candidates that cannot beat the best
+one so far are skipped as early as possible, which makes the search fast.
 
 Letters: E experts, R ranks, P slots of all ranks together.
 """
@@ -17,16 +17,16 @@ from collections.abc import Iterable, Sequence
 from crossdock.control.tables import Change, Load, Shape, Table
 
 TINY = 1e-9
-"""Loads that differ by so much of themselves are the same."""
+"""Relative difference below which loads are equal."""
 _MAX_CHANGES_PER_SLOT = 4
 _TINIEST_GAIN = 1e-6
 _HEAVIEST = 4
-"""Of the experts of the most loaded rank, for so many one more copy is tried."""
+"""Number of experts of the most loaded rank for which one more copy is tried."""
 
 
 class PlacementSearch:
-    """A table under search. What a search asks for again and again is kept, and renewed where a change touches it: each
-    expert's share on a rank, each rank's load, and its experts by share."""
+    """Search state: a table with incrementally updated shares of the experts, loads of the ranks, and experts of each
+    rank by share."""
 
     def __init__(self, load: Load, shape: Shape, held: list[set[int]], least: int) -> None:
         self._load, self._shape, self._held, self._least = load, shape, held, least
@@ -43,11 +43,11 @@ class PlacementSearch:
         self._weigh(range(len(held)))
 
     def table(self) -> Table:
-        """As it is now, slots in the order of experts."""
+        """The current table, slots in the order of experts."""
         return tuple(tuple(sorted(experts)) for experts in self._held)
 
     def search(self, worth: float) -> None:
-        """Change until no change pays."""
+        """Apply changes until none gains enough."""
         mean = sum(self._loads) / len(self._loads)
         for _ in range(_MAX_CHANGES_PER_SLOT * self._shape.num_slots):
             hottest = max(range(len(self._loads)), key=self._loads.__getitem__)
@@ -62,7 +62,7 @@ class PlacementSearch:
             self._apply(change, hottest)
 
     def restore_copies(self) -> None:
-        """Where an expert has fewer copies than it must: in the place of copies of those that can spare one."""
+        """Add missing minimum copies, in place of spare copies of other experts."""
         for expert, ranks in enumerate(self._where):
             while len(ranks) < self._least:
                 change = self._copy(expert, math.inf)
@@ -149,8 +149,7 @@ class PlacementSearch:
             self._loads[rank] = sum(share for share, _ in self._by_share[rank])
 
     def _fill(self) -> None:
-        """A table may hold an expert twice on one rank (a former one, of another kind): the second copy is of use to
-        nobody, and the most loaded expert that is not there takes its slot."""
+        """Replace duplicates on one rank, which a former table may have, by the most loaded experts absent there."""
         for rank, experts in enumerate(self._held):
             while len(experts) < self._shape.capacity(rank):
                 absent = [expert for expert in range(len(self._load)) if expert not in experts]

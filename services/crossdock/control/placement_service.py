@@ -183,7 +183,7 @@ class PlacementService:
             return "this control plane has stopped leading"
         if group.phase is not Phase.SERVING or group.active is not None or not self.version:
             missing = " without some ranks" if group.active is not None else ""
-            return f"expected a complete, serving group, got {group.phase.value}{missing}"
+            return f"expected a complete serving group, got {group.phase.value}{missing}"
         if group.epoch != epoch:
             return f"expected epoch {epoch}, got {group.epoch}"
         return "experts are moving already" if self._manager.is_moving else ""

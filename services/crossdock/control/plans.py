@@ -1,4 +1,4 @@
-"""What would move, and what it would gain: all MoE layers of a model at once. Pure, and slow enough for a thread."""
+"""Plans: moves and their gain, for all MoE layers of a model. Pure, and slow enough for a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Plan:
     """A better placement.
 
     Attributes:
-        base: version that it was made from.
+        base: version of the tables before.
         before, after: tables by layer.
         imbalance, imbalance_after: of all layers, now and then; see `total_imbalance`.
         moves: copies to load.
@@ -30,7 +30,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a plan is made from: safe to take to another thread."""
+    """Input of a plan: immutable, for another thread."""
 
     version: int
     shape: Shape

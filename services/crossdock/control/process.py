@@ -20,7 +20,7 @@ from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
 from crossdock.common.control_channel import SERVICE_NAME
-from crossdock.common.grpc_core_log import grpc_lines
+from crossdock.common.grpc_core_log import grpc_core_log
 from crossdock.common.http import serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
@@ -55,7 +55,7 @@ def run_control(config: ControlConfig) -> int:
         return EXIT_BAD_CONFIG
     try:
         metrics = ControlMetrics()
-        with grpc_lines(metrics.grpc_core_log_lines_total):
+        with grpc_core_log(metrics.grpc_core_log_lines_total):
             return asyncio.run(_serve(config, metrics))
     except rpc.ListenError as error:
         log.error("cannot listen", error=str(error))

@@ -1,4 +1,4 @@
-"""What placement.py and board.py speak of: tables of experts, load, what is to be placed, one change. Plain values.
+"""Values of the placement of experts: tables, load, shape of a layer, one change.
 
 Letters: E experts, R ranks, P slots of all ranks together.
 """

@@ -1,7 +1,7 @@
-"""Between messages and records: requests are checked here and become events, the state becomes a GroupView. Pure.
+"""Conversion of messages: checked requests become events, the state becomes a GroupView. Pure.
 
-A value that can never be right is refused with `InvalidArgument` before the group machine sees it, so no peer can make
-the state large, and nothing that a peer wrote can break a log line.
+An invalid value is refused with `InvalidArgument` before the state machine sees it, so no peer can make the state
+large, and no text of a peer can break a log line.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_LOST_NAMED = 128
 MAX_GPUS = 64
 MAX_NICS = 64
 MAX_AHEAD_S = 600
-"""By how much a worker's clock may be ahead: an incarnation is the time of its start. The newer one has the seat, so
-one from far in the future would have it for ever; clocks that are kept by NTP differ by less than a second."""
+"""Largest accepted lead of a worker's clock: an incarnation is a start time and the newest one wins, so one from far in
+the future could never be replaced. Clocks kept by NTP differ by less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Limits:
 
     @staticmethod
     def of(world_size: int) -> Limits:
-        """Such that a view with every region fits in one message, with room for the names."""
+        """Limits such that a view with all regions and names fits in one message."""
         room = MAX_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
 def check_incarnation(incarnation: int, now_ns: int) -> None:
-    """Raises FailedPrecondition: it is from the future, by the clock here."""
+    """Raises FailedPrecondition: it is too far in the future of this clock."""
     ahead_s = (incarnation - now_ns) / 1e9
     if ahead_s > MAX_AHEAD_S:
         limit = f"expected a start (ns since 1970) at most {MAX_AHEAD_S} s ahead of the control plane's clock"
@@ -56,17 +56,16 @@ def check_incarnation(incarnation: int, now_ns: int) -> None:
 
 
 def greatest(known: int | None, unix_s: float) -> int:
-    """The greatest epoch, or version of a placement, that is believed when a worker names it.
+    """The highest epoch, or placement version, that is accepted from a worker.
 
-    A control plane that knows the number of its group is at most a little behind its workers: MAX_LEAD is far more than
-    a former one can have counted unseen. One that was just started knows none and learns it from workers, whatever
-    it is. But no group counts as fast as the clock's milliseconds, so none has come beyond those since 1970, and a
-    number that was believed once stays behind them: the next control plane believes it, too. Without this limit one
-    wrong number would bring the group to the end of the range, where every right number is refused.
+    A control plane that knows the number of its group is at most slightly behind its workers: MAX_LEAD is far more than
+    a former one can have counted unseen. A restarted one learns the number from workers. No group counts as fast as the
+    clock's milliseconds, so the milliseconds since 1970 bound every true number, and an accepted number stays below
+    them for the next control plane, too. Without this limit one wrong number would exhaust the range.
 
     Args:
         known: the group's own number; None: not known yet.
-        unix_s: seconds since 1970. A clock that was never set does no harm: see CLOCK_FLOOR, of the year 2004.
+        unix_s: seconds since 1970; CLOCK_FLOOR (the year 2004) covers a clock that was never set.
     """
     clock = max(CLOCK_FLOOR, int(unix_s * 1e3))
     return clock if known is None else max(known, min(known + MAX_LEAD, clock))
@@ -80,7 +79,7 @@ def greatest_epoch(group: Group, unix_s: float) -> int:
 def register_event(
     request: pb.RegisterRequest, limits: Limits, max_epoch: int, labels: discovery.Labels | None = None
 ) -> Register:
-    """Check a RegisterRequest; `max_epoch`: see `greatest_epoch`; `labels`: what the platform says of its host. Raises
+    """Check a RegisterRequest; `max_epoch`: see `greatest_epoch`; `labels`: the platform's labels of its host. Raises
     InvalidArgument."""
     uid, incarnation = _worker_id(request.worker)
     if request.local_rank > MAX_LOCAL_RANK:
@@ -147,8 +146,8 @@ def group_view(
     Args:
         version: grows with every change of one control-plane process.
         now: on the clock of the machine; gives the heartbeat ages.
-        stats: uid -> what its last heartbeat told.
-        regions: for members only. Even they get none before all are in: half a table is of no use.
+        stats: uid -> statistics of the last heartbeat.
+        regions: include regions, for members only; sent only once the table is complete.
         placement: version of the placement of experts.
     """
     with_regions = regions and group.sealed
@@ -165,8 +164,8 @@ def group_view(
 
 
 def brief_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
-    """What all members are told before all regions are in: the state, without members. Ranks that are missing are named
-    only where they are few."""
+    """View for all members before the table is complete: the state, without members. Missing ranks are listed only if
+    they are few."""
     view = _headline(group, version, placement)
     if len(view.lost_ranks) > MAX_LOST_NAMED:
         del view.lost_ranks[:]
@@ -174,7 +173,7 @@ def brief_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
 
 
 def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
-    """What one member is told beside `brief_view`: itself. Bytes of the two, one after the other, are one message."""
+    """The member itself, in addition to `brief_view`: the concatenated bytes are one message."""
     view = pb.GroupView()
     member = group.member(worker.uid)
     if member is not None and member.worker.incarnation == worker.incarnation:
@@ -183,7 +182,7 @@ def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
 
 
 def table_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
-    """The same for all members, once all regions are in: ranks, workers and regions."""
+    """View for all members once the table is complete: ranks, workers and regions."""
     view = _headline(group, version, placement)
     for member in group.members:
         worker = pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation)
@@ -213,7 +212,7 @@ def topology_response(
     """Render hosts, seats and labels.
 
     Args:
-        facts: uid -> what it told of its host, and the index of its GPU there (discovery.CPU = none).
+        facts: uid -> facts of its host, and the index of its GPU there (discovery.CPU = none).
         labels: by hostname.
     """
     response = pb.TopologyResponse(epoch=group.epoch, world_size=group.settings.world_size)
@@ -247,7 +246,7 @@ def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Me
 
 
 def _check_host(host: topology_pb2.HostFacts) -> None:
-    """Facts are kept, shown and joined with those of others: bounded, and with names that cannot break a line."""
+    """Check the size of host facts and their texts, which are stored and shown."""
     for what, got, most in (
         ("bytes", host.ByteSize(), MAX_HOST_BYTES),
         ("GPUs", len(host.gpus), MAX_GPUS),
@@ -259,7 +258,7 @@ def _check_host(host: topology_pb2.HostFacts) -> None:
 
 
 def _check_texts(path: str, message: Message) -> None:
-    """Every text of a message and of those inside it: of bounded length, and printable."""
+    """Check every text of a message, recursively: length and printable characters."""
     for field, value in message.ListFields():
         name = f"{path}.{field.name}"
         for one in value if field.is_repeated else (value,):
@@ -305,5 +304,5 @@ def _name(field: str, text: str) -> str:
 
 
 def printable(text: str, most: int = MAX_TEXT_CHARS) -> str:
-    """Free text for people: cut and made printable, never refused, because losing a fault report would be worse."""
+    """Free text, truncated and made printable instead of refused: a fault report must not be lost."""
     return "".join(char if char.isprintable() else " " for char in text[:most]).strip()

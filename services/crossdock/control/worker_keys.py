@@ -1,10 +1,10 @@
-"""A worker speaks only for itself: the lease of a uid belongs to the process that brought its key.
+"""Keys of workers: only the process that registered a uid may act for it.
 
-Each worker process makes a random key and sends it as metadata with every call. The one that came with Register is
-kept as a hash with the incarnation; who speaks for that incarnation without it is refused. So a certificate or token
-that many workers share lets none of them beat, leave or publish for another. A newer incarnation brings a key of its
-own: who may take a uid over is the certificate's matter (`{uid}` in `access.worker_names`). Workers that send no key
-are bound by their certificate alone.
+Each worker process makes a random key and sends it as metadata with every call. The key of Register is stored as a hash
+with the incarnation; calls for that incarnation with another key are refused. So a certificate or token shared by many
+workers lets none of them send heartbeats, leave or publish for another. A newer incarnation brings its own key: which
+certificate may take over a uid is configured by `{uid}` in `access.worker_names`. Workers without a key are bound by
+their certificate alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from crossdock.common.rpc import PermissionDenied
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METADATA_KEY = "crossdock-lease-key"
-_NOBODY = Caller((), frozenset(Role), "", guarded=False)
+_NO_CALLER = Caller((), frozenset(Role), "", guarded=False)
 
 
 class WorkerKeys:
@@ -28,8 +28,8 @@ class WorkerKeys:
         self._bound: dict[str, tuple[int, bytes]] = {}
 
     def check(self, worker: pb.WorkerId, context: Any) -> None:
-        """Raises PermissionDenied: the caller is not that worker."""
-        caller = CALLER.get(_NOBODY)
+        """Check the caller of a worker's call. Raises PermissionDenied."""
+        caller = CALLER.get(_NO_CALLER)
         if not caller.speaks_for(worker.uid):
             raise PermissionDenied(f"worker {worker.uid}: expected its own certificate, got {caller}")
         incarnation, key = self._bound.get(worker.uid, (0, b""))
@@ -37,7 +37,7 @@ class WorkerKeys:
             raise PermissionDenied(f"worker {worker.uid}: expected the key of its lease, got another one or none")
 
     def bind(self, worker: pb.WorkerId, context: Any) -> None:
-        """Its registration was accepted: from now on it is known by this key."""
+        """Store the key of an accepted registration."""
         key = _key_of(context)
         if key:
             self._bound[worker.uid] = (worker.incarnation, key)
@@ -45,12 +45,12 @@ class WorkerKeys:
             self._bound.pop(worker.uid, None)
 
     def forget(self, uid: str) -> None:
-        """The member is gone."""
+        """Remove the key of a former member."""
         self._bound.pop(uid, None)
 
 
 def _key_of(context: Any) -> bytes:
-    """A hash of what the call brought, b"" = nothing."""
+    """Hash of the call's key, b"" = none."""
     for key, value in (context.invocation_metadata() if context is not None else None) or ():
         if key == METADATA_KEY:
             return hashlib.sha256(str(value).encode()).digest()

@@ -116,8 +116,8 @@ class Buffer(Unsupported):
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
-        """Who gets how many tokens of this rank: (int32 [R], None, int32 [E], bool [T, R], event). `dispatch` finds
-        that out by itself; of what is given back to it, it reads the length E."""
+        """Number of tokens of this rank by destination: (int32 [R], None, int32 [E], bool [T, R], event). `dispatch`
+        finds that out by itself; of what is given back to it, it reads the length E."""
         _ids(topk_idx)
         self._pool.experts_per_rank(num_experts)
         with self._streams.enter(topk_idx, previous_event, async_finish) as turn:

@@ -109,7 +109,7 @@ class _Turn:
         return self
 
     def done(self, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor | None]) -> EventOverlap:
-        """The event after it. Torch's allocator learns who still uses which tensor."""
+        """The event after it. Torch's allocator learns which streams use which tensors."""
         event = EventHandle() if self._wants_event else None
         for stream, tensors in ((self._aside, inputs), (self._caller, outputs)):
             for tensor in tensors:

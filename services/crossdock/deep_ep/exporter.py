@@ -32,7 +32,7 @@ class _WatchedCommunicator:
     Attributes:
         rank: as a label; known now, for the group may be gone before the communicator.
         received: tokens of each rank, as far as they are counted.
-        puzzling: reading it has failed in a way that nobody expects, and the log says so.
+        puzzling: reading it has failed unexpectedly, which the log shows.
     """
 
     rank: str

@@ -1,9 +1,9 @@
-"""Looks for operations that have failed without anybody being told: a CUDA graph's replay asks no Python code, so
+"""Detects operations that have failed silently: a CUDA graph's replay asks no Python code, so
 that a lost rank would end in NaN, step after step. One daemon thread per process; it only reads host memory.
 
 A call that comes meanwhile raises the error itself, and then it is the program's to handle. Where none has come after
 GRACE_S, the process ends with the error in its log: the engine above it sees a dead worker, which it knows how to
-report, instead of wrong tokens, which nobody sees.
+report, instead of wrong tokens, which stay unnoticed.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Guard:
         for comm, rank in watched:
             try:
                 self._look_at(comm, rank)
-            except Exception:  # this thread is all that ends the process: it goes on, and the others are looked at too
+            except Exception:  # this thread must survive: it alone ends the process
                 if comm not in self._puzzling:
                     self._puzzling.add(comm)
-                    log.exception(f"crossdock: rank {rank}: cannot tell whether an operation has failed")
+                    log.exception(f"crossdock: rank {rank}: cannot check whether an operation has failed")
 
     def _look_at(self, comm: MoECommunicator, rank: int) -> None:
         error, now = comm.unheard(), self._clock()

@@ -1,4 +1,4 @@
-"""Sizes that callers ask for before they make a Buffer. Regions are sized by what comes; these tell about how large."""
+"""Sizes that callers ask for before they make a Buffer. Regions are sized by actual use; these are only hints."""
 
 from __future__ import annotations
 

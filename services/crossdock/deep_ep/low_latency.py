@@ -16,7 +16,7 @@ from crossdock.deep_ep.pool import Pool
 from ep_kernels import ArgumentError, DispatchHandle, HandleError, Layout, Mode, MoECommunicator, ScaleFormat
 
 MARK_LIMIT = 1 << 24
-"""float32 counts so far: R * M must be less for `LowLatencyHandle` to tell rows apart."""
+"""Largest exact integer of float32: R * M must be less for `LowLatencyHandle` to identify rows."""
 TMA_ROWS = 4
 """fp32 scales lie column-major, the columns 16 bytes apart at least, which are 4 rows."""
 

@@ -14,7 +14,7 @@ CLASSES = {
 """Classes of other DeepEP interfaces, and what to do without."""
 MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
 HOSTS = "the transports of this release join the ranks of one host; `dispatch` and `combine` do that"
-WAITS = "crossdock_ep_peer_wait_seconds_total says who is waited for, without it"
+WAITS = "crossdock_ep_peer_wait_seconds_total shows the awaited ranks, without it"
 
 
 def refuse(name: str, why: str) -> NoReturn:

@@ -11,14 +11,14 @@ from crossdock.common.settings import SecurityConfig
 from crossdock.common.transports import CPU_RANKS, needs_gpu
 
 MAX_GPU_WORKERS = 8
-"""Every model of the demo has at least so many experts."""
+"""Smallest number of experts of the demo's models."""
 
 PLAIN = SecurityConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """See the module's head.
+    """The stage of the demo.
 
     Attributes:
         transport: of the workers.

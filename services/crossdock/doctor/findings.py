@@ -41,7 +41,7 @@ def good(check: str, what: str) -> Finding:
 
 
 def untried(check: str, why: str) -> Finding:
-    """Not there, or not asked for."""
+    """Not available, or not requested."""
     return Finding(check, Level.UNTRIED, why)
 
 

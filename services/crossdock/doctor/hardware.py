@@ -38,7 +38,7 @@ Trials = Mapping[tuple[str, str], Trial]
 
 
 def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
-    """Everything that facts alone tell. needs_gpus: a host without GPUs is then a failure."""
+    """Findings from facts alone. needs_gpus: a host without GPUs is a failure."""
     yield _driver(host, needs_gpus=needs_gpus)
     if host.gpus:
         yield from _gpus(host, needs_gpus=needs_gpus)

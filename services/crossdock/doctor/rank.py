@@ -1,4 +1,4 @@
-"""One rank of the doctor's trial: dispatches and combines random tokens, checks the answer, tells times as JSON.
+"""One rank of the doctor's trial: dispatches and combines random tokens, checks the result, prints times as JSON.
 
     python -m crossdock.doctor.rank TRANSPORT RANK SIZE STORE
 
@@ -97,7 +97,7 @@ def run_step(step: TrialStep, group: StoreGroup, transport: str, device: torch.d
 
 
 def _answer(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What comes home [T, H]."""
+    """Expected result of combine [T, H]."""
     out, handle = comm.dispatch(x, ids, weights)
     assert out.topk_weights is not None
     rows = (out.tokens.float() * out.topk_weights.sum(-1, keepdim=True)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Who can be reached from here: the control plane of a group, its members, other addresses."""
+"""Reachability from this host: the control plane of a group, its members, other addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def judge_certificate(security: Security) -> Iterator[Finding]:
     words = f"{security.config.cert_file}: ends {time.strftime('%Y-%m-%d %H:%M', time.gmtime(security.not_after))} UTC"
     cure = "renew it: running processes take a new one up by themselves"
     if left_s <= 0:
-        yield fail("certificate", words, "nobody takes it any more", cure)
+        yield fail("certificate", words, "it is no longer accepted", cure)
     elif left_s < _SOON_S:
         yield warn("certificate", words, "it ends within a week", cure)
     else:
@@ -53,7 +53,7 @@ def judge_group(target: str, timeout_s: float, security: Security | None = None)
             if known
             else _CURE
         )
-        yield fail("control-plane", f"{target}: {error}", "workers could not register, clients find nobody", cure)
+        yield fail("control-plane", f"{target}: {error}", "workers cannot register, clients find no worker", cure)
         return
     state = pb.GroupState.Name(view.state)
     words = f"{target}: {state}, epoch {view.epoch}, {len(view.members)}/{view.world_size} ranks"

@@ -59,7 +59,7 @@ def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) 
     if request.target:
         yield from reach.judge_group(request.target, request.timeout_s, request.security)
     if not request.passes:
-        yield untried("pass", "not asked for (--no-pass)")
+        yield untried("pass", "disabled (--no-pass)")
         return
     if len(host.gpus) > 1:
         trials, why = try_peers()

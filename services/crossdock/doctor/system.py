@@ -63,7 +63,7 @@ def look(
 
 
 def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics: bool) -> Iterator[Finding]:
-    """Findings, for so many ranks on this host."""
+    """Findings for a number of ranks on this host."""
     files = "unlimited" if facts.open_files < 0 else f"{facts.open_files}"
     enough = facts.open_files < 0 or facts.open_files >= _LEAST_FILES
     cause, cure = "each client, peer and stream is an open file", "ulimit -n 65536; LimitNOFILE= of a unit"
@@ -94,7 +94,7 @@ def _reserve(check: str, ok: bool, what: str, cause: str, cure: str) -> Finding:
 def _shm(facts: SystemFacts) -> Finding:
     if facts.shm_bytes < 0:
         return untried("shm", "no /dev/shm: Crossdock itself does not use it, NCCL does")
-    cause = "Crossdock does not use it (regions are memfds), but NCCL beside it does"
+    cause = "Crossdock does not use it (regions are memfds), but NCCL does"
     cure = "docker run --shm-size 1g; an emptyDir with medium: Memory at /dev/shm"
     return _reserve("shm", facts.shm_bytes >= _LEAST_SHM, f"{facts.shm_bytes >> 20} MiB free", cause, cure)
 
@@ -109,7 +109,7 @@ def _ports(facts: SystemFacts) -> Finding:
 
 def _memory(facts: SystemFacts) -> Finding:
     if facts.memory_bytes < 0:
-        return untried("memory", "the kernel does not tell")
+        return untried("memory", "not reported by the kernel")
     cause = "a worker of even a small model would be killed for memory"
     cure = "a larger memory limit of the container, or a larger host"
     words = f"{facts.memory_bytes / _GIB:.1f} GiB free"

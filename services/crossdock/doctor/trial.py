@@ -1,6 +1,6 @@
 """A real dispatch and combine: processes of this host, one for each rank, and what their times say.
 
-Nothing of it stays: the ranks are processes of their own, told to end at the deadline, and their bootstrap is a file in
+Nothing of it stays: the ranks are processes of their own, stopped at the deadline, and their bootstrap is a file in
 a temporary folder.
 """
 

@@ -1,6 +1,6 @@
 """One supervised process: started, listened to, restarted with back-off, stopped. Knows nothing of groups or ranks.
 
-A child tells on stdout where it listens (`common/announce.py`); its stderr goes to its log file. It asks the kernel for
+A child prints its addresses on stdout (`common/announce.py`); its stderr goes to its log file. It asks the kernel for
 SIGTERM when its supervisor dies, so nothing outlives a `kill -9` of the supervisor.
 """
 
@@ -47,7 +47,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def last_words(tail: str) -> str:
-    """The last line of a log that tells of an error (`common/log.py`), for what a process says after it is how it
+    """The last error line of a log (`common/log.py`), for what a process says after it is how it
     cleaned up; else the last line."""
     lines = tail.splitlines()
     errors = [line for line in lines if line.split(maxsplit=2)[1:2] == ["error"]]
@@ -55,7 +55,7 @@ def last_words(tail: str) -> str:
 
 
 def bound_log(path: Path, max_bytes: int) -> None:
-    """Copy a log file of `max_bytes` or more to PATH.1 and empty it; 0: never. Whoever writes it must append, and keeps
+    """Copy a log file of `max_bytes` or more to PATH.1 and empty it; 0: never. The writer must append, and keeps
     its file; a line that is written between copy and emptying is lost."""
     try:
         if not max_bytes or path.stat().st_size < max_bytes:
@@ -186,7 +186,7 @@ class Child:
                 delay_s = _FIRST_DELAY_S
             said = last_words(self.tail())
             if code is not None and code < 0 and said.split(maxsplit=2)[1:2] in (["info"], ["warning"], ["debug"]):
-                said = ""  # who is killed by a signal says nothing: that line is about something else
+                said = ""  # a process killed by a signal logs nothing: that line is unrelated
             words = {"exit_status": code, "ended_by": ending(code), "restart_in_s": delay_s, "last_words": said}
             log.warning("process ended", process=self.name, **words)
             self._stopping.wait(delay_s)

@@ -46,7 +46,7 @@ _ENDED = ("exited", "dead")
 
 
 class Containers(Watched):
-    """Keeps the containers of one host running; see the module's head.
+    """Keeps the containers of one host running; see above.
 
     Args:
         config: its `docker` says how; None: as by default. A port 0 is replaced by a free one.
@@ -212,11 +212,11 @@ class _Kept:
                 self._revive(int(self.container.attrs["State"]["ExitCode"]))
         except NotFound:
             raise SupervisorError(f"{self.container.name}: somebody removed the container") from None
-        except (DockerException, OSError) as error:  # the group may serve on while the daemon is away
+        except (DockerException, OSError) as error:  # the group may continue to serve without the daemon
             log.warning("container not seen", container=self.container.name, why=error)
 
     def tail(self) -> str:
-        """The last lines that it said, or "" if the daemon does not tell."""
+        """The last lines that it said, or "" if the daemon does not return them."""
         try:
             text: bytes = self.container.logs(tail=_TAIL_LINES)
             return text.decode(errors="replace").rstrip()
@@ -246,7 +246,7 @@ class _Kept:
             self._begun, self._due = now, math.inf
 
     def _follow(self) -> None:
-        """Copy the log until told to stop. Its stream ends with the container and breaks with the daemon."""
+        """Copy the log until stopped. Its stream ends with the container and breaks with the daemon."""
         begun = ""
         while True:
             stopping = self._stopping.is_set()

@@ -1,6 +1,6 @@
 """What `crossdock up --runtime docker` starts, by its config alone: which containers, with which ports and folders.
 
-Also who keeps a container, as a label can tell it. No daemon is asked here.
+Also the owner of a container, as a label. No calls of a daemon here.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Owner:
     Attributes:
         host: its name.
         pid: process id.
-        begun: when the process started, in the kernel's ticks; tells it from a later one with the same id.
+        begun: start time of the process, in the kernel's ticks; distinguishes it from a later one with the same id.
     """
 
     host: str
@@ -190,7 +190,7 @@ def _begun(pid: int) -> str:
 
 
 def _free(host: str, count: int, held: contextlib.ExitStack) -> int:
-    """The first of `count` consecutive ports that nobody uses; they are kept until `held` is closed."""
+    """The first of `count` consecutive free ports; they are reserved until `held` is closed."""
     family = family_of(host)
     for _ in range(_TRIES):
         with contextlib.ExitStack() as tried:

@@ -34,7 +34,7 @@ from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, Wa
 from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
 Progress = Callable[[GroupView], None]
-"""Told of each group view while the group forms."""
+"""Called with each group view while the group forms."""
 
 CONTROL = "control"
 """Name of the control plane among the children."""
@@ -224,7 +224,7 @@ class Supervisor(Watched):
     def _fix_port(self, listen: str) -> str:
         """Replace port 0 by a free one, so that workers find a restarted control plane again.
 
-        The system lends it to nobody else until `stop`, not even while the control plane is away: a socket is bound to
+        The port stays reserved until `stop`, even while the control plane is down: a socket is bound to
         it that never listens, and SO_REUSEADDR, which servers set too, lets our own child listen there.
         """
         host, port = split_address(listen)
@@ -281,7 +281,7 @@ def _reachable(where: Addresses) -> Addresses:
 
 
 def describe(view: GroupView) -> str:
-    """A group view in a few words; an empty view (version 0) is what nobody answered."""
+    """A group view in a few words; an empty view (version 0) means no answer."""
     ready = sum(member.ready for member in view.members)
     words = f"{GroupState.Name(view.state)}, {len(view.members)}/{view.world_size} registered, {ready} ready"
     return f"{words} ({view.reason})" if view.reason else words
@@ -300,8 +300,8 @@ def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
 
 
 def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
-    """The group as it is now, then what changes within `look_s`; an empty view (version 0) if nobody is_leading.
-    Returns why nobody did."""
+    """The group as it is now, then what changes within `look_s`; an empty view (version 0) without an answer.
+    Returns the error then."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
     answered = False
     try:

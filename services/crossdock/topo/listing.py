@@ -15,7 +15,7 @@ from crossdock.control.discovery import CPU, Reach, gpu_trouble, means_of_transp
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16
-"""Larger topologies are told by kinds of pairs instead of by a matrix."""
+"""Larger topologies are listed by kinds of pairs instead of as a matrix."""
 TABLE_DEVICES = 32
 """Larger ones by a line for each host instead of each device."""
 _SHOWN_PAIRS = 3
@@ -129,7 +129,7 @@ def _devices(picture: Picture) -> Table:
 
 
 def _hosts(picture: Picture) -> Table:
-    """A line for each host: the parts of its devices that are alike are told once."""
+    """A line for each host: equal parts of its devices are listed once."""
     topology = picture.topology
     table = _plain_table(
         ("ranks", "right"), ("host", "left"), ("devices", "left"), ("domains", "left"), ("NICs", "left"),

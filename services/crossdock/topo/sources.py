@@ -19,12 +19,12 @@ from crossdock.control.ranks import Place, assign_ranks
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
 
 FACTS = "crossdock-host-facts"
-"""Key of a file of facts, so that other JSON is told apart."""
+"""Key that identifies a file of facts among other JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A topology and who has which rank.
+    """A topology and its ranks.
 
     Attributes:
         topology: hosts, joined.

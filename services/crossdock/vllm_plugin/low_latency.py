@@ -1,7 +1,7 @@
 """Low latency in vLLM: batched experts, fixed shapes, made for CUDA graphs.
 
 Other than DeepEP's calls, ours get the weights with dispatch: a rank's experts are summed where they are, and each
-token comes home once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one
+token returns once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one
 communicator per shape.
 """
 
@@ -68,7 +68,7 @@ class LowLatencyFinalizer(Finalizer):
     def _communicator(
         self, x: torch.Tensor, columns: int, dtype: torch.dtype, num_experts: int, topk: int
     ) -> MoECommunicator:
-        """For rows like x with so many scales of their own; experts give `dtype`."""
+        """Output of rows like x with that many scales; experts return `dtype`."""
         scales = self._scales if self._quantized else None
         key = ("ll", self._max_tokens, x.shape[1], x.dtype, columns, dtype, num_experts, topk, scales)
         pool = self._link.pool

@@ -1,6 +1,7 @@
-"""The door: a ForwardRequest becomes tensors that no step can fail on, or a Failure that says field, expected, got.
+"""Validation of requests: a ForwardRequest becomes tensors that no step can fail on, or a Failure with field, expected
+and got.
 
-Behind it nothing is checked again: a rank that fails alone in the middle of a step would hurt the whole group.
+Nothing is checked again later: a rank that fails alone in the middle of a step would break the whole group.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
 
 REQUEST_BYTES = 1024
-"""Bookkeeping of one request, so that empty ones are not free."""
+"""Accounted overhead of one request, so that empty ones are not free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a good request brings: x [T, H] served dtype, topk_ids int32 [T, K], topk_weights float32 [T, K]."""
+    """Tensors of a valid request: x [T, H] served dtype, topk_ids int32 [T, K], topk_weights float32 [T, K]."""
 
     x: torch.Tensor
     topk_ids: torch.Tensor
@@ -29,7 +30,7 @@ class Tokens:
 
     @property
     def num_bytes(self) -> int:
-        """What the request occupies while it waits; its answer will be as large as x."""
+        """Bytes of the request while it waits; its answer is as large as x."""
         return REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
 
 

@@ -1,9 +1,9 @@
-"""Which requests share the next step: requests in, slices out. Pure: no clock, no lock, no thread, no tensor read.
+"""Batching: which requests share the next step. Pure: no clock, no lock, no thread, no tensor read.
 
 A step carries one layer. Clients take turns: the client that has waited longest for its turn names the layer (the one
-of its oldest request), and everybody else's requests for that layer ride along, one request per client and round, until
-the step is full. A turn is used up only when a client's *oldest* request is served, so riding along costs no turn and a
-client with many layers in flight cannot starve its own oldest request. Requests longer than a step are cut.
+of its oldest request), and the other clients' requests for that layer are added, one request per client and round,
+until the step is full. A turn is used only when a client's *oldest* request is served, so added requests cost no turn,
+and a client with many layers in flight cannot starve its own oldest request. Requests longer than a step are cut.
 
 The streams of one client take turns among themselves in the same way: more streams give a client no more turns, and
 its own streams do not starve each other.
@@ -21,7 +21,7 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What this rank would like to serve next.
+    """Preferred next layer of this rank.
 
     Attributes:
         layer: layer of the oldest request of the client whose turn it is.
@@ -134,7 +134,7 @@ class Batcher:
         return works
 
     def head(self, now_ns: int) -> Head | None:
-        """What this rank wants next, or None if nothing waits."""
+        """The preferred next layer, or None if nothing waits."""
         if not self._clients:
             return None
         client = min(self._clients.values(), key=_Client.waiting_since_ns)

@@ -1,4 +1,4 @@
-"""Bytes of requests and answers that are here, per client and in all. Pure: no clock, no lock, no socket.
+"""Accounting of the bytes of requests and answers, per client and in total. Pure: no clock, no lock, no socket.
 
 All streams of a client share one account. Bytes count from a request's admission until its answer was written. Below
 `max_bytes_per_client` its streams are read; past that, and up to twice that, a stream that has nothing here may still
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 class BudgetExceeded(Exception):
-    """A request does not fit into what all clients may hold."""
+    """A request exceeds the limit of all clients together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class Budget:
     """The accounts of all clients.
 
     Args:
-        max_bytes_per_client: see the module's head.
+        max_bytes_per_client: soft limit of one client; see above.
         max_bytes: of all clients together.
 
     Attributes:
@@ -49,12 +49,12 @@ class Budget:
         return quota
 
     def forget(self, client: Hashable) -> None:
-        """A client without streams has no account."""
+        """Remove the account of a client without streams."""
         self._accounts.pop(client, None)
 
 
 class StreamQuota:
-    """What one stream holds of its client's account. Made by `Budget.open`."""
+    """Bytes of one stream in its client's account. Made by `Budget.open`."""
 
     def __init__(self, budget: Budget, account: _Account, on_room: Callable[[], None]) -> None:
         self._budget, self._account, self._on_room = budget, account, on_room
@@ -62,16 +62,17 @@ class StreamQuota:
 
     @property
     def client(self) -> Hashable:
-        """Whose it is."""
+        """The client."""
         return self._account.client
 
     def has_room(self, num_bytes: int = 0) -> bool:
-        """Whether the stream may bring a request of so many bytes. Alone, a client may bring one of any size."""
+        """Whether the stream may add a request of `num_bytes`. A client without other requests may add one of any
+        size."""
         held, limit = self._account.num_bytes, self._budget.max_bytes_per_client
         return held < limit or (self.num_bytes == 0 and held + num_bytes <= 2 * limit)
 
     def charge(self, num_bytes: int) -> None:
-        """Take `num_bytes` in. Raises BudgetExceeded, and nothing is charged."""
+        """Add `num_bytes`. Raises BudgetExceeded without charging anything."""
         most, size = self._budget.max_bytes, self._budget.num_bytes + num_bytes
         if size > most:
             raise BudgetExceeded(
@@ -80,14 +81,14 @@ class StreamQuota:
         self._add(num_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Give back what `charge` took."""
+        """Release charged bytes."""
         if num_bytes:
             self._add(-num_bytes)
             for quota in self._account.quotas:
                 quota._on_room()
 
     def close(self) -> None:
-        """Give back everything; the stream is over. Idempotent."""
+        """Release everything: the stream has ended. Idempotent."""
         if self not in self._account.quotas:
             return
         self.release(self.num_bytes)

@@ -43,7 +43,7 @@ of one model differ. DeepSeek-V3 has 58 layers of 256 experts: 30,000 reads of a
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a worker must know of a model.
+    """Facts about a model.
 
     Attributes:
         family: config.json's model_type: "qwen3_moe" | "mixtral" | "deepseek_v2" | "deepseek_v3".
@@ -251,7 +251,7 @@ class Checkpoint:
 
 
 def _config_fields(config: _Config) -> dict[str, Any]:
-    """ModelSpec's fields that config.json tells (all but dtype and fingerprint)."""
+    """ModelSpec's fields from config.json (all but dtype and fingerprint)."""
     family = config.text("model_type")
     if family not in _FAMILIES:
         raise CheckpointError(f"{config.path}: model_type: expected one of {sorted(_FAMILIES)}, got {family!r}")

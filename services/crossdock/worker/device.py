@@ -8,7 +8,7 @@ from ep_kernels import ConfigError
 
 
 class DeviceLost(RuntimeError):
-    """The GPU answers nothing to this process any more (an illegal access, a fallen bus): only a new process helps."""
+    """The GPU is lost to this process (illegal access, fallen off the bus): only a new process can use it."""
 
 
 def choose(device_type: str, index: int, num_gpus: int) -> torch.device:
@@ -41,7 +41,7 @@ def enter(device: torch.device) -> None:
     """Make the device current in this thread; torch begins each thread on GPU 0.
 
     Raises:
-        DeviceLost: it does not work any more.
+        DeviceLost: it has failed.
         ConfigError: others have filled its memory.
     """
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The expert MLPs of one rank: grouped GEMM, gated activation, grouped GEMM. Knows nothing of ranks or of routing.
+"""The expert MLPs of one rank: grouped GEMM, gated activation, grouped GEMM. Independent of ranks and of routing.
 
 `down(act(gate(x)) * up(x))` for each expert's group of rows. Where torch has a grouped GEMM for this device and dtype,
 and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm over the experts that have rows. There
@@ -8,7 +8,7 @@ past the last group cost nothing. The loop needs the offsets on the host.
 Precision. On a CPU the loop computes bf16 and fp16 models in fp32 inside: an expert's weights are widened into one
 scratch buffer and nothing is rounded between the two products. On CPUs without bf16 matrix units that is the faster way
 too (from some 16 rows on), and it is what lets a served model be closer to an fp32 run than the plain bf16 model is.
-Give `forward` an `out` of `output_dtype`, and the communicator that output dtype, and rows go home unrounded as well.
+Give `forward` an `out` of `output_dtype`, and the communicator that output dtype, and combine does not round either.
 On a GPU products are rounded to the weights' dtype, as in any model there; sums inside a product are fp32.
 
 Letters: N rows, L experts here, H hidden size, I intermediate size of one expert.
@@ -45,7 +45,7 @@ class ExpertMLPs:
 
     Attributes:
         dtype: of the weights as held, and of the rows that `forward` takes.
-        output_dtype: in which rows are made: what an `out` must have for nothing to be rounded.
+        output_dtype: of the computed rows: an `out` of this dtype is not rounded.
         num_experts: L.
         num_bytes: bytes of weights held.
         ids: per layer the logical expert of each slot.
@@ -205,9 +205,9 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if torch's grouped GEMM works here and agrees with torch.mm, for uneven and empty groups and with rows of
-    nobody behind them; found by trying, since versions and devices differ. On a CPU half types go to the fp32 loop
-    instead: see this page's head."""
+    """True if torch's grouped GEMM works here and agrees with torch.mm, for uneven and empty groups and with unowned
+    rows behind them; tested at run time, since versions and devices differ. On a CPU half types go to the fp32 loop
+    instead: see above."""
     if device.type == "cpu" and dtype is not torch.float32:
         return False
     rows = torch.arange(24 * 16, device=device).remainder(7).to(dtype).view(24, 16)
@@ -216,8 +216,8 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     ends = torch.tensor([5, 5, 13, 16], dtype=torch.int32, device=device)
     expected = torch.cat([rows[:5] @ weight[0].t(), rows[5:13] @ weight[2].t(), rows[13:16] @ weight[3].t()])
     try:
-        nobody = grouped_mm(rows, weight, torch.zeros_like(ends))
-        return nobody.shape == (24, 32) and torch.equal(grouped_mm(rows, weight, ends)[:16], expected)
+        unowned = grouped_mm(rows, weight, torch.zeros_like(ends))
+        return unowned.shape == (24, 32) and torch.equal(grouped_mm(rows, weight, ends)[:16], expected)
     except (RuntimeError, AttributeError):
         return False
 

@@ -1,4 +1,4 @@
-"""What a worker serves: a checkpoint, the experts of its seat, and the communicator that fits both."""
+"""The served model: a checkpoint, the experts of this rank, and the communicator for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Model:
         checkpoint: opened; closed by `close`.
 
     Attributes:
-        spec: what the checkpoint says.
-        dtype: what is served; x and y have it.
+        spec: of the checkpoint.
+        dtype: of x and y.
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.
 
@@ -57,12 +57,12 @@ class Model:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row on its way out (dispatch) and home (combine)."""
+        """Bytes of one row in dispatch and in combine."""
         width = self.spec.hidden_size
         return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
 
     def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> ExpertMLPs | None:
-        """The experts of a rank; what is loaded already is kept. None: the rank has no slots. Blocks.
+        """Load the experts of a rank; loaded ones are kept. None: the rank has no slots. Blocks.
 
         Raises:
             CheckpointError: unreadable weights.
@@ -109,7 +109,7 @@ class Model:
         """
         devices.enter(self.device)
         policy = {}
-        if self.device.type != "cpu":  # nobody reads counts on the host: worst-case rows, of which none can be dropped
+        if self.device.type != "cpu":  # no counts on the host: worst-case rows, so no row is dropped
             policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
         return MoECommunicator(self._moe_config(group, num_slots, output_dtype=self._output_dtype, **policy))
 
@@ -119,8 +119,8 @@ class Model:
 
     @property
     def _output_dtype(self) -> torch.dtype | None:
-        """In which rows come home. By default float32 on a CPU, as the experts make them there, so that only the final
-        sum is rounded; the served dtype on a GPU."""
+        """Dtype of combine. By default float32 on a CPU, the output of the experts there, so that only the final sum is
+        rounded; the served dtype on a GPU."""
         if self._config.combine_dtype:
             return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
@@ -168,7 +168,7 @@ class Model:
 
 
 class _Alone:
-    """A group of one, to ask a transport what it can do."""
+    """A group of one, to probe the capabilities of a transport."""
 
     rank, size, epoch = 0, 1, 0
 

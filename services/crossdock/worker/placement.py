@@ -1,8 +1,8 @@
-"""Where the experts of every layer lie, and how a token's expert ids become slots. Pure.
+"""Placement of the experts of every layer, and the map from expert ids to slots. Pure.
 
-The data plane knows slots only: P of them, in blocks by rank, and each holds a copy of some expert. Which one is this
-page's table, one for each layer; so a layer's experts can move without anything else being told. Experts with several
-copies share their tokens out in turn: token t of rank s takes copy (s + t) % n, as `ep_kernels.routing.route` does.
+The data plane has only slots: P of them, in blocks by rank, each with a copy of an expert. The tables here, one per
+layer, map slots to experts, so a layer's experts can move without any other change. The copies of an expert take its
+tokens in turn: token t of rank s takes copy (s + t) % n, as `ep_kernels.routing.route` does.
 
 Letters: T tokens, K experts per token, E experts, R ranks, P slots.
 """
@@ -37,14 +37,14 @@ class Placement:
 
     @staticmethod
     def blocks(num_experts: int, num_ranks: int, moe_layers: Sequence[int]) -> Placement:
-        """One copy each, in blocks by rank, where nobody says otherwise."""
+        """Default placement: one copy each, in blocks by rank."""
         return Placement(0, num_ranks, dict.fromkeys(moe_layers, tuple(range(num_experts))))
 
     @staticmethod
     def parse(
         message: control_pb2.PlacementResponse, num_experts: int, num_ranks: int, moe_layers: Sequence[int]
     ) -> Placement:
-        """Check what the control plane sent. Raises PlacementError."""
+        """Parse and check a message of the control plane. Raises PlacementError."""
         if len(message.layers) != len(moe_layers):
             raise PlacementError(f"layers: expected {len(moe_layers)} of them, got {len(message.layers)}")
         rows = {layer: tuple(row.experts) for layer, row in zip(moe_layers, message.layers, strict=True)}
@@ -87,7 +87,7 @@ class Route:
         live: of each slot, whether its rank takes part; None: all do.
 
     Attributes:
-        lost: experts without a copy on a rank that takes part. Tokens that chose one are not to be dispatched.
+        lost: experts without a copy on an active rank. Tokens that chose one must not be dispatched.
     """
 
     def __init__(self, row: Sequence[int], num_experts: int, live: Sequence[bool] | None = None) -> None:
@@ -102,7 +102,7 @@ class Route:
         self._slots = torch.tensor([slot for slots in copies for slot in slots] or [-1], dtype=torch.int32)
 
     def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
-        """The lost experts among those that tokens have chosen."""
+        """The lost experts among the chosen ones."""
         return sorted(self.lost.intersection(topk_ids.flatten().tolist())) if self.lost else []
 
     def slots(self, topk_ids: torch.Tensor, rank: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
     open the model ─▶ listen (gRPC, HTTP) ─▶ print `crossdock-ready {...}` ─▶ session: join, serve, join again, ...
     SIGTERM, SIGINT or Drain: finish what is queued, leave, exit 0. A second signal ends the process at once.
 
-Exit codes: 0 drained; 1 a task that must live ended, which is a bug (the log says how); 2 the model, the device or an
-address cannot be used; 3 the group does not take this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
+Exit codes: 0 drained; 1 an essential task ended, which is a bug (the log has the error); 2 the model, the device or an
+address cannot be used; 3 the group refused this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
 the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4
 the process may be started again.
 """
@@ -26,7 +26,7 @@ from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
-from crossdock.common.grpc_core_log import grpc_lines
+from crossdock.common.grpc_core_log import grpc_core_log
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
@@ -53,12 +53,12 @@ from ep_kernels import EpError
 EXIT_BROKEN = 1
 EXIT_DRAINED, EXIT_BAD_CONFIG, EXIT_NOT_JOINED, EXIT_DEVICE_LOST, EXIT_UNFIT = 0, 2, 3, 4, 5
 JOIN_TIMEOUT_S = 120.0
-"""Longest wait for the control plane's first answer; a supervisor's restart then says that something is wrong."""
+"""Time limit of the control plane's first answer; then the worker exits, so that a supervisor shows the problem."""
 _FLUSH_S = 3.0
-"""Longest that clients may take to read the answers that are ready when this worker has left."""
+"""Time for clients to read the last answers after this worker has left."""
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 1024
-"""Streams and other calls open at once, a quarter of them of one peer."""
+"""Concurrent streams and other calls; one peer gets a quarter."""
 
 _log = log.get(__name__)
 
@@ -83,7 +83,7 @@ def run_worker(config: WorkerConfig) -> int:
         return EXIT_DEVICE_LOST
     try:
         metrics = WorkerMetrics()
-        with grpc_lines(metrics.grpc_core_log_lines_total):
+        with grpc_core_log(metrics.grpc_core_log_lines_total):
             return asyncio.run(_Process(config, identity, model, security, metrics).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))
@@ -99,7 +99,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 class _Process:
-    """Wires the parts together and takes them apart again."""
+    """Starts and stops the parts of the process."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Process:
             )
             return EXIT_NOT_JOINED
         except JoinRefused as error:
-            _log.error("the group does not take this worker", error=str(error))
+            _log.error("refused by the group", error=str(error))
             return EXIT_UNFIT if error.permanent else EXIT_NOT_JOINED
         finally:
             for task in (life, stop, joined, line):
@@ -185,7 +185,7 @@ class _Process:
         return EXIT_DRAINED
 
     def _ready(self) -> tuple[bool, str]:
-        """What /readyz says; of a spare, why there is no place."""
+        """The answer of /readyz; of a spare, why it is not in the group."""
         is_ready, text = self._status.ready()
         return is_ready, text if self._status.is_serving else self._spare() or text
 
@@ -265,11 +265,11 @@ class _Process:
 
 
 def _broken(line: asyncio.Task[None]) -> int:
-    """A task that must live has ended: say how."""
+    """Log why an essential task has ended."""
     try:
         line.result()
     except Exception:
-        _log.exception("the line to the control plane ended; this is a bug")
+        _log.exception("the client of the control plane ended; this is a bug")
     return EXIT_BROKEN
 
 

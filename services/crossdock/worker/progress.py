@@ -1,4 +1,4 @@
-"""A progress bar for the weights, on a terminal only; under a supervisor the log lines and /readyz say the same."""
+"""Progress bar of loading, on a terminal only; elsewhere the log and /readyz have the progress."""
 
 from __future__ import annotations
 

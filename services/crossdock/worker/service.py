@@ -1,7 +1,7 @@
-"""ExpertService over gRPC: streams of requests become `Work` for the engine, its answers go back in any order.
+"""ExpertService over gRPC: streams of requests become `Work` for the engine; answers are sent in any order.
 
-A bad request is answered in the stream (`Error` with a grpc status code) and the stream stays up; only bytes that are
-no message at all, or a message over the size limit, end it.
+An invalid request is answered in the stream (`Error` with a grpc status code) and the stream stays open; only invalid
+bytes or a message over the size limit end it.
 
 A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
 read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
@@ -41,14 +41,14 @@ SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 _log = log.get(__name__)
 
 _MAX_UNREAD = 1024
-"""Answers that a client may leave unread before its stream is read no further; errors cost no bytes of the budget."""
+"""Unread answers of a client before its stream is no longer read; errors cost no bytes of the budget."""
 _STALLED_S = 2.0
-"""A stream that has waited so long to write an answer is given up where its bytes are needed."""
+"""Time blocked in a write after which a stream may be closed if its bytes are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What every stream uses."""
+    """Shared parts of all streams."""
 
     config: WorkerConfig
     validator: RequestValidator
@@ -62,8 +62,8 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
 
     Args:
         backend: where requests go.
-        describe: the answer to Describe, now.
-        drain: finishes what is queued and leaves the group.
+        describe: returns the answer to Describe.
+        drain: serves queued requests and leaves the group.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 await asyncio.wait_for(self._none_left.wait(), timeout_s)
 
     async def Describe(self, request: expert_pb2.DescribeRequest, context: Any) -> expert_pb2.DescribeResponse:
-        """What is served here, and how the group is."""
+        """The served model and the state of the group."""
         return self._describe()
 
     async def Drain(self, request: expert_pb2.DrainRequest, context: Any) -> expert_pb2.DrainResponse:
@@ -114,14 +114,14 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 yield response
         finally:
             stream.reader.cancel()
-            stream.reader = None  # the task's error knows the stream, and the stream must not know the task: a cycle
+            stream.reader = None  # breaks the cycle of stream, task and error
             stream.hang_up()
             self._streams.discard(stream)
             if self._ended is not None and not self._streams:
                 self._none_left.set()
 
     def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
-        """Give up another stream, the one that has waited longest to write, of the same client or of all."""
+        """Close another stream, the one blocked longest in a write, of the same client or of all."""
         streams = [
             each for each in self._streams if each is not refused and (each.client == refused.client or not of_client)
         ]
@@ -141,7 +141,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What goes back; `num_bytes` are given back once it was written."""
+    """An answer; `num_bytes` are released once it is written."""
 
     request_id: int
     answer: Done | Failure
@@ -171,7 +171,7 @@ class _Stream:
         return self._quota.client
 
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
-        """Take requests until the client has no more. Bytes that are no message end the stream."""
+        """Read requests until the client has no more. Invalid bytes end the stream."""
         request: expert_pb2.ForwardRequest | None = None
         try:
             async for request in requests:
@@ -182,25 +182,25 @@ class _Stream:
                         async with asyncio.timeout(_STALLED_S):  # wait_for can lose the end of this task
                             await self._room.wait()
                 self._take(request)
-                request = None  # noqa: PLW2901  (the next one may be long in coming)
+                request = None  # noqa: PLW2901  (the next one may take long)
         except Exception as error:
             _log.warning("stream ended: unreadable request", error=error)
             self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
         finally:
-            del request  # what is raised through here knows this frame
+            del request  # an exception raised here keeps this frame alive
         self._read_all = True
         self._events.put_nowait(None)
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Answers as they come, until the client has sent everything and has every answer. The next one is asked for
-        when this one was written."""
+        """Answers as they come, until the client has sent everything and has every answer. Each is requested
+        after the previous one was written."""
         while not (self._read_all and not self._pending and self._events.empty()):
             event = await self._events.get()
             if isinstance(event, rpc.CallError):
                 raise event
             if event is not None:
                 message, num_bytes = _response(event).SerializeToString(), event.num_bytes
-                del event  # one copy is enough while the client takes its time
+                del event  # keep one copy only while the client reads
                 with self._write_deadline(num_bytes):
                     yield message
                 self._quota.release(num_bytes)
@@ -219,7 +219,7 @@ class _Stream:
             self._writing_since, self._writing_bytes = None, 0
 
     def stalled_s(self) -> float:
-        """For how long the answer that is being written has waited; 0 if there is none."""
+        """How long the current write has been blocked; 0 without one."""
         return 0.0 if self._writing_since is None else self._loop.time() - self._writing_since
 
     def give_up(self, why: str) -> None:
@@ -239,11 +239,11 @@ class _Stream:
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
     def end(self, error: rpc.CallError) -> None:
-        """Raise `error` out of `answers`, after what is there to be told."""
+        """Raise `error` from `answers`, after the answers that are ready."""
         self._events.put_nowait(error)
 
     def hang_up(self) -> None:
-        """The stream is over: nobody waits for its requests any more."""
+        """The stream has ended: withdraw its requests."""
         self._withdraw_all("the client hung up")
         self._quota.close()
 
@@ -306,7 +306,7 @@ class _Stream:
             self._backend.engine.withdraw(self._pending[request_id].work, failure)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
-        """Called by the engine, from any thread. A loop that is closed already has nobody to tell."""
+        """Called by the engine, from any thread. Ignored if the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._answered, request_id, answer)
 

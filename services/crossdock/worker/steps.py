@@ -1,4 +1,4 @@
-"""How the ranks agree on the next step: each gives one `Proposal`, each computes the same `Decision`. Pure.
+"""Agreement on the next step: each rank sends one `Proposal`, and each computes the same `Decision`. Pure.
 
 One exchange of 8 int64 per rank carries the proposals *and* the outcome of the step before, so a busy group pays one
 exchange per step. A request is answered only after that exchange: then every rank has said that its experts did their
@@ -22,7 +22,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one rank says in an exchange.
+    """Message of one rank in an exchange.
 
     Attributes:
         step: number of steps done in this epoch; equal on all ranks.
@@ -32,7 +32,7 @@ class Proposal:
         draining: it takes no new requests.
         leaving: it wants to leave as soon as no draining rank has work.
         failed: its experts failed in the step just done; its rows were zeros.
-        placement: how far it is on the way to the newest placement; see holdings.py.
+        placement: progress word of the newest placement; see holdings.py.
     """
 
     step: int
@@ -77,14 +77,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """`ranks` leave now, between two steps; the epoch ends here for everybody."""
+    """`ranks` leave now, between two steps, which ends the epoch."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nobody has work."""
+    """No rank has work."""
 
 
 Decision = Step | Departure | Idle
@@ -93,7 +93,7 @@ Decision = Step | Departure | Idle
 def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> Decision:
     """Decide what the group does next; the same on every rank, since all are given the same proposals.
 
-    The layer of whoever waited longest wins (ties: the lowest layer). When all ranks with work want that layer, the
+    The layer with the longest wait wins (ties: the lowest layer). When all ranks with work want that layer, the
     longest queue among them bounds the step, so that AUTO can choose the algorithm; else the full step size does.
 
     Args:

@@ -3,7 +3,7 @@
 `torch.set_num_threads` reaches MKL and OpenMP of the calling thread only: elsewhere the first product starts a team of
 as many threads as the host has processors, which spin between products. So each thread sets it for itself.
 
-Here too: what the C library does with memory that threads have freed.
+Also here: settings of the C library for freed memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LARGE_BYTES, _KEPT_BYTES, _ARENAS = 64 << 10, 1 << 20, 2
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
     """Call `function(*args)` in a new daemon thread; the future has its result or exception. Products in that thread
-    use as many threads as `torch.set_num_threads` was told in the thread of the caller.
+    use the number of threads set by `torch.set_num_threads` in the calling thread.
 
-    Cancelling the future only stops the waiting: the thread goes on to its end.
+    Cancelling the future only stops the waiting: the thread runs to its end.
     """
     loop, num_threads = asyncio.get_running_loop(), torch.get_num_threads()
     future: asyncio.Future[Result] = loop.create_future()
@@ -42,8 +42,8 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
         else:
             settled.set_result(result)  # type: ignore[arg-type]
 
-    def tell(result: Result | None, error: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    def report(result: Result | None, error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
     def run() -> None:
@@ -51,9 +51,9 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
             torch.set_num_threads(num_threads)
             result = function(*args)
         except BaseException as error:
-            tell(None, error)
+            report(None, error)
         else:
-            tell(result, None)
+            report(result, None)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -1,4 +1,4 @@
-"""What the engine is given and gives back: one `Work` per request, answered exactly once by a `Done` or a `Failure`.
+"""Requests and answers of the engine: one `Work` per request, answered exactly once by a `Done` or a `Failure`.
 
 Plain records; no queue, no thread, no gRPC server here.
 """
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, nanoseconds; summed over its steps."""
+    """Time of a request by phase, nanoseconds; summed over its steps."""
 
     queue_ns: int = 0
     dispatch_ns: int = 0
@@ -43,7 +43,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no answer. `lost_ranks` and `epoch` say which group broke, where one did."""
+    """Error of a request. `lost_ranks` and `epoch`: of the broken group, if any."""
 
     code: grpc.StatusCode
     message: str
@@ -52,7 +52,7 @@ class Failure:
 
 
 class Refused(Exception):
-    """A request was not taken in; `failure` says why."""
+    """A request was refused; `failure` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -61,15 +61,15 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One request on its way through the engine. Only the batcher and the engine change it, under the engine's lock.
+    """One request in the engine. Only the batcher and the engine change it, under the engine's lock.
 
     Attributes:
-        client: who asked; clients take turns.
+        client: of the request; clients take turns.
         layer: MoE layer number.
         x: [T, H] in the served dtype.
         topk_ids: int32 [T, K], -1 = no expert.
         topk_weights: float32 [T, K].
-        deadline_ns: monotonic time after which nobody waits for the answer.
+        deadline_ns: monotonic time after which the request expires.
         arrived_ns: monotonic time of admission.
         reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
@@ -124,7 +124,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an epoch broke, as seen by one rank. `silent_ranks` are those that it waited for in vain."""
+    """Why an epoch failed, as seen by one rank. `silent_ranks`: those that it waited for in vain."""
 
     reason: str
     silent_ranks: tuple[int, ...] = ()
@@ -132,6 +132,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How an epoch ends well: `ranks` left between two steps, as agreed by all."""
+    """Normal end of an epoch: `ranks` left between two steps, as agreed by all."""
 
     ranks: tuple[int, ...]

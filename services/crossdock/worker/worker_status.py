@@ -1,6 +1,6 @@
-"""How the worker is, in one place: what /readyz, Describe, the gauges and the log lines say.
+"""State of the worker for /readyz, Describe, the gauges and the log.
 
-Changed on the event loop (`loading` in the loading thread), read from anywhere.
+Written on the event loop (`loading` in the loading thread), read by any thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LOG_EVERY_S = 5.0
 
 
 class WorkerStatus:
-    """See the module's head.
+    """State of one worker.
 
     Args:
-        metrics: whose membership gauges are kept.
-        on_serving: told True when requests are served, False when they are not any more.
+        metrics: membership gauges are set here.
+        on_serving: called with True when serving begins, with False when it ends.
     """
 
     def __init__(self, metrics: WorkerMetrics, on_serving: Callable[[bool], None]) -> None:
@@ -39,24 +39,24 @@ class WorkerStatus:
         metrics.serving.set(0)
 
     def ready(self) -> tuple[bool, str]:
-        """What /readyz says."""
+        """The answer of /readyz."""
         return self.is_serving and not self._is_draining, "draining" if self._is_draining else self._text
 
     def joining(self, text: str) -> None:
-        """Not serving; `text` says what is waited for."""
+        """Not serving; `text` is the reason."""
         self._say(False, text if text.startswith("re-forming") else f"joining: {text}")
 
     def seated(self, seat: Seat) -> None:
-        """There is a complete group, and this is our seat."""
+        """A complete group has assigned this seat."""
         self.seat = seat
         log.bind(rank=seat.rank, epoch=seat.epoch)
-        _log.info("seated", size=seat.size)
+        _log.info("rank assigned", size=seat.size)
         self._metrics.rank.set(seat.rank)
         self._metrics.epoch.set(seat.epoch)
         self._metrics.members.set(sum(seat.mask))
 
     def loading(self, done_bytes: int, total_bytes: int) -> None:
-        """Progress of the weights, from the thread that loads them."""
+        """Progress of loading, from the loading thread."""
         self._text = f"joining: loading experts, {done_bytes * 100 // max(total_bytes, 1)} %"
         self._bar.show(done_bytes, total_bytes)
         if time.monotonic() - self._logged_s > _LOG_EVERY_S or done_bytes == total_bytes:
@@ -70,18 +70,18 @@ class WorkerStatus:
         self._say(True, f"serving: rank {seat.rank} of {seat.size}, epoch {seat.epoch}{without}")
 
     def faulty(self, fault: Fault) -> None:
-        """The epoch broke here."""
+        """Count the silent peers of a fault."""
         for peer in fault.silent_ranks:
             self._metrics.peer_timeouts_total.labels(str(peer)).inc()
 
     def draining(self) -> None:
-        """No new requests from now on."""
+        """New requests are refused."""
         _log.info("draining")
         self._is_draining = True
         self._on_serving(False)
 
     def close(self) -> None:
-        """The process ends, perhaps in the middle of loading."""
+        """Close the progress bar: the process ends, perhaps during loading."""
         self._bar.close()
 
     def _say(self, serving: bool, text: str) -> None:

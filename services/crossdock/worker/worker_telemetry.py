@@ -1,7 +1,7 @@
-"""What the engine counted, on its way to Prometheus and to the heartbeats.
+"""Counts of the engine, exported to Prometheus and in heartbeats.
 
 The engine's thread only puts small records into a queue; a thread of this module does the slow part (histogram
-buckets; labels are looked up once) and sleeps while nothing happens.
+buckets; labels are looked up once).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = log.get(__name__)
 _COLLECT_S = 0.25
 """The sample ring holds 4096 records, half as many steps: enough for 8,000 steps a second."""
 _MAX_RECORDS = 4096
-"""Records that may wait to be counted; more are dropped, and counted as dropped."""
+"""Limit of queued records; further ones are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class StepRecord:
     """One step of this rank.
 
     Attributes:
-        num_tokens: tokens it brought.
-        rows_per_expert: int32 [L] rows that its experts computed.
+        num_tokens: of this rank.
+        rows_per_expert: int32 [L] rows computed by its experts.
         remote_rows: rows that its tokens sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
@@ -57,8 +57,8 @@ class WorkerTelemetry:
     """Counts of one worker over all its epochs.
 
     Args:
-        metrics: where everything ends.
-        row_bytes: bytes of one row on its way out (dispatch) and home (combine).
+        metrics: of this worker.
+        row_bytes: bytes of one row in dispatch and in combine.
     """
 
     def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
@@ -84,19 +84,19 @@ class WorkerTelemetry:
         self._thread.start()
 
     def loaded(self, num_bytes: int) -> None:
-        """So much of this rank's experts is in memory (loading thread)."""
+        """Set the loaded bytes of this rank's experts (loading thread)."""
         self._expert_bytes = num_bytes
         self._metrics.expert_weights_bytes.set(num_bytes)
 
     def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
-        """From now on this rank computes these experts, by layer and slot."""
+        """Set the experts of this rank, by layer and slot."""
         self.loaded(num_bytes)
         rows = set(expert_ids.values()) or {()}
         self._expert_ids = min(rows)
         self._scattered = len(rows) > 1 or any(b != a + 1 for a, b in pairwise(self._expert_ids))
 
     def switched(self, num_loaded: int, took_ns: int) -> None:
-        """A layer has other experts now: copies loaded for it, and how long steps had to wait for the switch."""
+        """Count the switch of a layer: loaded copies, and the delay of steps."""
         self._scattered = True
         self._metrics.expert_copies_loaded_total.inc(num_loaded)
         self._metrics.expert_switch_duration_seconds.observe(took_ns * 1e-9)
@@ -113,7 +113,7 @@ class WorkerTelemetry:
         self._put(record)
 
     def collect(self, comm: MoECommunicator) -> None:
-        """Take the communicator's latency samples, if it is time again (engine's thread)."""
+        """Collect the communicator's latency samples, at intervals (engine's thread)."""
         now_s = time.monotonic()
         if now_s >= self._next_collect_s:
             self._next_collect_s = now_s + _COLLECT_S
@@ -129,11 +129,11 @@ class WorkerTelemetry:
         self._metrics.requests_total.labels(code.name).inc()
 
     def dropped_stream(self) -> None:
-        """Count a stream that was ended because its client does not read (service)."""
+        """Count a stream that was closed because its client does not read (service)."""
         self._metrics.streams_dropped_total.inc()
 
     def stats(self, num_queued: int) -> control_pb2.WorkerStats:
-        """What the next heartbeat says; rates are since the heartbeat before."""
+        """Statistics of the next heartbeat; rates are since the last one."""
         now_s, (then_s, then_tokens) = time.monotonic(), self._rate
         self._rate = (now_s, self._num_tokens)
         return control_pb2.WorkerStats(
@@ -160,7 +160,7 @@ class WorkerTelemetry:
         return self._thread.is_alive()
 
     def _put(self, record: StepRecord | list[LatencySample]) -> None:
-        """A thread that is behind must not cost memory."""
+        """Queue a record, or drop it if the queue is full."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -173,7 +173,7 @@ class WorkerTelemetry:
                     self._count_step(record)
                 else:
                     self._count_samples(record)
-            except Exception:  # one record that cannot be counted must not end the counting of all others
+            except Exception:  # one faulty record must not end the thread
                 self._metrics.telemetry_records_dropped_total.inc()
                 if not self._failed:
                     self._failed = True
