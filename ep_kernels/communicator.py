@@ -21,6 +21,7 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError
 from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
+from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
 
@@ -67,7 +68,7 @@ class MoECommunicator(GroupMember):
                 transport.barrier()
             given = config.ll_max_tokens
             self._ll_max_tokens = transport.ll_max_tokens() if given is None else given
-            self._site = ops.TraceSite.of(self._id, config, self._ll_max_tokens, self._device)
+            self._site = TraceSite.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
             self._leave()
             raise

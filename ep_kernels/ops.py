@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.errors import ClosedError
-from ep_kernels.transports.base import Transport
+from ep_kernels.traced import Communicator, TraceSite, has_scales, num_groups
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, ScaleFormat
 
 Handle = tuple[int, int, int, str, Sequence[int], Sequence[torch.Tensor]]
@@ -48,89 +47,6 @@ _library.define(
     f"combine(Tensor order, str comm, Tensor y, {_HANDLE}, Tensor? row_weights, bool apply_weights) -> Tensor[]"
 )
 _library.define(f"row_weights(str comm, {_HANDLE}) -> Tensor")
-
-
-@dataclass(frozen=True)
-class TraceSite:
-    """What tracing has to know of a communicator; every field that is read becomes a guard of the compiled code.
-
-    Attributes:
-        comm: its name in operators.
-        owner: as in DispatchHandle.
-        scales: payloads have scales.
-        num_groups: length of counts.
-        order: int32 [1] on the payload's device; see above.
-    """
-
-    comm: str
-    owner: int
-    layout: Layout
-    mode: Mode
-    ll_max_tokens: int
-    max_tokens: int
-    hidden_size: int
-    scales: bool
-    num_groups: int
-    dtype: torch.dtype
-    output_dtype: torch.dtype
-    order: torch.Tensor
-
-    @classmethod
-    def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> TraceSite:
-        """Of a communicator that has been brought up."""
-        order = torch.zeros(1, dtype=torch.int32, device=device)
-        # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler may
-        # then contain what mutates it.
-        order._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-        return cls(
-            comm=f"crossdock-{owner}",
-            owner=owner,
-            layout=config.resolved_layout,
-            mode=config.mode,
-            ll_max_tokens=ll_max_tokens,
-            max_tokens=config.max_tokens_per_rank,
-            hidden_size=config.hidden_size,
-            scales=_has_scales(config),
-            num_groups=_num_groups(config),
-            dtype=config.dtype,
-            output_dtype=config.resolved_output_dtype,
-            order=order,
-        )
-
-
-class Communicator(Protocol):
-    """What operators need of a `MoECommunicator`."""
-
-    _site: TraceSite
-    _epoch: int
-    _transport: Transport
-
-    @property
-    def config(self) -> MoEConfig:
-        """As it was agreed."""
-
-    @property
-    def num_local_experts(self) -> int:
-        """L."""
-
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        *,
-        previous_handle: DispatchHandle | None = None,
-        step_tokens: int | None = None,
-    ) -> tuple[DispatchOutput, DispatchHandle]:
-        """Both halves."""
-
-    def combine_now(
-        self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both halves; (z, the row weights that came home)."""
-
-    def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """The weight of every row."""
 
 
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
@@ -350,7 +266,7 @@ def _fake_dispatch(
     it, device = find(comm), x.device
     config, tokens, layout = it.config, x.shape[0], it.config.resolved_layout
     lead = tuple(handle[4]) if handle[-1] else _lead(config, it.num_local_experts)
-    groups = _num_groups(config)
+    groups = num_groups(config)
 
     def blank(*shape: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -360,7 +276,7 @@ def _fake_dispatch(
         ids, weights = blank(*lead, config.topk), blank(*lead, config.topk, dtype=torch.float32)
     results = [
         blank(*lead, config.hidden_size, dtype=config.payload_dtype),
-        _blank_scales(config, lead, device) if _has_scales(config) else None,
+        _blank_scales(config, lead, device) if has_scales(config) else None,
         blank(2 * groups + 4 if layout is Layout.GROUPED else groups + 3),
         ids,
         weights,
@@ -392,17 +308,6 @@ def _lead(config: MoEConfig, num_local: int) -> tuple[Any, ...]:
             return config.group.size, config.max_tokens_per_rank
         case _:
             return (torch.library.get_ctx().new_dynamic_size() if config.exact_shapes else rows,)
-
-
-def _num_groups(config: MoEConfig) -> int:
-    """Length of `DispatchOutput.counts`."""
-    group = config.group
-    local: int = config.resolved_expert_map.num_local_experts(group.rank)
-    return local if config.resolved_layout.per_expert else int(group.size)
-
-
-def _has_scales(config: MoEConfig) -> bool:
-    return bool(config.quantize or config.scale_columns)
 
 
 def _blank_scales(config: MoEConfig, lead: Sequence[Any], device: torch.device) -> torch.Tensor:

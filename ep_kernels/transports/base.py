@@ -26,10 +26,10 @@ Every wait obeys `config.timeout_s` and ends in PeerTimeout (naming the peer), A
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -278,22 +278,26 @@ def create(config: MoEConfig) -> Transport:
     """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
     if config.transport not in names():
         raise ConfigError("transport", f"one of {names()}", config.transport)
-    return _module(config.transport).create(config)  # type: ignore[no-any-return]
+    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
+    return module.create(config)  # type: ignore[no-any-return]
 
 
 def region_map(config: MoEConfig) -> RegionMap | None:
-    """The bytes of a rank's region, computed without a GPU; None where a transport's `transport.py` has no such
-    function. Raises ConfigError."""
-    tell = getattr(_module(config.transport), "region_map", None)
+    """The bytes of a rank's region, computed without a device; None where a transport has no `inspection.py` with such
+    a function. Raises ConfigError."""
+    tell = _inspection(config.transport, "region_map")
     return None if tell is None else tell(config)
 
 
 def probe(name: str, device: int) -> dict[str, Any]:
-    """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where its `transport.py` has no such
-    function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
-    look = getattr(_module(name), "probe", None)
+    """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where it has no `inspection.py` with
+    such a function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
+    look = _inspection(name, "probe")
     return {} if look is None else look(device)
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"ep_kernels.transports.{name}.transport")
+def _inspection(transport: str, function: str) -> Any:
+    name = f"ep_kernels.transports.{transport}.inspection"
+    if transport not in names() or importlib.util.find_spec(name) is None:
+        return None
+    return getattr(importlib.import_module(name), function, None)

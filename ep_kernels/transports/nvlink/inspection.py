@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
@@ -70,8 +70,16 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 
 def region_map(config: MoEConfig) -> RegionMap:
-    """What `base.region_map` gives. Raises ConfigError."""
+    """See `base.region_map`. Raises ConfigError."""
     return RegionMap(tuple(arrays(config)), plan.ll_tokens(config))
+
+
+def probe(device: int) -> dict[str, Any]:
+    """See `base.probe`: how device memory is shared here, and why no better way is."""
+    from ep_kernels.transports.nvlink.memory import choose_kind
+
+    kind, refused = choose_kind(device)
+    return {"handles": {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}}
 
 
 # Kernels.

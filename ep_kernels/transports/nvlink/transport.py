@@ -20,7 +20,7 @@ from ep_kernels import jit, tuning
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
-from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs, RegionMap
+from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import left_out, links, plan, sharing, watch
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
 from ep_kernels.transports.nvlink.links import TICKET
@@ -36,21 +36,6 @@ _kept_for_graphs: list[Any] = []
 def create(config: MoEConfig) -> NvlinkTransport:
     """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)
-
-
-def region_map(config: MoEConfig) -> RegionMap:
-    """See `base.region_map`."""
-    from ep_kernels.transports.nvlink import inspection
-
-    return inspection.region_map(config)
-
-
-def probe(device: int) -> dict[str, Any]:
-    """See `base.probe`: how device memory is shared here, and why no better way is."""
-    from ep_kernels.transports.nvlink.memory import choose_kind
-
-    kind, refused = choose_kind(device)
-    return {"handles": {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}}
 
 
 def require_cuda() -> None:
