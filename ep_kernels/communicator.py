@@ -19,7 +19,7 @@ import torch
 from ep_kernels import bringup, checks, ops, quant
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError
-from ep_kernels.membership import Member
+from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.transports import base, create
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
@@ -31,7 +31,7 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
 
-class MoECommunicator(Member):
+class MoECommunicator(GroupMember):
     """Dispatch and combine for the MoE layers of one group of ranks. Construction is collective.
 
     Regions are shared by all layers; `config.max_in_flight` dispatches may be open at once. Their requests may be
@@ -67,7 +67,7 @@ class MoECommunicator(Member):
                 transport.barrier()
             given = config.ll_max_tokens
             self._ll_max_tokens = transport.ll_max_tokens() if given is None else given
-            self._site = ops.Site.of(self._id, config, self._ll_max_tokens, self._device)
+            self._site = ops.TraceSite.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
             self._leave()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -85,3 +86,16 @@ class TorchGroup:
         rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
         dist.all_gather(rows, mine.to(device), group=self._group)
         return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class PaperGroup:
+    """A rank that meets nobody: enough for sizes and plans."""
+
+    rank: int
+    size: int
+    epoch: int = 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Nobody is there to answer."""
+        raise RuntimeError("a group on paper exchanges nothing")

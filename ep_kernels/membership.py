@@ -29,7 +29,7 @@ T = TypeVar("T")
 _ids = itertools.count(1)
 
 
-class Member:
+class GroupMember:
     """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`,
     `received`, `wake`, `abort`, `give_up` and `close` may come from any thread."""
 

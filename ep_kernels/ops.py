@@ -51,7 +51,7 @@ _library.define(f"row_weights(str comm, {_HANDLE}) -> Tensor")
 
 
 @dataclass(frozen=True)
-class Site:
+class TraceSite:
     """What tracing has to know of a communicator; every field that is read becomes a guard of the compiled code.
 
     Attributes:
@@ -76,7 +76,7 @@ class Site:
     order: torch.Tensor
 
     @classmethod
-    def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> Site:
+    def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> TraceSite:
         """Of a communicator that has been brought up."""
         order = torch.zeros(1, dtype=torch.int32, device=device)
         # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler may
@@ -101,7 +101,7 @@ class Site:
 class Communicator(Protocol):
     """What operators need of a `MoECommunicator`."""
 
-    _site: Site
+    _site: TraceSite
     _epoch: int
     _transport: Transport
 
@@ -257,7 +257,7 @@ def handle_of(
     )
 
 
-def mode_of(site: Site, step_tokens: int | None) -> Mode:
+def mode_of(site: TraceSite, step_tokens: int | None) -> Mode:
     """The algorithm of a fresh dispatch; AUTO's is chosen here, once for all calls of the compiled code."""
     if site.mode is not Mode.AUTO:
         return site.mode

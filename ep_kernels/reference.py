@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class ReferenceStep:
     """What combine needs of a dispatch.
 
     Attributes:
@@ -51,12 +51,12 @@ def dispatch(
     *,
     scales: Tensors | None = None,
     active: Sequence[bool] | None = None,
-) -> tuple[list[DispatchOutput], Step]:
+) -> tuple[list[DispatchOutput], ReferenceStep]:
     """Deliver x [T, H] of every rank (with its own scales [T, S], if any). Inactive ranks send and receive nothing."""
     num_ranks, experts = config.group.size, config.resolved_expert_map
     alive = tuple(active) if active is not None else (True,) * num_ranks
     routes = [route(experts, ids[: None if alive[s] else 0], s, alive) for s, ids in enumerate(topk_ids)]
-    step = Step(config, alive, list(topk_weights), routes)
+    step = ReferenceStep(config, alive, list(topk_weights), routes)
     if config.quantize:
         packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         pairs = [quant.quantize(x, ScaleFormat.UE8M0 if packed else config.scale_format) for x in xs]
@@ -64,7 +64,7 @@ def dispatch(
     return [_receive(step, xs, scales, rank) for rank in range(num_ranks)], step
 
 
-def _receive(step: Step, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
+def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
     config, layout, here = step.config, step.config.resolved_layout, step.routes[rank]
     num_local = config.resolved_expert_map.num_local_experts(rank)
     rows = expert_rows(step.routes, rank, num_local) if layout.per_expert else rank_rows(step.routes, rank)
@@ -110,7 +110,7 @@ def _places(config: MoEConfig, rows: Rows, num_local: int) -> tuple[torch.Tensor
     return torch.where(place < capacity, place, -1), shape, offsets
 
 
-def _place_tables(step: Step, rows: Rows, place: torch.Tensor, rank: int) -> list[torch.Tensor]:
+def _place_tables(step: ReferenceStep, rows: Rows, place: torch.Tensor, rank: int) -> list[torch.Tensor]:
     tables = []
     for source, r in enumerate(step.routes):
         table, here = torch.full_like(r.rank, -1), rows.source == source
@@ -135,7 +135,7 @@ def _deliver(columns: Tensors, rows: Rows, place: torch.Tensor, shape: tuple[int
 
 
 def combine(
-    step: Step, ys: Tensors, *, row_weights: Tensors | None = None, apply_weights: bool = True
+    step: ReferenceStep, ys: Tensors, *, row_weights: Tensors | None = None, apply_weights: bool = True
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Bring the expert rows of every rank home: (z [T, H] in the output dtype, per-row numbers as [T, K] or None)."""
     pad = [torch.cat([y.flatten(0, -2).float(), torch.zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
@@ -161,7 +161,7 @@ def _sum(terms: Iterable[Term], shape: tuple[int, int]) -> torch.Tensor:
     return total
 
 
-def _rank_terms(step: Step, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
+def _rank_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
     """One partial per rank that holds the token, ascending: its rows, weighted, in ascending k; rounded as it moves."""
     for rank, y in enumerate(ys):
         place = step.places[rank][source]
@@ -173,7 +173,7 @@ def _rank_terms(step: Step, ys: Tensors, source: int, weights: torch.Tensor) -> 
         yield _moved(step.config, partial), (step.routes[source].rank == rank).any(1)
 
 
-def _exact_terms(step: Step, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
+def _exact_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
     """Every routed row as it moves, weighted at home, in ascending k."""
     destination = step.routes[source].rank
     for k in range(destination.shape[1]):
@@ -190,7 +190,7 @@ def _moved(config: MoEConfig, value: torch.Tensor) -> torch.Tensor:
     return value.to(config.resolved_combine_dtype).float()
 
 
-def _weights_home(step: Step, row_weights: Tensors, source: int) -> torch.Tensor:
+def _weights_home(step: ReferenceStep, row_weights: Tensors, source: int) -> torch.Tensor:
     home = torch.zeros(step.routes[source].rank.shape)
     choice = torch.arange(home.shape[1]).expand_as(home)
     for rank, numbers in enumerate(row_weights):

@@ -58,8 +58,8 @@ class Peers:
 
 def _redeem(rank: int, ticket: bytes, device: int) -> memory.Mapping:
     name, num_bytes, address, token = json.loads(ticket)
-    kind = memory.Kind(name)
-    if kind is not memory.Kind.POSIX_FD:
+    kind = memory.HandleKind(name)
+    if kind is not memory.HandleKind.POSIX_FD:
         return memory.redeem(kind, num_bytes, device, -1, bytes.fromhex(token))
     (fd,), _ = sharing.fetch(rank, bytes.fromhex(address), 1, DEADLINE_S)
     try:

@@ -23,13 +23,13 @@ from rich.text import Text
 
 from ep_kernels import jit
 from ep_kernels.transports.nvlink import inspection
-from ep_kernels.transports.nvlink.inspection import Job, Report
+from ep_kernels.transports.nvlink.inspection import Job, KernelReport
 
 DEFAULT_ARCHS = ("sm_90a", "sm_100a")
 PIPE_WIDTH = 132
 
 
-def as_table(reports: list[Report]) -> Table:
+def as_table(reports: list[KernelReport]) -> Table:
     """One row per kernel and architecture."""
     table = Table(title=f"kernels by NVRTC {jit.compiler_version()}", title_justify="left")
     for name in ("variant", "arch"):
@@ -49,7 +49,7 @@ def as_table(reports: list[Report]) -> Table:
     return table
 
 
-def summary(reports: list[Report]) -> str:
+def summary(reports: list[KernelReport]) -> str:
     """What the table says, in one line."""
     bad = sum(bool(report.faults) for report in reports)
     most = max(report.resources.registers for report in reports)

@@ -1,4 +1,4 @@
-"""What a transport must supply. This page is the porting guide; `communicator.py` is the only caller.
+"""What a transport must supply. docs/adding-a-transport.md is the way; `communicator.py` is the only caller.
 
 Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_kernels/{reference,quant}.py`. Details:
 
@@ -12,10 +12,11 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
   it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.
 * Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
 
-A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`. It may
-assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
-except `samples`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two
-of these at once).
+A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`, and a
+`transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It may assume
+that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread, except
+`samples`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two of these
+at once).
 
 Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
 `import_regions` -> `barrier` -> operations -> `close`.
@@ -28,7 +29,8 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
@@ -110,7 +112,7 @@ class PendingCombine(Protocol):
         `PendingDispatch.wait`."""
 
 
-class State(Protocol):
+class HandleState(Protocol):
     """What `DispatchHandle.state` is."""
 
     def flatten(self) -> list[torch.Tensor]:
@@ -172,12 +174,12 @@ class Transport(Protocol):
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
-    def blank_state(self, num_tokens: int) -> State:
+    def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """The handle with its state as it was, where it is the tuple of what `State.flatten` gave."""
+        """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """Collective of the survivors: from the next operation on, ranks with mask False take no part."""
@@ -221,6 +223,47 @@ class Transport(Protocol):
         """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class RegionArray:
+    """One array of a region.
+
+    Attributes:
+        name: as the transport's own pages have it.
+        offset: where it starts, bytes.
+        num_slots: buffers that calls take in turn; 1 where there is but one.
+        slot_bytes: of one of them, padding included.
+        holds: what it is for, in words.
+    """
+
+    name: str
+    offset: int
+    num_slots: int
+    slot_bytes: int
+    holds: str
+
+    @property
+    def num_bytes(self) -> int:
+        """All slots together."""
+        return self.num_slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMap:
+    """What one rank's region consists of, in order of address.
+
+    Attributes:
+        ll_tokens: most tokens per rank of a step that runs LL; its buffers are sized by it.
+    """
+
+    arrays: tuple[RegionArray, ...]
+    ll_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole region."""
+        return sum(array.num_bytes for array in self.arrays)
+
+
 def names() -> list[str]:
     """The transports in this installation, by folder name."""
     package = importlib.import_module("ep_kernels.transports")
@@ -231,5 +274,22 @@ def create(config: MoEConfig) -> Transport:
     """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
     if config.transport not in names():
         raise ConfigError("transport", f"one of {names()}", config.transport)
-    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
-    return module.create(config)  # type: ignore[no-any-return]
+    return _module(config.transport).create(config)  # type: ignore[no-any-return]
+
+
+def region_map(config: MoEConfig) -> RegionMap | None:
+    """The bytes of a rank's region, computed without a GPU; None where a transport's `transport.py` has no such
+    function. Raises ConfigError."""
+    tell = getattr(_module(config.transport), "region_map", None)
+    return None if tell is None else tell(config)
+
+
+def probe(name: str, device: int) -> dict[str, Any]:
+    """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where its `transport.py` has no such
+    function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
+    look = getattr(_module(name), "probe", None)
+    return {} if look is None else look(device)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ep_kernels.transports.{name}.transport")

@@ -1,6 +1,6 @@
 """`python -m crossdock` is the command `crossdock`."""
 
-from crossdock.cli.app import main
+from crossdock.cli import main
 
 if __name__ == "__main__":
     main()

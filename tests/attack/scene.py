@@ -76,7 +76,7 @@ class Scene:
             certs.make_all(self._certs)
             for part in ("witness", "rogue"):
                 names = ("crossdock-witness",) if part == "witness" else ("crossdock://worker/rogue",)
-                certs.issue(self._certs, certs.Part(part, names, serves=False))
+                certs.issue(self._certs, certs.CertificateRole(part, names, serves=False))
             self.witness_file = self._certs / "witness.yaml"
             host = load_security(self._certs / "host.yaml")
         control_port, worker_ports = lasting_port(), [lasting_port() for _ in range(NUM_WORKERS)]

@@ -18,7 +18,7 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import driver
-from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, Engine
+from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, LaunchEngine
 from ep_kernels.tuning import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -102,7 +102,7 @@ class Loopback:
         self._machine = machine or Gpu(self.configs[0])
         self.num_blocks = blocks_per_rank or max(1, self._machine.num_sms // size)
         device = self._machine.device
-        self.engines = [Engine(c, device, self.num_blocks) for c in self.configs]
+        self.engines = [LaunchEngine(c, device, self.num_blocks) for c in self.configs]
         self.memory = [Bytes(e.region_bytes, e.blank_bytes, device) for e in self.engines]
         addresses = [m.data.data_ptr() for m in self.memory]
         for engine, memory in zip(self.engines, self.memory, strict=True):

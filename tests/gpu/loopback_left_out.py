@@ -83,7 +83,7 @@ class Step:
     outs: dict[int, DispatchOutput]
     handles: dict[int, DispatchHandle]
     wanted: list[DispatchOutput]
-    routing: reference.Step
+    routing: reference.ReferenceStep
 
     def check(self) -> None:
         """It is what it was, under the survivors' hands."""

@@ -19,7 +19,7 @@ import torch
 
 from ep_kernels import Layout, Mode, MoECommunicator, TransportError, jit
 from ep_kernels.transports.nvlink import driver, memory, sharing
-from ep_kernels.transports.nvlink.memory import Kind
+from ep_kernels.transports.nvlink.memory import HandleKind
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu import lives
 from tests.transports.steps import Inputs, Place, Store, check_step, next_case
@@ -100,7 +100,7 @@ def export(store: Store, region: memory.Region) -> sharing.Desk | None:
     return desk
 
 
-def redeem(kind: Kind, ticket: list[Any]) -> memory.Mapping:
+def redeem(kind: HandleKind, ticket: list[Any]) -> memory.Mapping:
     num_bytes, address, token, _ = ticket
     fds = sharing.fetch(OWNER, bytes.fromhex(address), 1, 20)[0] if address else [-1]
     try:
@@ -111,7 +111,7 @@ def redeem(kind: Kind, ticket: list[Any]) -> memory.Mapping:
                 os.close(fd)
 
 
-def own(kind: Kind, store: Store) -> memory.Region | str:
+def own(kind: HandleKind, store: Store) -> memory.Region | str:
     """A region, or why this machine refuses the kind, which the peer is told too."""
     try:
         return memory.Region(kind, REGION_BYTES, OWNER)
@@ -124,7 +124,7 @@ def words_of(region: memory.Region) -> torch.Tensor:
     return region.mapping.view(0, (WORDS,), torch.int32)
 
 
-def lend(rank: int, size: int, store: Store, kind: Kind) -> str:
+def lend(rank: int, size: int, store: Store, kind: HandleKind) -> str:
     """Both write in turn; then both let go. Returns why the kind is refused, or nothing."""
     prepare(rank)
     if rank == PEER:
@@ -156,7 +156,7 @@ def lend(rank: int, size: int, store: Store, kind: Kind) -> str:
     return ""
 
 
-def borrow(store: Store, kind: Kind) -> str:
+def borrow(store: Store, kind: HandleKind) -> str:
     ticket = json.loads(await_step(store, "ticket"))
     if len(ticket) == 1:
         return str(ticket[0])
@@ -172,7 +172,7 @@ def borrow(store: Store, kind: Kind) -> str:
     return ""
 
 
-def outlive(rank: int, size: int, store: Store, kind: Kind) -> str:
+def outlive(rank: int, size: int, store: Store, kind: HandleKind) -> str:
     """The owner is killed; the peer goes on undisturbed, lets go, and then the memory is free."""
     prepare(rank)
     if rank == OWNER:
@@ -193,7 +193,7 @@ def outlive(rank: int, size: int, store: Store, kind: Kind) -> str:
     watched = os.pidfd_open(ticket[3])
     signal_step(store, "mapped")
     assert select.select([watched], [], [], 30)[0], "the owner did not die"
-    if kind is not Kind.CUDA_IPC:  # which leaves it undefined
+    if kind is not HandleKind.CUDA_IPC:  # which leaves it undefined
         touch(mapping.address, PEER, 2, 0)
         read = torch.empty(1024, dtype=torch.int32)
         driver.call("cuMemcpyDtoH", read.data_ptr(), mapping.address, 4096)
@@ -210,12 +210,12 @@ def reason_of(results: list[Any]) -> str:
     return str(reasons.pop())
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(HandleKind))
 @pytest.mark.parametrize("story", [lend, outlive])
-def test_shared_between_processes(world: World, kind: Kind, story: Callable[..., str]) -> None:
+def test_shared_between_processes(world: World, kind: HandleKind, story: Callable[..., str]) -> None:
     reason = reason_of(world.run(story, kind, may_die=(OWNER,) if story is outlive else ()))
     if reason:
-        assert kind is Kind.FABRIC, f"every machine has {kind}: {reason}"
+        assert kind is HandleKind.FABRIC, f"every machine has {kind}: {reason}"
         assert reason.startswith("cuMem"), reason
         pytest.skip(f"refused here: {reason}")
 
@@ -224,11 +224,13 @@ def choose(rank: int, size: int, store: Store) -> list[str]:
     """What is chosen, what the refusals say, and what the probes say of each kind."""
     torch.cuda.set_device(rank)
     torch.zeros(1, device=rank)
-    probes = {kind: memory.probe(kind, rank) for kind in Kind}
+    probes = {kind: memory.probe(kind, rank) for kind in HandleKind}
     kind, refused = memory.choose_kind(rank)
-    assert refused == {k: why for k, why in probes.items() if why and list(Kind).index(k) < list(Kind).index(kind)}
+    assert refused == {
+        k: why for k, why in probes.items() if why and list(HandleKind).index(k) < list(HandleKind).index(kind)
+    }
     assert probes[kind] == ""
-    assert memory.choose_kind(rank, [Kind.CUDA_IPC]) == (Kind.CUDA_IPC, {})
+    assert memory.choose_kind(rank, [HandleKind.CUDA_IPC]) == (HandleKind.CUDA_IPC, {})
     return [f"{k.value}: {why or 'works'}" for k, why in probes.items()]
 
 
@@ -239,7 +241,7 @@ def test_every_kind_is_probed_for_real(world: World, record_property: Callable[[
     assert found[0][1:] == ["posix_fd: works", "cuda_ipc: works"]
 
 
-def steps_over(rank: int, size: int, store: Store, kind: Kind, case: RoutingCase, mode: Mode) -> str:
+def steps_over(rank: int, size: int, store: Store, kind: HandleKind, case: RoutingCase, mode: Mode) -> str:
     """Whole communicators whose regions are shared in this way; their memory is free after close."""
     place, usual = Place(rank, size, store, "nvlink"), memory.choose_kind
     torch.cuda.set_device(rank)
@@ -257,13 +259,13 @@ def steps_over(rank: int, size: int, store: Store, kind: Kind, case: RoutingCase
     return ""
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(HandleKind))
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
-def test_communicators_over_each_kind(world: World, kind: Kind, mode: Mode) -> None:
+def test_communicators_over_each_kind(world: World, kind: HandleKind, mode: Mode) -> None:
     case = RoutingCase(9, 4, 256, (24, 19), "uniform", draw_seed(), max_tokens=24)
     reason = reason_of(world.run(steps_over, kind, case, mode, timeout_s=120))
     if reason:
-        assert kind is Kind.FABRIC, f"every machine has {kind}: {reason}"
+        assert kind is HandleKind.FABRIC, f"every machine has {kind}: {reason}"
         pytest.skip(f"refused here: {reason}")
 
 

@@ -1,6 +1,7 @@
 """Files made from types: `python -m tests.house.generate` writes them, test_generated.py compares.
 
 helm/crossdock/values.schema.json   from ControlConfig and WorkerConfig (chart.py)
+helm/crossdock/gpu-transports.json  from the transports' transport.toml (chart.py)
 helm/crossdock/README.md            its table of values, from values.yaml (chart.py)
 helm/crossdock/dashboard.json       from common/metrics.py (dashboard.py); deploy/grafana has the same
 docs/operations.md                  its metrics table, between two marker lines, from common/metrics.py
@@ -51,6 +52,7 @@ def generated() -> dict[Path, str]:
     """Every file made from types, as it should be."""
     return {
         chart.SCHEMA: chart.values_schema(),
+        chart.GPU_TRANSPORTS: chart.gpu_transports(),
         chart.README: chart.readme_page(chart.README.read_text(encoding="utf-8")),
         **dict.fromkeys(dashboard.PLACES, dashboard.dashboard_json()),
         OPERATIONS: operations_page(OPERATIONS.read_text(encoding="utf-8")),

@@ -30,7 +30,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.client": {"crossdock.common", "crossdock.protocol.v1", "crossdock.protocol.wire", "ep_kernels"},
     "crossdock.deep_ep": {"crossdock.common", "ep_kernels"},
     "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
-    "crossdock.tune": {"ep_kernels"},
+    "crossdock.tune": {"crossdock.common", "ep_kernels"},
     "crossdock.doctor": {
         "crossdock.common",
         "crossdock.control",

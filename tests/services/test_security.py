@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("certs")
     certs.make_all(made, ["here.test", "10.1.2.3"])
     for uid in ("w0", "w1"):
-        certs.issue(made, certs.Part(uid, (f"crossdock://worker/{uid}",), serves=False))
+        certs.issue(made, certs.CertificateRole(uid, (f"crossdock://worker/{uid}",), serves=False))
     return made
 
 

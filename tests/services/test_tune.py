@@ -12,9 +12,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from crossdock.common.transports import CPU_RANKS
 from crossdock.tune import run
-from crossdock.tune.request import PAYLOADS, Request
+from crossdock.tune.request import PAYLOADS, TuneRequest
 from ep_kernels import ConfigError, Layout, tuning
+from ep_kernels.groups import PaperGroup
 from ep_kernels.transports.nvlink import plan
 from tests.services.cluster import FORM_S, TEST_S
 
@@ -59,7 +61,7 @@ def test_json_and_torchrun(tmp_path: Path) -> None:
     assert said["records"][0]["key"]["num_ranks"] == 2
 
 
-REQUEST = Request(transport="cpu", layouts=("flat",), num_experts=6, hidden_size=128, topk=2, max_tokens=2, runs=1)
+REQUEST = TuneRequest(transport="cpu", layouts=("flat",), num_experts=6, hidden_size=128, topk=2, max_tokens=2, runs=1)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert run.chosen("auto", None) == ("nvlink", 4)
     assert run.chosen("nvlink", 2) == ("nvlink", 2)
-    assert run.chosen("cpu", None) == ("cpu", run.CPU_RANKS)
+    assert run.chosen("cpu", None) == ("cpu", CPU_RANKS)
     for ranks in (5, 0):
         with pytest.raises(run.OptionError, match=f"got {ranks} ranks and 4 GPUs"):
             run.chosen("nvlink", ranks)
@@ -99,7 +101,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_payload_is_a_configuration(dtype: str) -> None:
     for transport in ("cpu", "nvlink"):
         layouts = tuple(layout.value for layout in Layout)
-        run.check(Request(transport=transport, layouts=layouts, dtype=dtype, max_tokens=8, hidden_size=256), 4)
+        run.check(TuneRequest(transport=transport, layouts=layouts, dtype=dtype, max_tokens=8, hidden_size=256), 4)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def shown(crossover: int) -> str:
-    request = Request(transport="nvlink", layouts=("grouped",), max_tokens=1024, cache_dir="somewhere")
-    key = tuning.key_of(request.config("grouped", run.PaperGroup(0, 8)), "a GPU")
+    request = TuneRequest(transport="nvlink", layouts=("grouped",), max_tokens=1024, cache_dir="somewhere")
+    key = tuning.key_of(request.config("grouped", PaperGroup(0, 8)), "a GPU")
     record = tuning.Record(
         key=key, ll_max_tokens=crossover, tokens=(256, 512, 1024),
         ll_us=(50.0, 100.0, 210.5), ht_us=(100.0, 125.0, 200.0),

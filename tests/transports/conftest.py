@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from crossdock.common.transports import needs_gpu
 from ep_kernels import transports
 from ep_kernels.types import Capabilities
 from tests.cases import RoutingCase
@@ -27,11 +28,8 @@ def world() -> Iterator[Callable[[int], World]]:
         pool.close()
 
 
-ON_GPUS = ("nvlink",)
-
-
 def _params() -> list[Any]:
-    return [pytest.param(n, marks=pytest.mark.gpu(2)) if n in ON_GPUS else n for n in transports.names()]
+    return [pytest.param(n, marks=pytest.mark.gpu(2)) if needs_gpu(n) else n for n in transports.names()]
 
 
 @pytest.fixture(params=_params())

@@ -17,8 +17,9 @@ import torch
 import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.transports import installed
+from crossdock.deep_ep.exporter import FrameworkTelemetry, _WatchedCommunicator, counting_timeouts, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
-from crossdock.deep_ep.telemetry import Telemetry, _Watched, counting_timeouts, telemetry
 from ep_kernels import ArgumentError, PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
@@ -32,7 +33,7 @@ FOLDER = Path(crossdock.__file__).parent / "deep_ep" / "path"
 @pytest.fixture
 def device(transport: str) -> str:
     """Where the tensors are; the transport follows from it."""
-    return "cpu" if transport == "cpu" else "cuda"
+    return installed()[transport].device_type
 
 
 def case_of(hidden: int = 256, kind: str = "single_none") -> RoutingCase:
@@ -208,7 +209,7 @@ def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
 
 def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCaptureFixture) -> None:
     now, said = [0.0], list[str]()
-    guard, counts = Guard(said.append, lambda: now[0]), Telemetry()
+    guard, counts = Guard(said.append, lambda: now[0]), FrameworkTelemetry()
     guard._thread = counts._thread = threading.current_thread()
     odd, good = Broken(), Broken()
     odd.error, good.error = ValueError("odd"), LOST
@@ -246,7 +247,7 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
 
 
 def test_samples_become_metrics() -> None:
-    made = Telemetry()
+    made = FrameworkTelemetry()
     made._count("1", [SAMPLE, SAMPLE])
     value = made.metrics.registry.get_sample_value
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
@@ -257,13 +258,13 @@ def test_samples_become_metrics() -> None:
     made._serve("127.0.0.1:0")
     with urllib.request.urlopen(f"http://{made.address}/metrics", timeout=10) as answer:
         assert b'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="1"} 14.0' in answer.read()
-    other = Telemetry()
+    other = FrameworkTelemetry()
     other._serve(made.address)
     assert other.address == "", "taken: said in the log, and the engine goes on"
 
 
 def test_what_arrived_becomes_metrics() -> None:
-    made, about = Telemetry(), _Watched("1", [0, 0, 0])
+    made, about = FrameworkTelemetry(), _WatchedCommunicator("1", [0, 0, 0])
     for received in ([4, 2, 0], None, [9, 2, 1]):
         made._count_received(about, received, row_bytes=100)
     value = made.metrics.registry.get_sample_value

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from crossdock.tune.rank import measured
-from crossdock.tune.request import Request
+from crossdock.tune.request import TuneRequest
 from ep_kernels import MoECommunicator, tuning
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase
@@ -21,7 +21,7 @@ def measured_and_used(
     """Tune; then AUTO communicators, of which one rank alone has the file: (the record, steps that were said)."""
     place = Place(rank, size, store, transport)
     base = place.config(case, "sizes")
-    request = Request(
+    request = TuneRequest(
         transport=transport, layouts=(layout.value,), num_experts=base.num_experts, hidden_size=base.hidden_size,
         topk=base.topk, max_tokens=8, runs=2, cache_dir=folder,
     )  # fmt: skip

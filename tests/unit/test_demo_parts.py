@@ -93,8 +93,8 @@ def test_phases_of_several_workers_are_summed() -> None:
 
 
 def test_the_table_shows_every_row() -> None:
-    good = compare.Verdict("8/8", 1e-6, "tolerance one", ())
-    bad = compare.Verdict("7/8", 1e-6, "tolerance two", ("1 of 8 generated tokens differ",))
+    good = compare.Comparison("8/8", 1e-6, "tolerance one", ())
+    bad = compare.Comparison("7/8", 1e-6, "tolerance two", ("1 of 8 generated tokens differ",))
     empty = scrape.phase_buckets([])
     urls = ["http://127.0.0.1:4711/metrics", "http://127.0.0.1:4712/metrics"]
     slow = {phase: {0.0: 0.0, 1.3: 99.0, float("inf"): 100.0} for phase in scrape.PHASES}

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from crossdock.cli import app as cli
 from crossdock.common.config import ConfigFileError
 from crossdock.doctor import hardware, reach, run, system, trial
-from crossdock.doctor.records import Finding, Level
+from crossdock.doctor.findings import Finding, Level
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
 from ep_kernels.topology import PeerTrial, probe
@@ -227,7 +227,7 @@ def test_the_domain_decides_what_is_tried(tmp_path: Path) -> None:
     assert run.choose("auto", facts_of(pcie_box(), tmp_path)) == ("cpu", 2)
     assert run.choose("cpu", facts_of(hgx_h100(1), tmp_path)) == ("cpu", 2)
     with pytest.raises(ConfigFileError, match="--transport"):
-        list(run.examine(run.Request(transport="pigeon"), facts_of(no_gpu(1), tmp_path)))
+        list(run.examine(run.DoctorRequest(transport="pigeon"), facts_of(no_gpu(1), tmp_path)))
 
 
 def test_it_is_shown_with_cause_and_cure() -> None:

@@ -15,10 +15,11 @@ import torch
 
 from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.errors import TransportError
+from ep_kernels.groups import PaperGroup
 from ep_kernels.tools import kernels
 from ep_kernels.transports.nvlink import inspection
-from ep_kernels.transports.nvlink.engine import Engine
-from ep_kernels.transports.nvlink.inspection import Job, PaperGroup
+from ep_kernels.transports.nvlink.engine import LaunchEngine
+from ep_kernels.transports.nvlink.inspection import Job
 
 pytest.importorskip("cuda.bindings.nvrtc")
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -135,7 +136,7 @@ def configs() -> list[MoEConfig]:
 
 
 def test_all_variants_are_all_that_can_be_launched() -> None:
-    engine, wanted = Engine.__new__(Engine), set()
+    engine, wanted = LaunchEngine.__new__(LaunchEngine), set()
     for config in configs():
         engine._config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
@@ -147,7 +148,7 @@ def test_what_is_shipped_can_be_launched() -> None:
     assert set(jit.shipped_variants()) <= set(jit.all_variants())
     for variant in jit.all_variants():
         if variant.kernel != "barrier":
-            engine = Engine.__new__(Engine)
+            engine = LaunchEngine.__new__(LaunchEngine)
             engine._config = config = inspection.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))
 

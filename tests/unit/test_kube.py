@@ -185,7 +185,7 @@ def test_an_authority_that_was_replaced_is_read_for_the_next_connection(
     monkeypatch.setattr(kube, "FRESH_S", 1e9)
     for name in ("old", "new"):
         certs.make_authority(tmp_path, name)
-        certs.issue(tmp_path, certs.Part(f"{name}-server", (), serves=True), ["127.0.0.1"], authority=name)
+        certs.issue(tmp_path, certs.CertificateRole(f"{name}-server", (), serves=True), ["127.0.0.1"], authority=name)
     tls, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tmp_path / "ca.crt"
 
     def rotate(name: str) -> None:
@@ -214,7 +214,7 @@ def test_a_pod_takes_up_the_token_and_the_authority_that_its_kubelet_replaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certs.make_authority(tmp_path, "ca")
-    certs.issue(tmp_path, certs.Part("server", (), serves=True), ["127.0.0.1"], authority="ca")
+    certs.issue(tmp_path, certs.CertificateRole("server", (), serves=True), ["127.0.0.1"], authority="ca")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
     token = tmp_path / "token"

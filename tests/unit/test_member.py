@@ -1,4 +1,4 @@
-"""Leaving a group, and failures that no call has raised: what a Member asks of its transport, and in which order."""
+"""Leaving a group, and failures that no call has raised: what a member asks of its transport, and in which order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_kernels import AbortedError, PeerTimeout
-from ep_kernels.membership import Member
+from ep_kernels.membership import GroupMember
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -58,18 +58,18 @@ def transport() -> Scripted:
 
 
 @pytest.fixture
-def member(transport: Scripted) -> Member:
+def member(transport: Scripted) -> GroupMember:
     given: Any = transport
-    return Member(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()), given)
+    return GroupMember(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()), given)
 
 
-def test_what_was_begun_ends_before_it_is_closed(member: Member, transport: Scripted) -> None:
+def test_what_was_begun_ends_before_it_is_closed(member: GroupMember, transport: Scripted) -> None:
     member.close()
     member.close()
     assert transport.said == ["drain", "close"]
 
 
-def test_what_is_broken_is_closed_at_once(member: Member, transport: Scripted) -> None:
+def test_what_is_broken_is_closed_at_once(member: GroupMember, transport: Scripted) -> None:
     transport.fault = LOST
     with pytest.raises(PeerTimeout):
         member.check()
@@ -77,7 +77,7 @@ def test_what_is_broken_is_closed_at_once(member: Member, transport: Scripted) -
     assert transport.said == ["close"]
 
 
-def test_another_thread_may_abort_what_close_waits_for(member: Member, transport: Scripted) -> None:
+def test_another_thread_may_abort_what_close_waits_for(member: GroupMember, transport: Scripted) -> None:
     transport.busy = True
     closing = threading.Thread(target=member.close)
     closing.start()
@@ -89,7 +89,7 @@ def test_another_thread_may_abort_what_close_waits_for(member: Member, transport
     assert transport.said == ["drain", "abort", "close"]
 
 
-def test_another_thread_may_abort_while_records_are_read(member: Member, transport: Scripted) -> None:
+def test_another_thread_may_abort_while_records_are_read(member: GroupMember, transport: Scripted) -> None:
     reading = threading.Thread(target=member.samples)
     reading.start()
     while "samples" not in transport.said:
@@ -101,7 +101,7 @@ def test_another_thread_may_abort_while_records_are_read(member: Member, transpo
     assert member.samples() == []
 
 
-def test_a_failure_is_unheard_until_a_call_raises_it(member: Member, transport: Scripted) -> None:
+def test_a_failure_is_unheard_until_a_call_raises_it(member: GroupMember, transport: Scripted) -> None:
     assert member.unheard() is None
     transport.fault = LOST
     assert member.unheard() is LOST
@@ -111,7 +111,7 @@ def test_a_failure_is_unheard_until_a_call_raises_it(member: Member, transport: 
     assert member.unheard() is None
 
 
-def test_closing_is_no_failure(member: Member) -> None:
+def test_closing_is_no_failure(member: GroupMember) -> None:
     member.close()
     assert member.unheard() is None
 

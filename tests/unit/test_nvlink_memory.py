@@ -11,44 +11,46 @@ from ep_kernels.errors import TransportError
 
 pytest.importorskip("cuda.bindings.driver")
 from ep_kernels.transports.nvlink import memory
-from ep_kernels.transports.nvlink.memory import Kind
+from ep_kernels.transports.nvlink.memory import HandleKind
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> dict[Kind, str]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[HandleKind, str]:
     """Why each kind is refused on this machine; absent = it works."""
-    refusals: dict[Kind, str] = {}
+    refusals: dict[HandleKind, str] = {}
     monkeypatch.setattr(memory, "_probed", lambda kind, device: refusals.get(kind, ""))
     return refusals
 
 
-def test_the_choice_and_its_reason_are_logged(machine: dict[Kind, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_and_its_reason_are_logged(machine: dict[HandleKind, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    machine[Kind.FABRIC] = "cuMemCreate: CUDA_ERROR_NOT_PERMITTED: operation not permitted"
+    machine[HandleKind.FABRIC] = "cuMemCreate: CUDA_ERROR_NOT_PERMITTED: operation not permitted"
     for _ in range(2):  # each communicator says so
-        assert memory.choose_kind(3) == (Kind.POSIX_FD, machine)
-    want = f"nvlink: device 3 shares its region by posix_fd handles; refused before: fabric: {machine[Kind.FABRIC]}"
+        assert memory.choose_kind(3) == (HandleKind.POSIX_FD, machine)
+    want = (
+        f"nvlink: device 3 shares its region by posix_fd handles; refused before: fabric: {machine[HandleKind.FABRIC]}"
+    )
     assert caplog.messages == [want, want]
     machine.clear()
-    assert memory.choose_kind(0) == (Kind.FABRIC, {})
+    assert memory.choose_kind(0) == (HandleKind.FABRIC, {})
     assert caplog.messages[-1].endswith("by fabric handles; refused before: nothing")
 
 
-def test_a_kind_may_be_asked_for(machine: dict[Kind, str]) -> None:
-    assert memory.choose_kind(0, [Kind.CUDA_IPC]) == (Kind.CUDA_IPC, {})
-    machine[Kind.CUDA_IPC] = "no"
+def test_a_kind_may_be_asked_for(machine: dict[HandleKind, str]) -> None:
+    assert memory.choose_kind(0, [HandleKind.CUDA_IPC]) == (HandleKind.CUDA_IPC, {})
+    machine[HandleKind.CUDA_IPC] = "no"
     with pytest.raises(TransportError, match="no way to share device memory works here: cuda_ipc: no"):
-        memory.choose_kind(0, [Kind.CUDA_IPC])
+        memory.choose_kind(0, [HandleKind.CUDA_IPC])
 
 
-def test_no_kind_at_all_gives_every_reason(machine: dict[Kind, str]) -> None:
-    machine.update({kind: f"no {kind.name}" for kind in Kind})
+def test_no_kind_at_all_gives_every_reason(machine: dict[HandleKind, str]) -> None:
+    machine.update({kind: f"no {kind.name}" for kind in HandleKind})
     with pytest.raises(TransportError, match="fabric: no FABRIC; posix_fd: no POSIX_FD; cuda_ipc: no CUDA_IPC"):
         memory.choose_kind(0)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_region_that_does_not_fit_is_told_with_its_size(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(HandleKind))
+def test_a_region_that_does_not_fit_is_told_with_its_size(monkeypatch: pytest.MonkeyPatch, kind: HandleKind) -> None:
     def call(name: str, *args: object) -> object:
         if name in ("cuMemCreate", "cuMemAlloc"):
             raise TransportError(f"{name}: CUDA_ERROR_OUT_OF_MEMORY: out of memory")

@@ -16,7 +16,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.engine import Engine
+from ep_kernels.transports.nvlink.engine import LaunchEngine
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -56,7 +56,7 @@ def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
     """Flags, and everything that carries tags: HT's behind them, LL's together at the end; no byte that callers see."""
     assert abi.ARRAYS[-len(OF_LL) :] == OF_LL
     sizes = plan.sizes_of(config(mode=mode, layout=layout))
-    regions, engine = abi.region_map(sizes.shape), Engine.__new__(Engine)
+    regions, engine = abi.region_map(sizes.shape), LaunchEngine.__new__(LaunchEngine)
     engine.tables = SimpleNamespace(world=SimpleNamespace(map=regions))  # type: ignore[assignment]
     (flags, flags_end), (lines, lines_end) = engine.blank_bytes
     assert (flags, lines_end) == (regions.flags, regions.num_bytes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.engine import Dispatch, Engine
+from ep_kernels.transports.nvlink.engine import Dispatch, LaunchEngine
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase
 from tests.emulator.machine import without_driver
@@ -40,18 +40,18 @@ class OnceOutOfMemory:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> LaunchEngine:
     without_driver(monkeypatch)
     fields: dict[str, Any] = {"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False}
     return Loopback(lambda group: CASE.config(group, **fields), 1, 2, Nowhere()).engines[0]  # type: ignore[arg-type]
 
 
-def dispatch(engine: Engine) -> Dispatch:
+def dispatch(engine: LaunchEngine) -> Dispatch:
     x, ids, weights = CASE.x(0, torch.bfloat16), CASE.topk_ids(0), CASE.topk_weights(0)
     return engine.dispatch(DispatchArgs(x, None, ids, weights, Mode.HT, None))
 
 
-def combine(engine: Engine, step: Dispatch, at_once: bool) -> int:
+def combine(engine: LaunchEngine, step: Dispatch, at_once: bool) -> int:
     """The slot that it takes."""
     out, handle = engine.finish(step, None, 0)
     handle = replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))
@@ -60,7 +60,7 @@ def combine(engine: Engine, step: Dispatch, at_once: bool) -> int:
     return int(call.args.slot)
 
 
-def test_a_dispatch_without_memory_takes_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (dispatch(engine).slot, dispatch(engine).slot) == (0, 1)
     engine.restart_slots()
     failed = 0
@@ -74,7 +74,9 @@ def test_a_dispatch_without_memory_takes_no_slot(engine: Engine, monkeypatch: py
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_combine_without_memory_takes_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+def test_a_combine_without_memory_takes_no_slot(
+    engine: LaunchEngine, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
     """With halves apart, what `wait` allocates comes when the rows are sent: the operation has begun."""
     step = dispatch(engine)
     assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)

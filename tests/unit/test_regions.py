@@ -13,7 +13,7 @@ from crossdock.cli import memory as regions
 from ep_kernels import ConfigError, Layout, Mode
 from ep_kernels.device import abi
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.inspection import PAYLOADS, arrays
+from ep_kernels.transports.nvlink.inspection import HOLDS, arrays
 
 DEFAULTS = {
     "num_experts": 256, "hidden_size": 7168, "topk": 8, "max_tokens": 128, "ranks": 8, "mode": "ll", "layout": "",
@@ -33,7 +33,7 @@ def shown(*words: str) -> str:
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("dtype", list(PAYLOADS))
+@pytest.mark.parametrize("dtype", list(regions.PAYLOADS))
 def test_arrays_are_the_whole_region(mode: Mode, layout: Layout, dtype: str) -> None:
     c = config(mode=mode.value, layout=layout.value, dtype=dtype)
     shared = abi.region_map(plan.sizes_of(c).shape)
@@ -43,13 +43,13 @@ def test_arrays_are_the_whole_region(mode: Mode, layout: Layout, dtype: str) -> 
         end += array.num_bytes
     assert end == shared.num_bytes
     for array in arrays(c):
-        only = regions.HOLDS[array.name].partition(": ")[0]
+        only = HOLDS[array.name].partition(": ")[0]
         if only in ("LL", "HT") and mode not in (Mode(only.lower()), Mode.AUTO):
             assert array.num_bytes == 0, array.name
 
 
 def test_each_array_is_explained() -> None:
-    assert list(regions.HOLDS) == ["flags", *abi.ARRAYS]
+    assert list(HOLDS) == ["flags", *abi.ARRAYS]
 
 
 def test_sizes_by_hand() -> None:

@@ -10,14 +10,14 @@ import torch
 
 from ep_kernels.errors import ConfigError, HandleError, PeerTimeout, TransportError
 from ep_kernels.transports.build import Native, native_of
-from ep_kernels.transports.native import Signature
-from ep_kernels.transports.native import load as load_library
+from ep_kernels.transports.library import Signature
+from ep_kernels.transports.library import load as load_library
 from ep_kernels.types import Layout, ScaleFormat
 
 OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
 OPS = ("dispatch", "combine", "barrier", "exchange", "set_active")
 _GONE, _GIVEN_UP = 1, 2
-"""`cd::Why` of a Fault; 0: silent."""
+"""`cd::Why` of a NativeFault; 0: silent."""
 PHASES = ("credit", "payload", "arrival", "outputs", "routing", "membership")
 MAX_RANKS = 64
 MAX_SLOTS = 64
@@ -94,7 +94,7 @@ class CombineOp(ctypes.Structure):
     )
 
 
-class Fault(ctypes.Structure):
+class NativeFault(ctypes.Structure):
     """`cd::Fault`."""
 
     _fields_ = _fields(c_int32, "peer why op phase") + _fields(c_int64, "expected seen waited_ns")
@@ -147,7 +147,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_wake": (None, (c_void_p,)),
     "cd_stop": (None, (c_void_p,)),
     "cd_give_up": (None, (c_void_p, c_uint64)),
-    "cd_fault": (None, (c_void_p, POINTER(Fault))),
+    "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
     "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
     "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),

@@ -63,7 +63,7 @@ class RoutingState:
         )
 
     def flatten(self) -> list[torch.Tensor]:
-        """See `base.State`."""
+        """See `base.HandleState`."""
         numbers = torch.tensor([self.origin])
         return [
             self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
@@ -180,7 +180,7 @@ class NativeComm:
             self.lib.cd_destroy(pointer)
 
 
-class Home(Protocol):
+class OperationHome(Protocol):
     """What an operation needs of the transport that it is of."""
 
     config: MoEConfig
@@ -193,17 +193,17 @@ class Home(Protocol):
     def next_slot(self, op: int) -> int:
         """Slot of the next dispatch (0) or combine (1)."""
 
-    def ended(self, pending: PendingDispatch | PendingCombine) -> None:
+    def ended(self, pending: CpuDispatch | CpuCombine) -> None:
         """The receive half of `pending` runs now; well or not, nobody is to run it again."""
 
     def judge(self, status: int) -> None:
         """Turn a native status into the exception it stands for."""
 
 
-class PendingDispatch:
+class CpuDispatch:
     """See `base.PendingDispatch`."""
 
-    def __init__(self, transport: Home, args: DispatchArgs) -> None:
+    def __init__(self, transport: OperationHome, args: DispatchArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -285,10 +285,10 @@ class PendingDispatch:
         return output, DispatchHandle(0, op.seq, len(state.dest), mode, self._epoch, state)
 
 
-class PendingCombine:
+class CpuCombine:
     """See `base.PendingCombine`."""
 
-    def __init__(self, transport: Home, args: CombineArgs) -> None:
+    def __init__(self, transport: OperationHome, args: CombineArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -376,7 +376,7 @@ def _again(previous: RoutingState, args: DispatchArgs) -> RoutingState:
     )
 
 
-def _same_epoch(transport: Home, epoch: int) -> None:
+def _same_epoch(transport: OperationHome, epoch: int) -> None:
     if transport.epoch != epoch:
         raise HandleError(f"wait: begun in epoch {epoch}, the group is in epoch {transport.epoch}")
 

@@ -19,7 +19,7 @@ from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportE
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.operations import NativeComm, PendingCombine, PendingDispatch, RoutingState, fresh_state
+from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, NativeComm, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
 
@@ -102,8 +102,8 @@ class CpuTransport:
         self.comm: NativeComm | None = NativeComm(config, self.lib, self.geometry)
         self.active = (True,) * config.group.size
         self.epoch: int = config.group.epoch
-        self._dispatches: dict[int, PendingDispatch] = {}
-        self._combines: dict[int, PendingCombine] = {}
+        self._dispatches: dict[int, CpuDispatch] = {}
+        self._combines: dict[int, CpuCombine] = {}
         self._reason: str | None = None
         self.capabilities = Capabilities(
             device_type="cpu",
@@ -176,17 +176,17 @@ class CpuTransport:
 
     # Operations.
 
-    def dispatch(self, args: DispatchArgs) -> PendingDispatch:
+    def dispatch(self, args: DispatchArgs) -> CpuDispatch:
         """See `Transport.dispatch`."""
-        pending = PendingDispatch(self, args)
+        pending = CpuDispatch(self, args)
         self._recycle(pending.slot)
         pending.send()
         self._dispatches[pending.slot] = pending
         return pending
 
-    def combine(self, args: CombineArgs) -> PendingCombine:
+    def combine(self, args: CombineArgs) -> CpuCombine:
         """See `Transport.combine`."""
-        pending = PendingCombine(self, args)
+        pending = CpuCombine(self, args)
         pending.send()
         self._combines[pending.slot] = pending
         return pending
@@ -239,7 +239,7 @@ class CpuTransport:
             if slot == combine.dispatch_slot:
                 combine.finish()
 
-    def ended(self, pending: PendingDispatch | PendingCombine) -> None:
+    def ended(self, pending: CpuDispatch | CpuCombine) -> None:
         """The receive half of `pending` runs now; well or not, nobody is to run it again."""
         for table in (self._dispatches, self._combines):
             if table.get(pending.slot) is pending:
@@ -341,7 +341,7 @@ class CpuTransport:
             raise ClosedError("cpu transport: closed while waiting")
         if status == native.ABORTED:
             raise AbortedError(self._reason or "aborted")
-        fault = native.Fault()
+        fault = native.NativeFault()
         self.lib.cd_fault(comm.pointer, ctypes.byref(fault))
         raise fault.difference() if status == native.DIFFERS else fault.timeout()
 

@@ -65,7 +65,7 @@ class DispatchState:
     num_rows: int | None = None
 
     def flatten(self) -> list[torch.Tensor]:
-        """See `base.State`."""
+        """See `base.HandleState`."""
         return [self.routing, self.carried, self.origin[: 8 * abi.OP_WORDS], self.topk_weights]
 
 
@@ -83,7 +83,7 @@ class Dispatch:
     mode: Mode
 
 
-class Engine:
+class LaunchEngine:
     """Prepares and finishes the operations of one rank.
 
     Args:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.device import abi
+from ep_kernels.groups import PaperGroup
+from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink import plan, scoreboards
 from ep_kernels.types import Layout, Mode
 
@@ -32,53 +32,31 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class PaperGroup:
-    """A rank that meets nobody: enough for sizes and plans."""
-
-    rank: int
-    size: int
-    epoch: int = 0
-
-    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Nobody is there to answer."""
-        raise RuntimeError("a group on paper exchanges nothing")
-
-
 # Memory.
 
-PAYLOADS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": torch.bfloat16},
-    "float16": {"dtype": torch.float16},
-    "float32": {"dtype": torch.float32},
-    "fp8": {"dtype": torch.bfloat16, "quantize": True},
+HOLDS = {
+    "flags": "how far each peer has come",
+    "counts": "HT: rows that each source sends, per expert",
+    "arrivals": "HT, per-expert layouts: which rows have arrived",
+    "origins": "HT: which dispatch each source's routing is of",
+    "meta": "HT: expert, place, weight, token of each row",
+    "scales": "HT: fp8 scales of the rows, by source",
+    "rows": "rows in their final place: output",
+    "home": "HT: partial results on their way home, with their fp8 scales",
+    "home_weights": "HT: gradients of weights on their way home",
+    "home_origins": "HT: which dispatch each owner's routing is of",
+    "lines": "LL: rows and their scales as they travel, by source",
+    "meta_lines": "LL: expert, place, weight, token of each row",
+    "count_lines": "LL, per-expert layouts: rows that each source sends, per expert",
+    "heads": "LL: rows that each source sends, and of which dispatch",
+    "home_lines": "LL: partial results on their way home",
+    "weight_lines": "LL: gradients of weights on their way home",
+    "home_heads": "LL: which dispatch each owner's routing is of",
 }
-"""What rows may be, by a name that people type, as fields of MoEConfig; fp8: quantised inside dispatch."""
+"""What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
-    """One array of a region.
-
-    Attributes:
-        name: as in `device/abi.py`, which says what it holds.
-        offset: where it starts, bytes.
-        num_slots: buffers that calls take in turn; 1 where there is but one.
-        slot_bytes: of one of them, padding included.
-    """
-
-    name: str
-    offset: int
-    num_slots: int
-    slot_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All slots together."""
-        return self.num_slots * self.slot_bytes
-
-
-def arrays(config: MoEConfig) -> list[Array]:
+def arrays(config: MoEConfig) -> list[RegionArray]:
     """The byte map of one rank's region, in order of address; it ends where the last array does. Raises ConfigError."""
     shared = abi.region_map(plan.sizes_of(config).shape)
     names = [name for name, _ in abi.RegionMap._fields_]
@@ -87,8 +65,13 @@ def arrays(config: MoEConfig) -> list[Array]:
     found = []
     for (name, start), end in zip(starts.items(), ends, strict=True):
         stride = getattr(shared, f"{name}_stride", end - start)
-        found.append(Array(name, start, (end - start) // stride if stride else 0, stride))
+        found.append(RegionArray(name, start, (end - start) // stride if stride else 0, stride, HOLDS[name]))
     return found
+
+
+def region_map(config: MoEConfig) -> RegionMap:
+    """What `base.region_map` gives. Raises ConfigError."""
+    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config))
 
 
 # Kernels.
@@ -143,7 +126,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class KernelReport:
     """One compiled kernel.
 
     Attributes:
@@ -228,12 +211,12 @@ def compile_job(job: Job) -> jit.Binary:
     return jit.compile_source(jit.source(job.variant), job.variant.name, job.arch)
 
 
-def inspect_job(job: Job) -> Report:
+def inspect_job(job: Job) -> KernelReport:
     """Compile and look. Runs in a process of the pool."""
     return report_of(job, compile_job(job))
 
 
-def report_of(job: Job, binary: jit.Binary) -> Report:
+def report_of(job: Job, binary: jit.Binary) -> KernelReport:
     """Look at a compiled kernel."""
     (found,) = binary.resources()
     dynamic = dynamic_bytes(job.variant)
@@ -241,7 +224,7 @@ def report_of(job: Job, binary: jit.Binary) -> Report:
     listing = disassemble(binary.cubin) if job.disassembled else None
     early = tuple(map(str, scoreboards.early_waits(listing or "")))
     faults = tuple(_faults(job, found, blocks, listing))
-    return Report(job, found, dynamic, blocks, len(binary.cubin), early, faults)
+    return KernelReport(job, found, dynamic, blocks, len(binary.cubin), early, faults)
 
 
 def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
@@ -261,7 +244,7 @@ def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) ->
         yield from (f"has {name}" for name in unwanted_instructions(job.variant) if name in listing)
 
 
-def inspect(jobs: Iterable[Job]) -> list[Report]:
+def inspect(jobs: Iterable[Job]) -> list[KernelReport]:
     """Reports in the order of `jobs`. Raises TransportError where one does not compile."""
     return list(spread(inspect_job, jobs))
 

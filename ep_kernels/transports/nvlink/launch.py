@@ -12,8 +12,9 @@ from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
 from typing import Any
 
 from ep_kernels.errors import TransportError
-from ep_kernels.transports import native
 from ep_kernels.transports.build import Native, native_of
+from ep_kernels.transports.library import Signature
+from ep_kernels.transports.library import load as load_library
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
@@ -33,7 +34,7 @@ class _Prepared(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, native.Signature] = {
+_SIGNATURES: dict[str, Signature] = {
     "cd_open": (c_char_p, (c_char_p,)),
     "cd_error": (c_char_p, (c_int, c_int)),
     "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
@@ -46,7 +47,7 @@ def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
     """The library, with the CUDA driver found. Raises TransportError saying which of the two is missing, and the
     cure.
     """
-    found = native.load("nvlink", library, _SIGNATURES)
+    found = load_library("nvlink", library, _SIGNATURES)
     problem = found.cd_open(driver.encode())
     if problem is not None:
         raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
@@ -57,7 +58,7 @@ def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
 def fence(library: Native = _LIBRARY) -> Callable[[], None]:
     """A call that parts the stores and loads of Python before it from those behind it, on processors (Arm's) which
     would not keep them in order. Needs no driver. Raises TransportError."""
-    call: Callable[[], None] = native.load("nvlink", library, {"cd_fence": (None, ())}).cd_fence
+    call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
     return call
 
 

@@ -31,7 +31,7 @@ from ep_kernels.transports.nvlink.driver import call
 log = logging.getLogger(__name__)
 
 
-class Kind(enum.Enum):
+class HandleKind(enum.Enum):
     """How a region's memory is shared."""
 
     FABRIC = "fabric"
@@ -40,8 +40,8 @@ class Kind(enum.Enum):
 
 
 _DRIVER_KIND = {
-    Kind.FABRIC: cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC,
-    Kind.POSIX_FD: cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+    HandleKind.FABRIC: cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC,
+    HandleKind.POSIX_FD: cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 }
 _PROBE_BYTES = 1 << 20
 _PROBE_TIMEOUT_S = 60
@@ -97,7 +97,7 @@ class _Bytes:
         }
 
 
-def _properties(kind: Kind, device: int) -> Any:
+def _properties(kind: HandleKind, device: int) -> Any:
     properties = cuda.CUmemAllocationProp()
     properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -106,7 +106,7 @@ def _properties(kind: Kind, device: int) -> Any:
     return properties
 
 
-def _rounded(num_bytes: int, kind: Kind, device: int) -> int:
+def _rounded(num_bytes: int, kind: HandleKind, device: int) -> int:
     flag = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
     unit = int(call("cuMemGetAllocationGranularity", _properties(kind, device), flag))
     return -(-num_bytes // unit) * unit
@@ -148,9 +148,9 @@ class Region:
         token: bytes that travel in the ticket (FABRIC, CUDA_IPC), else empty.
     """
 
-    def __init__(self, kind: Kind, num_bytes: int, device: int) -> None:
+    def __init__(self, kind: HandleKind, num_bytes: int, device: int) -> None:
         self.kind, self.fd, self.token = kind, -1, b""
-        if kind is Kind.CUDA_IPC:
+        if kind is HandleKind.CUDA_IPC:
             pointer = call("cuMemAlloc", -(-num_bytes // _IPC_UNIT) * _IPC_UNIT)
             self.mapping = Mapping(int(pointer), num_bytes, device, lambda: cuda.cuMemFree(pointer))
             self.token = bytes(call("cuIpcGetMemHandle", pointer).reserved)
@@ -159,7 +159,7 @@ class Region:
         handle = call("cuMemCreate", size, _properties(kind, device), 0)
         self.mapping = _map(handle, size, device)
         exported = call("cuMemExportToShareableHandle", handle, _DRIVER_KIND[kind], 0)
-        if kind is Kind.POSIX_FD:
+        if kind is HandleKind.POSIX_FD:
             self.fd = int(exported)
         else:
             self.token = bytes(exported.data)
@@ -173,7 +173,7 @@ class Region:
             del self.mapping
 
 
-def allocate(kind: Kind, num_bytes: int, device: int) -> Region:
+def allocate(kind: HandleKind, num_bytes: int, device: int) -> Region:
     """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and what takes
     less."""
     try:
@@ -189,28 +189,28 @@ def allocate(kind: Kind, num_bytes: int, device: int) -> Region:
         ) from error
 
 
-def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes) -> Mapping:
+def redeem(kind: HandleKind, num_bytes: int, device: int, fd: int, token: bytes) -> Mapping:
     """Map a peer's region. `fd` (POSIX_FD) stays the caller's. Raises TransportError."""
-    if kind is Kind.CUDA_IPC:
+    if kind is HandleKind.CUDA_IPC:
         packed = cuda.CUipcMemHandle()
         packed.reserved = token
         flag = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         pointer = call("cuIpcOpenMemHandle", packed, flag.value)
         return Mapping(int(pointer), num_bytes, device, lambda: cuda.cuIpcCloseMemHandle(pointer))
     shared: Any = fd
-    if kind is Kind.FABRIC:
+    if kind is HandleKind.FABRIC:
         shared = cuda.CUmemFabricHandle()
         shared.data = token
     handle = call("cuMemImportFromShareableHandle", shared, _DRIVER_KIND[kind])
     return _map(handle, num_bytes, device)
 
 
-def probe(kind: Kind, device: int) -> str:
+def probe(kind: HandleKind, device: int) -> str:
     """Empty when the kind works here; else the reason why not."""
     try:
         region = Region(kind, _PROBE_BYTES, device)
         try:
-            if kind is Kind.CUDA_IPC:
+            if kind is HandleKind.CUDA_IPC:
                 _open_elsewhere(region.token, device)
             else:
                 again = redeem(kind, region.mapping.num_bytes, device, region.fd, region.token)
@@ -242,10 +242,12 @@ def _open_elsewhere(token: bytes, device: int) -> None:
 _probed = functools.cache(probe)
 
 
-def choose_kind(device: int, kinds: Sequence[Kind] = tuple(Kind)) -> tuple[Kind, dict[Kind, str]]:
+def choose_kind(
+    device: int, kinds: Sequence[HandleKind] = tuple(HandleKind)
+) -> tuple[HandleKind, dict[HandleKind, str]]:
     """The first of `kinds` that works on this device, and why each before it does not; logs both. A device is probed
     once. Raises TransportError if none works."""
-    refused: dict[Kind, str] = {}
+    refused: dict[HandleKind, str] = {}
     for kind in kinds:
         reason = _probed(kind, device)
         if not reason:

@@ -10,7 +10,7 @@ from ep_kernels.transports.nvlink.engine import Call, Dispatch
 from ep_kernels.types import DispatchHandle, DispatchOutput
 
 
-class Home(Protocol):
+class Finisher(Protocol):
     """What an operation needs of the transport that it is of: what is left of it."""
 
     def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
@@ -23,7 +23,7 @@ class Home(Protocol):
         """Of a combine."""
 
 
-class PendingDispatch:
+class NvlinkDispatch:
     """See `base.PendingDispatch`.
 
     Args:
@@ -32,7 +32,7 @@ class PendingDispatch:
         halves: RECEIVE or BOTH.
     """
 
-    def __init__(self, transport: Home, step: Dispatch, halves: int) -> None:
+    def __init__(self, transport: Finisher, step: Dispatch, halves: int) -> None:
         self._transport, self._step, self._halves = transport, step, halves
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
@@ -47,10 +47,10 @@ class PendingDispatch:
         return self._transport.buffers(self._step)
 
 
-class PendingCombine:
+class NvlinkCombine:
     """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
 
-    def __init__(self, transport: Home, call: Call, receive: Any, halves: int) -> None:
+    def __init__(self, transport: Finisher, call: Call, receive: Any, halves: int) -> None:
         self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
 

@@ -22,11 +22,11 @@ from ep_kernels import jit, tuning
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.device import abi
 from ep_kernels.errors import ArgumentError, TransportError
-from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
+from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs, RegionMap
 from ep_kernels.transports.nvlink import left_out, links, plan, sharing
-from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, Engine
+from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
 from ep_kernels.transports.nvlink.links import TICKET
-from ep_kernels.transports.nvlink.pending import PendingCombine, PendingDispatch
+from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
 
@@ -38,6 +38,21 @@ _kept_for_graphs: list[Any] = []
 def create(config: MoEConfig) -> NvlinkTransport:
     """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)
+
+
+def region_map(config: MoEConfig) -> RegionMap:
+    """See `base.region_map`."""
+    from ep_kernels.transports.nvlink import inspection
+
+    return inspection.region_map(config)
+
+
+def probe(device: int) -> dict[str, Any]:
+    """See `base.probe`: how device memory is shared here, and why no better way is."""
+    from ep_kernels.transports.nvlink.memory import choose_kind
+
+    kind, refused = choose_kind(device)
+    return {"handles": {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}}
 
 
 def require_cuda() -> None:
@@ -80,7 +95,9 @@ class NvlinkTransport:
         self._streams = StreamOrder(self._device)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
-        self._engine = Engine(self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
+        self._engine = LaunchEngine(
+            self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes
+        )
         self._load(driver)
         kind, _ = memory.choose_kind(self._device.index)
         self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
@@ -136,8 +153,8 @@ class NvlinkTransport:
         if abi_.decode() != self.capabilities.abi:
             want = self.capabilities.abi
             raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
-        kind = memory.Kind(name.rstrip(b"\0").decode())
-        fds, pid = sharing.fetch(rank, address, 2 if kind is memory.Kind.POSIX_FD else 1, self._config.timeout_s)
+        kind = memory.HandleKind(name.rstrip(b"\0").decode())
+        fds, pid = sharing.fetch(rank, address, 2 if kind is memory.HandleKind.POSIX_FD else 1, self._config.timeout_s)
         try:
             return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token), pid
         except TransportError as error:
@@ -255,7 +272,7 @@ class NvlinkTransport:
         self._settle()
         self._engine.tables.host.relate_clocks()
 
-    def dispatch(self, args: DispatchArgs) -> PendingDispatch:
+    def dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """See `base.Transport`."""
         self.check("dispatch")
         self._check_device("x", args.x)
@@ -266,7 +283,7 @@ class NvlinkTransport:
         step = self._engine.dispatch(args)
         if not args.at_once:
             self._launch(step.call, SEND)
-        return PendingDispatch(self, step, BOTH if args.at_once else RECEIVE)
+        return NvlinkDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
     def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
         """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
@@ -284,14 +301,14 @@ class NvlinkTransport:
         """See `base.PendingDispatch`."""
         return self._engine.buffers(step)
 
-    def combine(self, args: CombineArgs) -> PendingCombine:
+    def combine(self, args: CombineArgs) -> NvlinkCombine:
         """See `base.Transport`."""
         self.check("combine")
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
             self._launch(call, SEND)
-        return PendingCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
+        return NvlinkCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
 
     def receive(self, call: Call, halves: int) -> None:
         """What is left of a combine."""

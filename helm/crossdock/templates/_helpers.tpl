@@ -139,11 +139,16 @@ http: {{ .Values.tls.http }}
 {{- end -}}
 {{- $worker := merge $own .Values.worker.config -}}
 {{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}
-{{- $worker = merge (dict "transport" "nvlink") $worker -}}
+{{- $worker = merge (dict "transport" (first (include "crossdock.gpuTransports" . | fromJsonArray))) $worker -}}
 {{- end -}}
 {{- $host := dict "worker" $worker "num_workers" .Values.worker.numWorkers "control" nil -}}
 {{- $host = merge $host (dict "http_listen" "0.0.0.0:7402" "log_dir" "/tmp/crossdock" "log_to_stderr" true "stop_timeout_s" .Values.worker.stopTimeoutSeconds) -}}
 {{- toYaml $host -}}
+{{- end -}}
+
+{{/* Transports that need GPUs, the preferred one first. The file is made of the transports' own facts (`make schema`). */}}
+{{- define "crossdock.gpuTransports" -}}
+{{- .Files.Get "gpu-transports.json" -}}
 {{- end -}}
 
 {{/* The container's resources: as given, and its GPUs and claims. */}}
@@ -173,8 +178,9 @@ http: {{ .Values.tls.http }}
 {{- if and $worker.gpus (ne (int $worker.gpus) (int $worker.numWorkers)) -}}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
-{{- if and (eq (get $worker.config "transport" | toString) "nvlink") (not $worker.gpus) (not $worker.resourceClaims) -}}
-{{- fail "worker.config.transport nvlink: expected worker.gpus or worker.resourceClaims beside it, got neither" -}}
+{{- $transport := get $worker.config "transport" | toString -}}
+{{- if and (has $transport (include "crossdock.gpuTransports" . | fromJsonArray)) (not $worker.gpus) (not $worker.resourceClaims) -}}
+{{- fail (printf "worker.config.transport %s: expected worker.gpus or worker.resourceClaims beside it, got neither" $transport) -}}
 {{- end -}}
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
 {{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}

@@ -1,1 +1,10 @@
 """The command `crossdock`: what people run, and how it is shown."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command; see `app`."""
+    from crossdock.cli import app
+
+    app.main()

@@ -16,6 +16,7 @@ import typer
 import crossdock
 from crossdock.cli.console import (
     DEFAULT_TARGET,
+    KNOWN,
     ConfigFile,
     Json,
     Overrides,
@@ -56,7 +57,7 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
-    transport: Annotated[str, typer.Option("--transport", help="How ranks reach each other: cpu or nvlink.")] = "",
+    transport: Annotated[str, typer.Option("--transport", help=f"How ranks reach each other: {KNOWN}.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
     runtime: Annotated[str, typer.Option("--runtime", help="process, or docker: containers of our images.")] = "",
@@ -210,7 +211,7 @@ def rebalance(
 
 @app.command()
 def demo(
-    transport: Annotated[str, typer.Option("--transport", help="cpu, or nvlink: one worker on each GPU.")] = "cpu",
+    transport: Annotated[str, typer.Option("--transport", help=f"{KNOWN}; on GPUs one worker on each.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
     as_json: Json = False,
@@ -265,7 +266,7 @@ def topo(
 
 @app.command()
 def doctor(
-    transport: Annotated[str, typer.Option("--transport", help="auto, cpu or nvlink.")] = "auto",
+    transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
     target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
     reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
     passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
@@ -277,7 +278,7 @@ def doctor(
     """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
     from crossdock.doctor import run
 
-    request = run.Request(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
+    request = run.DoctorRequest(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
     findings = run.examine(request)
     kept = list(findings) if as_json else run.show(findings, console())
     if as_json:
@@ -296,11 +297,12 @@ def memory(
     mode: Annotated[str, typer.Option("--mode", help="ll, ht or auto.")] = "ll",
     layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, ...")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
+    transport: Annotated[str, typer.Option("--transport", help="By default the one on GPUs.")] = "",
 ) -> None:
-    """Show the bytes of one rank's nvlink region, array by array."""
+    """Show the bytes of one rank's region, array by array."""
     from crossdock.cli import memory as regions
 
-    config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype)
+    config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype, transport)
     show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
 
 

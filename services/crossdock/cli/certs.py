@@ -26,7 +26,7 @@ _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CertificateRole:
     """What a certificate is for.
 
     Attributes:
@@ -41,11 +41,11 @@ class Part:
 
 
 PARTS = (
-    Part("control", (CONTROL_NAME,), serves=True),
-    Part("worker", (WORKER_NAME,), serves=True),
-    Part("host", (CONTROL_NAME, WORKER_NAME), serves=True),  # `crossdock up`: both
-    Part("client", ("crossdock-client",), serves=False),
-    Part("operator", ("crossdock-operator",), serves=False),
+    CertificateRole("control", (CONTROL_NAME,), serves=True),
+    CertificateRole("worker", (WORKER_NAME,), serves=True),
+    CertificateRole("host", (CONTROL_NAME, WORKER_NAME), serves=True),  # `crossdock up`: both
+    CertificateRole("client", ("crossdock-client",), serves=False),
+    CertificateRole("operator", ("crossdock-operator",), serves=False),
 )
 
 
@@ -76,7 +76,9 @@ def make_authority(folder: Path, name: str = "ca", days: int = 3650) -> None:
     )  # fmt: skip
 
 
-def issue(folder: Path, part: Part, hosts: Sequence[str] = (), days: int = 365, authority: str = "ca") -> Path:
+def issue(
+    folder: Path, part: CertificateRole, hosts: Sequence[str] = (), days: int = 365, authority: str = "ca"
+) -> Path:
     """Certificate, key and config of a part, put in place at once; the config's path. Raises ConfigFileError."""
     new = f".{part.name}.new"
     local = ("localhost", "127.0.0.1", "::1", *hosts) if part.serves else ()

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crossdock.common.transports import names
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 132
+KNOWN = " or ".join(names())
+"""The transports, for people."""
 DEFAULT_TARGET = "127.0.0.1:7400"
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; every field has a default.")]

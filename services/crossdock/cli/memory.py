@@ -1,6 +1,6 @@
 """What `crossdock memory` shows: the bytes of one rank's region, array by array. Computed, not measured: no GPU.
 
-The sizes come from the byte map that the kernels of the nvlink transport use.
+The sizes come from the byte map that the kernels of the transport use (`base.region_map`).
 """
 
 from __future__ import annotations
@@ -12,43 +12,33 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.transports import of_device
+from crossdock.tune import request as tune
+from crossdock.tune.request import OptionError
 from ep_kernels import Layout, Mode, MoEConfig
-from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.inspection import PAYLOADS, PaperGroup, arrays
+from ep_kernels.groups import PaperGroup
+from ep_kernels.transports.base import RegionMap, region_map
 
 T = TypeVar("T")
 
-HOLDS = {
-    "flags": "how far each peer has come",
-    "counts": "HT: rows that each source sends, per expert",
-    "arrivals": "HT, per-expert layouts: which rows have arrived",
-    "origins": "HT: which dispatch each source's routing is of",
-    "meta": "HT: expert, place, weight, token of each row",
-    "scales": "HT: fp8 scales of the rows, by source",
-    "rows": "rows in their final place: output",
-    "home": "HT: partial results on their way home, with their fp8 scales",
-    "home_weights": "HT: gradients of weights on their way home",
-    "home_origins": "HT: which dispatch each owner's routing is of",
-    "lines": "LL: rows and their scales as they travel, by source",
-    "meta_lines": "LL: expert, place, weight, token of each row",
-    "count_lines": "LL, per-expert layouts: rows that each source sends, per expert",
-    "heads": "LL: rows that each source sends, and of which dispatch",
-    "home_lines": "LL: partial results on their way home",
-    "weight_lines": "LL: gradients of weights on their way home",
-    "home_heads": "LL: which dispatch each owner's routing is of",
-}
-"""What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
+PAYLOADS = {name: fields for name, fields in tune.PAYLOADS.items() if "scale_columns" not in fields}
+"""What rows may be, by a name that people type, as fields of MoEConfig; fp8: quantised inside dispatch."""
 _MIB = 1 << 20
 
 
-class OptionError(ValueError):
-    """A name that this command does not know."""
-
-
 def config_of(
-    num_experts: int, hidden_size: int, topk: int, max_tokens: int, ranks: int, mode: str, layout: str, dtype: str
+    num_experts: int,
+    hidden_size: int,
+    topk: int,
+    max_tokens: int,
+    ranks: int,
+    mode: str,
+    layout: str,
+    dtype: str,
+    transport: str = "",
 ) -> MoEConfig:
-    """The configuration of rank 0, which owns the most experts; layout "" is the mode's own. Raises ConfigError;
+    """The configuration of rank 0, which owns the most experts; layout "" is the mode's own, transport "" the one
+    on GPUs. Raises ConfigError;
     OptionError where a name is unknown."""
     named_layout = _known("--layout", {kind.value: kind for kind in Layout}, layout) if layout else None
     return MoEConfig(
@@ -59,14 +49,24 @@ def config_of(
         max_tokens_per_rank=max_tokens,
         mode=_known("--mode", {kind.value: kind for kind in Mode}, mode),
         layout=named_layout,
-        transport="nvlink",
+        transport=transport or of_device("cuda").name,
         **_known("--dtype", PAYLOADS, dtype),
     )
 
 
+def map_of(config: MoEConfig) -> RegionMap:
+    """Raises OptionError where the transport does not tell."""
+    found = region_map(config)
+    if found is None:
+        raise OptionError(
+            f"--transport: expected one that tells of its region without making it, got {config.transport}"
+        )
+    return found
+
+
 def as_dict(config: MoEConfig) -> dict[str, object]:
     """Plain JSON types; everything in bytes."""
-    found = arrays(config)
+    found = map_of(config)
     return {
         "ranks": config.group.size,
         "num_experts": config.num_experts,
@@ -76,7 +76,7 @@ def as_dict(config: MoEConfig) -> dict[str, object]:
         "mode": config.mode.value,
         "layout": config.resolved_layout.value,
         "payload_dtype": str(config.payload_dtype).removeprefix("torch."),
-        "num_bytes": sum(array.num_bytes for array in found),
+        "num_bytes": found.num_bytes,
         "arrays": [
             {
                 "name": array.name,
@@ -85,35 +85,36 @@ def as_dict(config: MoEConfig) -> dict[str, object]:
                 "slot_bytes": array.slot_bytes,
                 "num_bytes": array.num_bytes,
             }
-            for array in found
+            for array in found.arrays
         ],
     }
 
 
 def as_table(config: MoEConfig) -> Group:
     """A headline, one row per array, and the total."""
-    found = arrays(config)
-    total = sum(array.num_bytes for array in found)
+    found = map_of(config)
+    total = found.num_bytes
     table = Table()
     for name in ("array", "offset", "slots", "bytes per slot", "bytes", "share", "holds"):
         table.add_column(name, justify="left" if name in ("array", "holds") else "right")
-    for array in found:
+    for array in found.arrays:
         table.add_row(
             array.name, f"{array.offset:,}", str(array.num_slots), f"{array.slot_bytes:,}", f"{array.num_bytes:,}",
-            f"{array.num_bytes / total:.1%}", HOLDS[array.name], style="" if array.num_bytes else "dim",
+            f"{array.num_bytes / total:.1%}", array.holds, style="" if array.num_bytes else "dim",
         )  # fmt: skip
     table.add_section()
     table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of GPU memory on each rank")
-    return Group(_headline(config), table)
+    return Group(_headline(config, found), table)
 
 
-def _headline(config: MoEConfig) -> Text:
+def _headline(config: MoEConfig, found: RegionMap) -> Text:
     payload, mode = str(config.payload_dtype).removeprefix("torch."), config.mode.value
     if config.mode is Mode.AUTO:
-        mode += f" (LL up to {plan.ll_tokens(config)} tokens)"
+        mode += f" (LL up to {found.ll_tokens} tokens)"
     return Text(
-        f"nvlink region: {config.group.size} ranks, {config.max_tokens_per_rank} tokens of {config.hidden_size} x "
-        f"{payload} per rank, top {config.topk} of {config.num_experts} experts, {mode}, {config.resolved_layout.value}"
+        f"{config.transport} region: {config.group.size} ranks, {config.max_tokens_per_rank} tokens of "
+        f"{config.hidden_size} x {payload} per rank, top {config.topk} of {config.num_experts} experts, {mode}, "
+        f"{config.resolved_layout.value}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from crossdock.cli.console import Json, console, show_json
+from crossdock.cli.console import KNOWN, Json, console, show_json
 
 Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="By default every GPU here, or 4.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="Repeatable; by default grouped and flat.")]
@@ -21,7 +21,7 @@ Folder = Annotated[
 
 
 def tune(
-    transport: Annotated[str, typer.Option("--transport", help="auto, cpu or nvlink.")] = "auto",
+    transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
     ranks: Ranks = None,
     num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
     hidden_size: Annotated[int, typer.Option("--hidden-size", help="H.")] = 7168,
@@ -40,12 +40,12 @@ def tune(
     By itself it starts a process for each rank; under torchrun it is one.
     """
     from crossdock.tune import run
-    from crossdock.tune.request import Request
+    from crossdock.tune.request import TuneRequest
 
     transport, num_ranks = run.chosen(transport, ranks)
-    request = Request(
+    request = TuneRequest(
         transport=transport, num_experts=num_experts, hidden_size=hidden_size, topk=topk, dtype=dtype,
-        fp8_combine=fp8_combine, num_sms=num_sms, max_tokens=max_tokens or run.MOST_TOKENS[transport], runs=runs,
+        fp8_combine=fp8_combine, num_sms=num_sms, max_tokens=max_tokens or run.largest_step(transport), runs=runs,
         cache_dir=cache_dir, layouts=tuple(layout or run.LAYOUTS),
     )  # fmt: skip
     printer = console()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, WAYS, installed
 from crossdock.control.ranks import Area, Place, natural
 from crossdock.protocol.v1 import topology_pb2 as pb
 
@@ -22,8 +24,8 @@ CPU = -1
 WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe distances from near to far, in the words of `nvidia-smi topo`; `ep_kernels.topology.distance` explains them."""
 FAR = len(WORDS)
-OLDEST_GPU = 9
-"""Major compute capability from which on the kernels of `nvlink` run: Hopper."""
+UNBUILT = {NETWORK: "rdma"}
+"""Ways that hardware may offer and this release has no transport for, by the name that it will have."""
 _ONE_SWITCH = 4
 _BITS = 8e9
 
@@ -72,12 +74,13 @@ class Reach:
     """Connection from one device to another.
 
     Attributes:
-        transport: "self", "nvlink", "rdma", "cpu" or "none": the best served one; if none is
-            served, the best that the hardware offers.
+        transport: a transport's name, "rdma", "self" or "none": the best served one; if none is served,
+            the best that the hardware offers.
         hops: links between them. RDMA: 2 on one rail (one leaf switch), else 4, assumed of a rail-optimised fabric.
         gbps: peak gigabytes per second in one direction; 0 = unknown.
         served: whether this release supports it.
         off: (transport, why) for each that is off, or not served.
+        over: the way, as in `common/transports.py`; "" = none.
     """
 
     transport: str
@@ -85,6 +88,27 @@ class Reach:
     gbps: float
     served: bool
     off: tuple[tuple[str, str], ...]
+    over: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """A transport as far as this page needs to know it: `built` is False for one that this release does not have."""
+
+    name: str
+    over: str
+    cross_host: bool
+    built: bool = True
+    about: str = ""
+
+
+@cache
+def means_of_transport() -> tuple[Means, ...]:
+    """Every transport, those over the best way first."""
+    found = [Means(one.name, one.over, one.cross_host, about=one.about) for one in installed().values()]
+    used = {means.over for means in found}
+    found += [Means(name, over, cross_host=True, built=False) for over, name in UNBUILT.items() if over not in used]
+    return tuple(sorted(found, key=lambda means: WAYS.index(means.over)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +150,10 @@ class Topology:
             return Reach("self", 0, 0.0, True, ())
         off: list[tuple[str, str]] = []
         found = Reach("none", 0, 0.0, False, ())
-        for transport, way in (("nvlink", _by_nvlink), ("rdma", _by_rdma), ("cpu", _by_cpu)):
-            answer = way(self, one, other)
+        for means in means_of_transport():
+            answer = _FINDERS[means.over](self, one, other, means)
             if isinstance(answer, str):
-                off.append((transport, answer))
+                off.append((means.name, answer))
                 continue
             off += answer.off
             if found.transport == "none" or (answer.served and not found.served):
@@ -198,16 +222,21 @@ def gpu_trouble(gpu: pb.Gpu) -> str:
     if not gpu.num_nvlinks and not gpu.nvlink_domain:
         return "it has no NVLink"
     return (
-        f"compute capability {gpu.capability}: the kernels need {OLDEST_GPU}.0 (Hopper) or newer"
+        f"compute capability {gpu.capability}: the kernels need {oldest_gpu()}.0 (Hopper) or newer"
         if too_old(gpu)
         else ""
     )
 
 
+def oldest_gpu() -> int:
+    """Major compute capability from which on the kernels of some transport run."""
+    return min((facts.oldest_gpu for facts in installed().values() if facts.needs_gpu), default=0)
+
+
 def too_old(gpu: pb.Gpu) -> bool:
-    """Whether no kernel of `nvlink` runs on it; an unreported version is accepted."""
+    """Whether no kernel of ours runs on it; an unreported version is accepted."""
     major = gpu.capability.partition(".")[0]
-    return major.isdecimal() and int(major) < OLDEST_GPU
+    return major.isdecimal() and int(major) < oldest_gpu()
 
 
 def _devices(number: int, host: pb.HostFacts, labels: Labels) -> list[Device]:
@@ -289,7 +318,7 @@ def _gpu_of(host: pb.HostFacts, index: int) -> pb.Gpu | None:
     return next((gpu for gpu in host.gpus if gpu.index == index), None)
 
 
-def _by_nvlink(topology: Topology, one: int, other: int) -> Reach | str:
+def _by_links(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
     a, b = topology.devices[one], topology.devices[other]
     for number, device in ((one, a), (other, b)):
         if not device.domain:
@@ -301,10 +330,10 @@ def _by_nvlink(topology: Topology, one: int, other: int) -> Reach | str:
     assert there is not None
     direct = next((peer.num_links for peer in here.peers if a.host == b.host and peer.index == b.gpu), 0)
     if direct and here.num_nvlinks:
-        return Reach("nvlink", 1, here.nvlink_gbps * direct / here.num_nvlinks, True, ())
-    same_host = _same_kernel(topology, one, other)
-    off = () if same_host else (("nvlink", "across hosts: not in this release"),)
-    return Reach("nvlink", 2, min(here.nvlink_gbps, there.nvlink_gbps), same_host, off)
+        return Reach(means.name, 1, here.nvlink_gbps * direct / here.num_nvlinks, True, (), means.over)
+    served = means.cross_host or _same_kernel(topology, one, other)
+    off = () if served else ((means.name, "across hosts: not in this release"),)
+    return Reach(means.name, 2, min(here.nvlink_gbps, there.nvlink_gbps), served, off, means.over)
 
 
 def _why_not_linked(topology: Topology, one: int, other: int) -> str:
@@ -318,7 +347,7 @@ def _why_not_linked(topology: Topology, one: int, other: int) -> str:
     return f"driver: NVLink {peer.nvlink}, peer access {peer.access}"
 
 
-def _by_rdma(topology: Topology, one: int, other: int) -> Reach | str:
+def _by_network(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
     a, b = topology.devices[one], topology.devices[other]
     if CPU in {a.gpu, b.gpu}:
         return "one of them has no GPU"
@@ -331,17 +360,20 @@ def _by_rdma(topology: Topology, one: int, other: int) -> Reach | str:
     if here.link_layer != there.link_layer:
         return f"link layers differ: {here.link_layer} and {there.link_layer}"
     gbps = min(here.rate_bits_per_s, there.rate_bits_per_s) / _BITS
-    off = (("rdma", "not in this release"),)
-    return Reach("rdma", 2 if a.rail == b.rail else 4, gbps, False, off)
+    off = () if means.built else ((means.name, "not in this release"),)
+    return Reach(means.name, 2 if a.rail == b.rail else 4, gbps, means.built, off, means.over)
 
 
-def _by_cpu(topology: Topology, one: int, other: int) -> Reach | str:
+def _by_memory(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
     if not _same_kernel(topology, one, other):
         return "two hosts: shared memory ends with the host"
-    return Reach("cpu", 1, 0.0, True, ())
+    return Reach(means.name, 1, 0.0, True, (), means.over)
 
 
 def _same_kernel(topology: Topology, one: int, other: int) -> bool:
     a, b = topology.devices[one].host, topology.devices[other].host
     boots = topology.hosts[a].boot_id, topology.hosts[b].boot_id
     return a == b or (boots[0] == boots[1] != "")
+
+
+_FINDERS = {GPU_LINKS: _by_links, NETWORK: _by_network, MEMORY: _by_memory}

@@ -14,11 +14,11 @@ import torch
 from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep import hints
 from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
+from crossdock.deep_ep.exporter import counting_timeouts
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
-from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, Shape
+from crossdock.deep_ep.low_latency import BufferShape, Hook, LowLatency, LowLatencyHandle, Received
 from crossdock.deep_ep.pool import Pool
-from crossdock.deep_ep.refused import WAITS, Refused, without
-from crossdock.deep_ep.telemetry import counting_timeouts
+from crossdock.deep_ep.refused import WAITS, Unsupported, without
 from ep_kernels import ArgumentError, ScaleFormat
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -26,7 +26,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]
 
 
-class Buffer(Refused):
+class Buffer(Unsupported):
     """Communication of one group of ranks.
 
     Args:
@@ -220,7 +220,7 @@ class Buffer(Refused):
         packed = ScaleFormat.UE8M0_PACKED if use_ue8m0 else ScaleFormat.UE8M0
         scales = (packed if round_scale else ScaleFormat.FP32) if use_fp8 else None
         most = num_max_dispatch_tokens_per_rank
-        shape = Shape(most, x.shape[-1], num_experts, ids.shape[1], x.dtype, scales)
+        shape = BufferShape(most, x.shape[-1], num_experts, ids.shape[1], x.dtype, scales)
         stats = cumulative_local_expert_recv_stats
         with self._operation():
             rows, counts, handle, hook = self._low.dispatch(x.contiguous(), ids, shape, stats, return_recv_hook)

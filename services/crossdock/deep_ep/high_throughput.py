@@ -23,7 +23,7 @@ Payload = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PoolKey:
     """What one communicator is made for, but for how many tokens.
 
     Attributes:
@@ -62,7 +62,7 @@ class Handle:
 
     comm: MoECommunicator
     inner: DispatchHandle
-    kind: Kind
+    kind: PoolKey
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
 
@@ -89,7 +89,7 @@ class HighThroughput:
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
         output_dtype: torch.dtype | None = None,
-    ) -> Kind:  # fmt: skip
+    ) -> PoolKey:  # fmt: skip
         """What this payload needs."""
         x, scales = payload
         self._pool.experts_per_rank(num_experts)
@@ -97,14 +97,14 @@ class HighThroughput:
             raise ArgumentError("num_worst_tokens", f"a multiple of the group's {self._pool.size} ranks", worst)
         columns = 0 if scales is None else 1 if scales.ndim == 1 else scales.shape[1]
         dtype = torch.float32 if scales is None else scales.dtype
-        return Kind(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms, output_dtype)
+        return PoolKey(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms, output_dtype)
 
     def dispatch(
         self,
         payload: Payload,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        kind: Kind,
+        kind: PoolKey,
         alignment: int,
         keep: bool = True,
     ) -> Delivered:
@@ -145,7 +145,7 @@ class HighThroughput:
         request = handle.comm.combine_async(x, handle.inner, row_weights=topk_weights.contiguous())
         return request.wait(), request.weights
 
-    def _communicator(self, kind: Kind, x: torch.Tensor) -> MoECommunicator:
+    def _communicator(self, kind: PoolKey, x: torch.Tensor) -> MoECommunicator:
         """One that is large enough for what every rank brings to this step. Collective."""
         comm = self._pool.get(kind)
         if kind.worst:
@@ -162,7 +162,7 @@ class HighThroughput:
         answers = self._pool.group.all_gather(mine.to_bytes(8, "little"), 0)
         return max(1, *(int.from_bytes(answer, "little") for answer in answers))
 
-    def _make(self, kind: Kind, x: torch.Tensor, max_tokens: int) -> MoECommunicator:
+    def _make(self, kind: PoolKey, x: torch.Tensor, max_tokens: int) -> MoECommunicator:
         scaled: dict[str, Any] = {}
         if kind.scale_columns:
             scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}

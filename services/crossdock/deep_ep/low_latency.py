@@ -25,7 +25,7 @@ Hook = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BufferShape:
     """What one communicator is made for.
 
     Attributes:
@@ -53,7 +53,7 @@ class LowLatencyHandle(Sequence[Any]):
     [2] M, [3] H, [4] E
     """
 
-    def __init__(self, comm: MoECommunicator, shape: Shape, num_tokens: int) -> None:
+    def __init__(self, comm: MoECommunicator, shape: BufferShape, num_tokens: int) -> None:
         self.comm, self.shape, self.num_tokens = comm, shape, num_tokens
         self.inner: DispatchHandle | None = None
         self.combine_buffer: torch.Tensor | None = None
@@ -98,9 +98,9 @@ class LowLatency:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._marks: dict[Shape, torch.Tensor] = {}
+        self._marks: dict[BufferShape, torch.Tensor] = {}
 
-    def _communicator(self, shape: Shape, like: torch.Tensor) -> MoECommunicator:
+    def _communicator(self, shape: BufferShape, like: torch.Tensor) -> MoECommunicator:
         comm = self._pool.get(shape)
         if comm is not None:
             return comm
@@ -117,7 +117,7 @@ class LowLatency:
         return comm
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, shape: Shape, stats: torch.Tensor | None, hooked: bool
+        self, x: torch.Tensor, topk_idx: torch.Tensor, shape: BufferShape, stats: torch.Tensor | None, hooked: bool
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, Hook]:
         """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` nothing is there before
         the hook has been called. `stats` [L] grows by the counts."""

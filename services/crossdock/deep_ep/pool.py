@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.transports import of_device
+from crossdock.deep_ep.exporter import watch
 from crossdock.deep_ep.guard import guard
-from crossdock.deep_ep.telemetry import watch
 from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
 
 IN_FLIGHT = 2
@@ -53,7 +54,7 @@ class Pool:
             raise ArgumentError("x", "a shape that has been dispatched before the graph is captured", list(like.shape))
         settings = self._settings
         config = MoEConfig(
-            group=self.group, transport=settings.transport or ("nvlink" if like.is_cuda else "cpu"),
+            group=self.group, transport=settings.transport or of_device(like.device.type).name,
             timeout_s=settings.timeout_s, kernel_cache_dir=settings.kernel_cache_dir or None,
             max_in_flight=IN_FLIGHT, **fields,
         )  # fmt: skip

@@ -33,7 +33,7 @@ def without(**arguments: tuple[Any, str]) -> None:
             raise ArgumentError(name, f"{False if value is True else None} ({why})", type(value).__name__)
 
 
-class Refused:
+class Unsupported:
     """The methods; `Buffer` inherits them."""
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:

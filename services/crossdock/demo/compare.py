@@ -22,7 +22,7 @@ MIN_CLEAR_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """What a comparison found.
 
     Attributes:
@@ -40,7 +40,7 @@ class Verdict:
 
 def judge_fp32(
     plain_tokens: torch.Tensor, remote_tokens: torch.Tensor, plain: torch.Tensor, remote: torch.Tensor
-) -> Verdict:
+) -> Comparison:
     """Compare two float32 runs.
 
     Args:
@@ -55,10 +55,10 @@ def judge_fp32(
     if not difference <= MAX_FP32_DIFFERENCE:
         failures.append(f"logits differ by {difference:.3g}, expected at most {MAX_FP32_DIFFERENCE:g}")
     detail = f"{num_tokens} tokens generated greedily; logits may differ by {MAX_FP32_DIFFERENCE:g}"
-    return Verdict(f"{num_equal}/{num_tokens}", difference, detail, tuple(failures))
+    return Comparison(f"{num_equal}/{num_tokens}", difference, detail, tuple(failures))
 
 
-def judge_bf16(exact: torch.Tensor, plain: torch.Tensor, remote: torch.Tensor) -> Verdict:
+def judge_bf16(exact: torch.Tensor, plain: torch.Tensor, remote: torch.Tensor) -> Comparison:
     """Compare two bfloat16 runs with each other and with a float32 run of the same weights.
 
     Args:
@@ -81,7 +81,7 @@ def judge_bf16(exact: torch.Tensor, plain: torch.Tensor, remote: torch.Tensor) -
         f"teacher-forced; {num_clear} of {num_all} tokens lead by more than the noise {noise:.2g}; "
         f"rms logit error against float32 {remote_error:.4f}, of the plain model {plain_error:.4f}"
     )
-    return Verdict(f"{num_equal}/{num_clear}", _max(remote - plain), detail, tuple(failures))
+    return Comparison(f"{num_equal}/{num_clear}", _max(remote - plain), detail, tuple(failures))
 
 
 def _max(difference: torch.Tensor) -> float:

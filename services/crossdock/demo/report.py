@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from crossdock.demo.compare import Verdict
+from crossdock.demo.compare import Comparison
 from crossdock.demo.scrape import PHASES, Buckets, quantile
 
 
@@ -27,7 +27,7 @@ class Row:
 
     family: str
     dtype: str
-    verdict: Verdict
+    verdict: Comparison
     phases: Mapping[str, Buckets]
     tokens_per_s: float
     urls: Sequence[str]

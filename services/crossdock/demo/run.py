@@ -26,8 +26,9 @@ from crossdock.client import ClientError, attach
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.transports import needs_gpu
 from crossdock.demo import scrape, stage
-from crossdock.demo.compare import Verdict, judge_bf16, judge_fp32
+from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, table
 from crossdock.demo.stage import Stage
@@ -38,14 +39,14 @@ from ep_kernels import transports
 Name = Literal["float32", "bfloat16"]
 
 
-class Sizes(TypedDict):
+class ModelSizes(TypedDict):
     """What differs between the families' models."""
 
     num_experts: int
     topk: int
 
 
-FAMILIES: dict[str, Sizes] = {
+FAMILIES: dict[str, ModelSizes] = {
     "qwen3_moe": {"num_experts": 16, "topk": 4},
     "mixtral": {"num_experts": 8, "topk": 2},
     "deepseek_v3": {"num_experts": 16, "topk": 4},
@@ -101,7 +102,7 @@ def run_demo(
     """
     _require("--transport", transports.names(), [transport])
     _require("--family", FAMILIES, families)
-    where = Stage.of(transport, num_workers, stage.num_gpus() if transport != "cpu" else 0)
+    where = Stage.of(transport, num_workers, stage.num_gpus() if needs_gpu(transport) else 0)
     where = replace(where, security=security or where.security)
     return _play(families, where, console or Console(stderr=as_json), as_json=as_json)
 
@@ -188,7 +189,7 @@ def _serve(
     return Row(family, name, verdict, phases, tokens_per_s, urls)
 
 
-def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple[Verdict, float]:
+def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple[Comparison, float]:
     """The verdict, and teacher-forced tokens per second."""
     ids = token_ids(text, TEXT_ROWS, TEXT_COLUMNS)
     tokens = _generate(model, text) if dtype is torch.float32 else None

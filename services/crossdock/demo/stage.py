@@ -8,8 +8,8 @@ import torch
 
 from crossdock.common.config import ConfigFileError, WorkerConfig
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.transports import CPU_RANKS, needs_gpu
 
-NUM_CPU_WORKERS = 4
 MAX_GPU_WORKERS = 8
 """Smallest number of experts of the demo's models."""
 
@@ -44,8 +44,8 @@ class Stage:
         Raises:
             ConfigFileError: no GPU, or more workers than GPUs.
         """
-        if transport == "cpu":
-            return Stage(transport, num_workers or NUM_CPU_WORKERS, torch.device("cpu"))
+        if not needs_gpu(transport):
+            return Stage(transport, num_workers or CPU_RANKS, torch.device("cpu"))
         if num_gpus == 0:
             raise ConfigFileError(f"--transport {transport}: expected a CUDA device for each worker, got none")
         if num_workers is not None and num_workers > num_gpus:

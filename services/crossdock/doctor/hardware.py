@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from crossdock.control.discovery import OLDEST_GPU, Topology, gpu_trouble, join, nic_trouble, too_old
-from crossdock.doctor.records import Finding, Level, fail, good, judge, untried, warn
+from crossdock.common.transports import GPU_LINKS, installed
+from crossdock.control.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
+from crossdock.doctor.findings import Finding, Level, fail, good, judge, untried, warn
 from crossdock.protocol.v1 import topology_pb2 as pb
 
 LEAST_OF_PAPER = 0.5
@@ -74,7 +75,7 @@ def _slow(topology: Topology, trials: Trials, numbers: Mapping[str, int]) -> Ite
     for (src, dst), trial in trials.items():
         if src in numbers and dst in numbers and trial.ok:
             reach = topology.reach(numbers[src], numbers[dst])
-            paper = reach.gbps if reach.transport == "nvlink" else 0.0
+            paper = reach.gbps if reach.over == GPU_LINKS else 0.0
             if trial.gbps < LEAST_OF_PAPER * paper:
                 yield (
                     f"GPU {numbers[src]} to GPU {numbers[dst]}: {trial.gbps:.0f} GB/s, expected at least "
@@ -87,21 +88,27 @@ def _pairs(pairs: list[tuple[str, str]], numbers: Mapping[str, int]) -> str:
     return f"GPUs {words}{', ...' if len(pairs) > 4 else ''}"
 
 
+def _names(*, needs_gpu: bool) -> str:
+    return " or ".join(facts.name for facts in installed().values() if facts.needs_gpu is needs_gpu)
+
+
 def _driver(host: pb.HostFacts, *, needs_gpus: bool) -> Finding:
     if host.gpus:
         return good("driver", f"{host.driver_version}, CUDA {host.cuda_version}, {len(host.gpus)} GPUs")
     if not needs_gpus:
-        return untried("driver", f"no GPU here ({host.no_gpus_reason}): transport cpu only")
+        return untried("driver", f"no GPU here ({host.no_gpus_reason}): transport {_names(needs_gpu=False)} only")
     cure = "install the NVIDIA driver; in a container use the NVIDIA runtime and ask for GPUs (nvidia.com/gpu)"
-    return fail("driver", host.no_gpus_reason, "transport nvlink needs GPUs", cure)
+    return fail("driver", host.no_gpus_reason, f"transport {_names(needs_gpu=True)} needs GPUs", cure)
 
 
 def _gpus(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
     old = [gpu for gpu in host.gpus if too_old(gpu) and (needs_gpus or gpu.max_nvlinks)]
     if old:
         what = f"GPU {', '.join(str(gpu.index) for gpu in old)}: compute capability {old[0].capability}"
-        cause = f"the kernels of nvlink need {OLDEST_GPU}.0 (Hopper) or newer"
-        yield (fail if needs_gpus else warn)("capability", what, cause, "take newer GPUs, or transport cpu")
+        cause = f"the kernels of {_names(needs_gpu=True)} need {oldest_gpu()}.0 (Hopper) or newer"
+        yield (fail if needs_gpus else warn)(
+            "capability", what, cause, f"take newer GPUs, or transport {_names(needs_gpu=False)}"
+        )
     for gpu in host.gpus:
         trouble = gpu_trouble(gpu)
         if gpu.mig:

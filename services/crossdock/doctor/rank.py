@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crossdock.common.transports import needs_gpu
 from crossdock.tune.measure import prepared
 from ep_kernels import EpError, Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
+from ep_kernels.transports.base import probe
 
 _TOPK, _EXPERTS_PER_RANK, _SEED = 4, 8, 1234
 _TOLERANCE = 0.03
@@ -26,7 +28,7 @@ _TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrialStep:
     """One kind of step: its mode and layout, tokens per rank, columns; what is timed (a dispatch with its combine, or
     alone), so many in a row, in so many rounds."""
 
@@ -41,42 +43,34 @@ class Step:
 
 
 STEPS = {
-    "cpu": (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
+    False: (
+        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
+        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
     ),
-    "nvlink": (
-        Step("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
-        Step("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
+    True: (
+        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
+        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
     ),
 }
+"""By whether ranks have GPUs."""
 
 
 def main(transport: str, rank: int, size: int, store_path: str) -> dict[str, Any]:
     """Run the steps; what is printed."""
-    device = torch.device("cpu") if transport == "cpu" else torch.device("cuda", rank)
+    on_gpu = needs_gpu(transport)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     torch.set_num_threads(1)
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.set_device(device)
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     answer: dict[str, Any] = {"rank": rank, "steps": {}}
-    for step in STEPS[transport]:
+    for step in STEPS[on_gpu]:
         group = StoreGroup(store, rank, size, name=step.name)
         answer["steps"][step.name] = run_step(step, group, transport, device)
-    if transport == "nvlink":
-        answer["handles"] = handle_kind(rank)
-    return answer
+    return {**answer, **probe(transport, rank)}
 
 
-def handle_kind(device: int) -> dict[str, Any]:
-    """How device memory is shared here, and why no better way is."""
-    from ep_kernels.transports.nvlink.memory import choose_kind
-
-    kind, refused = choose_kind(device)
-    return {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
-
-
-def run_step(step: Step, group: StoreGroup, transport: str, device: torch.device) -> dict[str, Any]:
+def run_step(step: TrialStep, group: StoreGroup, transport: str, device: torch.device) -> dict[str, Any]:
     """Times of one kind of step, round by round, and how far the answer is off."""
     generator = torch.Generator().manual_seed(_SEED + group.rank)
     num_experts = _EXPERTS_PER_RANK * group.size
@@ -110,7 +104,7 @@ def _answer(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: 
     return comm.combine(rows, handle)
 
 
-def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: Step) -> None:
+def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: TrialStep) -> None:
     for _ in range(step.in_a_row):
         out, handle = comm.dispatch(x, ids, weights)
         if step.combines:

@@ -12,7 +12,7 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
-from crossdock.doctor.records import Finding, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, fail, good, judge, warn
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 

@@ -9,25 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from crossdock.common import transports
 from crossdock.common.config import ConfigFileError
 from crossdock.common.security import Security
 from crossdock.control.discovery import join
 from crossdock.doctor import hardware, reach, system, trial
-from crossdock.doctor.records import Finding, Level, untried
+from crossdock.doctor.findings import Finding, Level, untried
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
 from ep_kernels.topology import try_peers
 
-TRANSPORTS = ("auto", "cpu", "nvlink")
 _STYLES = {Level.GOOD: "green", Level.UNTRIED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorRequest:
     """What to look at.
 
     Attributes:
-        transport: "auto" = nvlink where two GPUs reach each other, else cpu.
+        transport: a name, or "auto": over GPU links where two GPUs reach each other by them, else by memory.
         target: host:port of a control plane, "" = none.
         addresses: host:port of others to reach.
         passes: also try peer access, and dispatch and combine.
@@ -43,13 +43,14 @@ class Request:
     security: Security | None = None
 
 
-def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
+def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
     """Look at everything; findings come as they are made. Raises ConfigFileError for an unknown transport."""
-    if request.transport not in TRANSPORTS:
-        raise ConfigFileError(f"--transport: expected one of {', '.join(TRANSPORTS)}, got {request.transport!r}")
+    known = ("auto", *transports.names())
+    if request.transport not in known:
+        raise ConfigFileError(f"--transport: expected one of {', '.join(known)}, got {request.transport!r}")
     host = host or host_facts()
     transport, num_ranks = choose(request.transport, host)
-    yield from hardware.judge_host(host, needs_gpus=request.transport == "nvlink")
+    yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
     seen = system.look()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
@@ -64,7 +65,8 @@ def examine(request: Request, host: topology_pb2.HostFacts | None = None) -> Ite
         trials, why = try_peers()
         yield from hardware.judge_trials(host, trials, why)
     answers = trial.run_trial(transport, num_ranks)
-    gpus = [gpu.nvlink_gbps for gpu in host.gpus] if transport == "nvlink" else []
+    over_links = transports.installed()[transport].over == transports.GPU_LINKS
+    gpus = [gpu.nvlink_gbps for gpu in host.gpus] if over_links else []
     yield from trial.judge_trial(transport, answers, min(gpus, default=0.0))
 
 
@@ -72,9 +74,8 @@ def choose(transport: str, host: topology_pb2.HostFacts) -> tuple[str, int]:
     """(transport, ranks) of the pass: all GPUs of the largest domain, or two processes."""
     domains = join([host]).domains
     largest = max((len(members) for members in domains.values()), default=0)
-    if transport == "nvlink" or (transport == "auto" and largest > 1):
-        return "nvlink", max(1, min(largest, trial.MOST_GPUS))
-    return "cpu", trial.CPU_RANKS
+    facts = transports.automatic(largest) if transport == "auto" else transports.installed()[transport]
+    return facts.name, facts.default_world(max(1, min(largest, trial.MOST_GPUS)), trial.CPU_RANKS)
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:

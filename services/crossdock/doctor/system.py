@@ -13,7 +13,7 @@ from pathlib import Path
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
 from crossdock.common.plural import counted
-from crossdock.doctor.records import Finding, Level, good, judge, untried, warn
+from crossdock.doctor.findings import Finding, Level, good, judge, untried, warn
 
 _GIB = 1 << 30
 _LEAST_FILES = 1024

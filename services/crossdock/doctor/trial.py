@@ -13,36 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crossdock.common.plural import counted
-from crossdock.doctor.records import Finding, Level, fail, good, judge, warn
+from crossdock.common.transports import Expected, installed
+from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2
 MOST_GPUS = 8
 DEADLINE_S = 120.0
 """GPUs: kernels that are not in the wheel are compiled first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What a healthy host reaches at least.
-
-    Attributes:
-        pair_us: of one token, dispatch and combine together.
-        share_of_links: of what a GPU's NVLinks carry on paper, in a dispatch of many tokens; 0 = not judged.
-        gbps: bytes that leave a rank in that dispatch, where there are no links to compare with.
-    """
-
-    pair_us: float
-    share_of_links: float
-    gbps: float
-
-
-EXPECTED = {"cpu": Expectation(20_000, 0.0, 0.02), "nvlink": Expectation(60, 0.45, 0.0)}
-"""H200: 11 us, and 0.7 of the links. A machine with two cores: 0.3 ms."""
 
 
 def run_trial(transport: str, num_ranks: int, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
@@ -80,17 +61,17 @@ def _answer(process: subprocess.Popen[str], rank: int, deadline: float) -> dict[
 
 
 def judge_trial(
-    transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expectation | None = None
+    transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expected | None = None
 ) -> Iterator[Finding]:
     """What the answers of the ranks say.
 
     Args:
-        transport: "cpu" or "nvlink".
+        transport: its name.
         answers: of `run_trial`.
         links_gbps: gigabytes per second that leave a GPU by its NVLinks on paper; 0 = unknown.
-        expected: what is enough; by default what EXPECTED says.
+        expected: what is enough; by default what the transport says of itself.
     """
-    expected = expected or EXPECTED[transport]
+    expected = expected or installed()[transport].expected
     broken = [answer for answer in answers if "failed" in answer]
     if broken:
         words = "; ".join(f"rank {answer['rank']}: {answer['failed']}" for answer in broken[:3])
@@ -120,9 +101,7 @@ def _took_us(answers: Sequence[Mapping[str, Any]], step: str) -> float:
     return float(statistics.median(min(times) for times in rounds))
 
 
-def _bandwidth(
-    transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expectation
-) -> Finding:
+def _bandwidth(transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expected) -> Finding:
     took_us = _took_us(answers, "bandwidth")
     rates = [answer["steps"]["bandwidth"]["remote_bytes"] / took_us / 1e3 for answer in answers]
     least = expected.share_of_links * links_gbps or expected.gbps

@@ -26,7 +26,7 @@ from crossdock.common.log import get
 from crossdock.common.security import security_of
 from crossdock.common.settings import DockerConfig
 from crossdock.host.child import EXITS_FOR_GOOD, bound_log
-from crossdock.host.docker_plan import Owner, Part, changed, control_address, parts_of, with_ports
+from crossdock.host.docker_plan import ContainerPlan, Owner, changed, control_address, parts_of, with_ports
 from crossdock.host.supervisor import HopelessError, SupervisorError, Watched
 
 log = get(__name__)
@@ -155,7 +155,7 @@ class Containers(Watched):
         if removed := self._remove(owner=False):
             log.warning("removed what a killed run left", containers=", ".join(removed))
 
-    def _create(self, part: Part) -> Any:
+    def _create(self, part: ContainerPlan) -> Any:
         chosen, name = self._docker, f"{self._docker.name}-{part.name}"
         path = self._log_dir.resolve() / f"{part.name}.yaml"
         path.write_text(dump(changed(part.config)), encoding="utf-8")

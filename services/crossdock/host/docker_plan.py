@@ -19,6 +19,7 @@ import msgspec
 from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address, split_targets
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig
 from crossdock.common.settings import DockerConfig, SecurityConfig
+from crossdock.common.transports import needs_gpu
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -32,7 +33,7 @@ _IMAGES_OWN = frozenset("/ /app /bin /config /dev /etc /lib /lib64 /proc /run /s
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContainerPlan:
     """One container.
 
     Attributes:
@@ -54,7 +55,7 @@ class Part:
     gpus: int = 0
 
 
-def parts_of(config: HostConfig) -> list[Part]:
+def parts_of(config: HostConfig) -> list[ContainerPlan]:
     """The containers of a host, the control plane first.
 
     Args:
@@ -75,7 +76,7 @@ def parts_of(config: HostConfig) -> list[Part]:
             security=_absolute(control.security),
         )
         mounts = _mounts(_files(inside.security))
-        parts.append(Part(CONTROL, chosen.control_image, "control", inside, ports, mounts))
+        parts.append(ContainerPlan(CONTROL, chosen.control_image, "control", inside, ports, mounts))
         target = format_address(CONTROL, split_address(control.listen)[1])
     elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
         raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
@@ -97,7 +98,7 @@ def changed(config: msgspec.Struct) -> dict[str, object]:
     }
 
 
-def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
+def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> ContainerPlan:
     worker, model = config.worker, os.path.realpath(config.worker.model)
     inside = msgspec.structs.replace(
         config,
@@ -117,11 +118,13 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Part:
         ),
     )
     each = [address for one in config.worker_configs() for address in (one.listen, one.http_listen)]
-    gpus = (config.num_workers if worker.transport == "nvlink" else 0) if chosen.gpus is None else chosen.gpus
+    gpus = (config.num_workers if needs_gpu(worker.transport) else 0) if chosen.gpus is None else chosen.gpus
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
     mounts = _mounts(_files(inside.worker.security), folders)
-    return Part(WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus)
+    return ContainerPlan(
+        WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus
+    )
 
 
 def with_ports(config: HostConfig) -> HostConfig:

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from crossdock.common import log
+from crossdock.common import log, transports
 from crossdock.common.addresses import is_loopback
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
@@ -75,14 +74,9 @@ def run_host(config: HostConfig, console: Console) -> int:
 
 
 def _check_transport(name: str) -> None:
-    """Raises ConfigFileError for one that is not installed here; without `ep_kernels` here, containers bring theirs."""
-    found = find_spec("ep_kernels")
-    if found is None or not found.submodule_search_locations:
-        return
-    known = sorted(
-        path.parent.name for path in Path(found.submodule_search_locations[0]).glob("transports/*/transport.py")
-    )
-    if name not in known:
+    """Raises ConfigFileError for one that is not installed here; where none is, containers bring theirs."""
+    known = transports.names()
+    if known and name not in known:
         raise ConfigFileError(f"worker.transport: expected one of {', '.join(known)}, got {name!r}")
 
 

@@ -28,6 +28,7 @@ from crossdock.common.control_channel import BlockingControlPlaneChannel
 from crossdock.common.cpus import usable_cpus
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
+from crossdock.common.transports import needs_gpu
 from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
 from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
@@ -256,7 +257,7 @@ def share_cpus(workers: Sequence[WorkerConfig], num_cpus: int) -> list[WorkerCon
     event loop. Threads of a product spin: without a processor for each, throughput falls to a tenth."""
     share = max(1, num_cpus // len(workers) - 1)
     return [
-        msgspec.structs.replace(worker, torch_threads=share if worker.transport == "cpu" else 1)
+        msgspec.structs.replace(worker, torch_threads=1 if needs_gpu(worker.transport) else share)
         if worker.torch_threads is None
         else worker
         for worker in workers

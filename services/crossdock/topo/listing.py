@@ -11,15 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.plural import counted
-from crossdock.control.discovery import CPU, Reach, gpu_trouble
+from crossdock.control.discovery import CPU, Reach, gpu_trouble, means_of_transport
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16
 """Larger topologies are listed by kinds of pairs instead of as a matrix."""
 TABLE_DEVICES = 32
 """Larger ones by a line for each host instead of each device."""
-_LETTERS = {"nvlink": "N", "rdma": "R", "cpu": "C", "none": "-"}
-_LEGEND = "N nvlink, R rdma, C cpu (shared memory), - none; GB/s in one direction; * = not in this release"
 _SHOWN_PAIRS = 3
 _GIB = 1 << 30
 
@@ -71,7 +69,7 @@ def as_tables(picture: Picture) -> RenderableType:
     table = _devices(picture) if len(topology.devices) <= TABLE_DEVICES else _hosts(picture)
     shown: list[RenderableType] = [headline, Text(), table, Text()]
     if found and len(picture.ranks) <= MATRIX_RANKS:
-        shown += [_matrix(picture), Text(_LEGEND, style="dim"), Text()]
+        shown += [_matrix(picture), Text(_legend(), style="dim"), Text()]
     if found:
         shown += [_kinds(found), Text()]
     shown += list(_why_off(found))
@@ -164,9 +162,19 @@ def _span(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def _letter(transport: str) -> str:
+    return "-" if transport == "none" else transport[0].upper()
+
+
+def _legend() -> str:
+    named = [(means.name, f" ({means.about})" if means.about else "") for means in means_of_transport()]
+    words = ", ".join(f"{_letter(name)} {name}{about}" for name, about in [*named, ("none", "")])
+    return f"{words}; GB/s in one direction; * = not in this release"
+
+
 def _cell(reach: Reach) -> str:
     rate = f"{reach.gbps:.0f}" if reach.gbps else ""
-    return f"{_LETTERS[reach.transport]}{rate}{'*' if rate and not reach.served else ''}"
+    return f"{_letter(reach.transport)}{rate}{'*' if rate and not reach.served else ''}"
 
 
 def _matrix(picture: Picture) -> Table:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 import crossdock
-from crossdock.tune.request import TIMEOUT_S, Request
+from crossdock.tune.request import TIMEOUT_S, TuneRequest
 from ep_kernels import Mode, MoECommunicator, tuning
 
 PAIRS = {"cuda": 10, "cpu": 3}
@@ -32,7 +32,7 @@ Progress = Callable[[str, int, float, float], None]
 """(layout, tokens, LL us, HT us) of each step, on rank 0."""
 
 
-def measure(request: Request, layout: str, group: Any, progress: Progress) -> tuning.Record:
+def measure(request: TuneRequest, layout: str, group: Any, progress: Progress) -> tuning.Record:
     """Both curves of one layout, and the crossover. Collective; the same record on every rank, but for its time.
     Raises EpError."""
     config = request.config(layout, group)
@@ -55,7 +55,7 @@ def measure(request: Request, layout: str, group: Any, progress: Progress) -> tu
     )
 
 
-def timed(comm: MoECommunicator, tokens: int, request: Request) -> dict[Mode, list[float]]:
+def timed(comm: MoECommunicator, tokens: int, request: TuneRequest) -> dict[Mode, list[float]]:
     """Microseconds of one pair on this rank, run by run, of both algorithms."""
     feed = _Feed(comm, tokens, request.seed)
     turns = {

@@ -15,12 +15,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from crossdock.common.transports import needs_gpu
 from crossdock.tune.measure import Progress, measure
-from crossdock.tune.request import Request
+from crossdock.tune.request import TuneRequest
 from ep_kernels import EpError, StoreGroup, tuning
 
 
-def measured(request: Request, group_of: Callable[[str], Any], progress: Progress) -> list[tuning.Record]:
+def measured(request: TuneRequest, group_of: Callable[[str], Any], progress: Progress) -> list[tuning.Record]:
     """Measure each layout of the request and, on rank 0, write it down as soon as it is known. Collective.
 
     Args:
@@ -40,7 +41,7 @@ def measured(request: Request, group_of: Callable[[str], Any], progress: Progres
     return records
 
 
-def under_torchrun(request: Request, progress: Progress) -> tuple[int, list[tuning.Record]]:
+def under_torchrun(request: TuneRequest, progress: Progress) -> tuple[int, list[tuning.Record]]:
     """This process as one of torchrun's, with the GPU of its local rank: (rank, records). Raises as `measured`."""
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     local = dist.get_node_local_rank(fallback_rank=rank)
@@ -50,17 +51,17 @@ def under_torchrun(request: Request, progress: Progress) -> tuple[int, list[tuni
 
 def enter(transport: str, index: int) -> None:
     """Make GPU `index` this process's own, or keep torch from taking the cores of other ranks."""
-    if transport == "cpu":
-        torch.set_num_threads(1)
-    else:
+    if needs_gpu(transport):
         torch.cuda.set_device(index)
+    else:
+        torch.set_num_threads(1)
 
 
 def main(words: list[str]) -> int:
     """Measure and print; the exit status."""
     rank, size = int(words[1]), int(words[2])
     try:
-        request = msgspec.json.decode(words[0], type=Request)
+        request = msgspec.json.decode(words[0], type=TuneRequest)
         enter(request.transport, rank)
         store = dist.FileStore(words[3], size)  # type: ignore[attr-defined]
         records = measured(request, lambda name: StoreGroup(store, rank, size, name=name), _say_step)

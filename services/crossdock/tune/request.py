@@ -21,11 +21,15 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 TIMEOUT_S = 60.0
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OptionError(ValueError):
+    """An option with a value that this command does not know."""
+
+
+class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run of `crossdock tune`.
 
     Attributes:
-        transport: "cpu" or "nvlink".
+        transport: its name.
         layouts: values of Layout, each measured by itself.
         num_experts, hidden_size, topk: E, H, K.
         dtype: a key of PAYLOADS.

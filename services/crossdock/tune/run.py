@@ -17,43 +17,42 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.common.transports import automatic, installed, names
 from crossdock.tune.measure import Progress
 from crossdock.tune.rank import under_torchrun
-from crossdock.tune.request import PAYLOADS, Request
+from crossdock.tune.request import PAYLOADS, OptionError, TuneRequest
 from ep_kernels import Layout, transports, tuning
-from ep_kernels.transports.nvlink.inspection import PaperGroup, arrays
+from ep_kernels.groups import PaperGroup
+from ep_kernels.transports.base import region_map
 
-TRANSPORTS = ("auto", "cpu", "nvlink")
 LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
 """Those of workers, and of vLLM."""
-CPU_RANKS = 4
-MOST_TOKENS = {"cpu": 512, "nvlink": 4096}
-"""Largest step of the ladder, by default."""
 SILENCE_S = 300.0
 """Longest time in which no rank says anything: GPUs compile kernels that are not in the wheel first."""
 _MIB = 1 << 20
 
 
-class OptionError(ValueError):
-    """An option with a value that this command does not know."""
-
-
 def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
-    """(transport, ranks): "auto" is nvlink where there are two GPUs; by default all GPUs, or CPU_RANKS processes."""
-    if transport not in TRANSPORTS:
-        raise OptionError(f"--transport: expected one of {', '.join(TRANSPORTS)}, got {transport}")
+    """(transport, ranks): "auto" is one on GPUs where there are two; by default all GPUs, or CPU_RANKS processes."""
+    known = ("auto", *names())
+    if transport not in known:
+        raise OptionError(f"--transport: expected one of {', '.join(known)}, got {transport}")
     num_gpus = torch.cuda.device_count()
-    if transport == "auto":
-        transport = "nvlink" if num_gpus > 1 else "cpu"
-    num_ranks = (num_gpus if transport == "nvlink" else CPU_RANKS) if ranks is None else ranks
-    if transport == "nvlink" and not num_gpus:
-        raise OptionError("--transport nvlink: expected a CUDA device for each rank, got none")
-    if transport == "nvlink" and not 1 <= num_ranks <= num_gpus:
+    facts = automatic(num_gpus) if transport == "auto" else installed()[transport]
+    num_ranks = facts.default_world(num_gpus) if ranks is None else ranks
+    if facts.needs_gpu and not num_gpus:
+        raise OptionError(f"--transport {facts.name}: expected a CUDA device for each rank, got none")
+    if facts.needs_gpu and not 1 <= num_ranks <= num_gpus:
         raise OptionError(f"--ranks: expected a GPU for each rank, got {num_ranks} ranks and {num_gpus} GPUs")
-    return transport, num_ranks
+    return facts.name, num_ranks
 
 
-def check(request: Request, num_ranks: int) -> None:
+def largest_step(transport: str) -> int:
+    """Largest step of the ladder, where none is asked for."""
+    return installed()[transport].largest_step
+
+
+def check(request: TuneRequest, num_ranks: int) -> None:
     """Raise OptionError or ConfigError for what no rank could measure."""
     if request.dtype not in PAYLOADS:
         raise OptionError(f"--dtype: expected one of {', '.join(PAYLOADS)}, got {request.dtype}")
@@ -64,7 +63,7 @@ def check(request: Request, num_ranks: int) -> None:
         request.config(layout, PaperGroup(0, num_ranks))
 
 
-def tune(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Record]:
+def tune(request: TuneRequest, num_ranks: int, progress: Progress) -> list[tuning.Record]:
     """Measure, and write down what was found. Under torchrun this process is one of its ranks, of which rank 0 has the
     records; else there is a process for each rank. Raises what `check` raises; EpError or RuntimeError where it fails.
     """
@@ -75,7 +74,7 @@ def tune(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Re
     return run_ranks(request, num_ranks, progress)
 
 
-def watch(request: Request, num_ranks: int, console: Console) -> list[tuning.Record]:
+def watch(request: TuneRequest, num_ranks: int, console: Console) -> list[tuning.Record]:
     """`tune`, with the step that was measured last on the console."""
     with console.status("starting") as status:
 
@@ -85,7 +84,7 @@ def watch(request: Request, num_ranks: int, console: Console) -> list[tuning.Rec
         return tune(request, num_ranks, progress)
 
 
-def run_ranks(request: Request, num_ranks: int, progress: Progress) -> list[tuning.Record]:
+def run_ranks(request: TuneRequest, num_ranks: int, progress: Progress) -> list[tuning.Record]:
     """The records of ranks that are processes of this host. Raises RuntimeError naming the rank that failed."""
     with tempfile.TemporaryDirectory(prefix="crossdock-tune-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(num_ranks)]
@@ -143,19 +142,19 @@ def _listen(rank: int, process: subprocess.Popen[bytes], said: queue.Queue[tuple
 # How it is shown.
 
 
-def file_of(request: Request) -> Path | None:
+def file_of(request: TuneRequest) -> Path | None:
     """Where the records are kept; None: nowhere."""
     folder = tuning.cache_dir(request.cache_dir)
     return None if folder is None else folder / tuning.FILE_NAME
 
 
-def as_dict(request: Request, records: Sequence[tuning.Record]) -> dict[str, Any]:
+def as_dict(request: TuneRequest, records: Sequence[tuning.Record]) -> dict[str, Any]:
     """Plain JSON types, with the file that keeps them."""
     path = file_of(request)
     return {"file": str(path) if path else None, "records": msgspec.to_builtins(records)}
 
 
-def as_tables(request: Request, records: Sequence[tuning.Record]) -> Group:
+def as_tables(request: TuneRequest, records: Sequence[tuning.Record]) -> Group:
     """A table for each layout with what follows from it, and where that was written."""
     path = file_of(request)
     kept = f"written to {path}" if path else "written nowhere: this user has no home; see --cache-dir"
@@ -188,18 +187,18 @@ def _table(record: tuning.Record) -> Table:
     return table
 
 
-def _verdict(request: Request, record: tuning.Record) -> str:
+def _verdict(request: TuneRequest, record: tuning.Record) -> str:
     chosen, built_in = record.ll_max_tokens, built_in_crossover(request, record)
     words = f"{record.key.layout}: AUTO runs LL up to {chosen:,} tokens per rank (built in: {built_in:,})"
     if chosen == record.tokens[-1]:
         words += "; LL was ahead to the end: --max-tokens measures larger steps"
-    if request.transport == "nvlink":
-        now, before = (_region_mib(request, record, most) for most in (chosen, built_in))
+    now, before = (_region_mib(request, record, most) for most in (chosen, built_in))
+    if now and before:
         words += f"; regions of {request.max_tokens:,} tokens then take {now:,.0f} MiB on each GPU ({before:,.0f})"
     return words
 
 
-def built_in_crossover(request: Request, record: tuning.Record) -> int:
+def built_in_crossover(request: TuneRequest, record: tuning.Record) -> int:
     """What AUTO has where nothing was measured."""
     transport = transports.create(request.config(record.key.layout, PaperGroup(0, record.key.num_ranks)))
     try:
@@ -208,7 +207,8 @@ def built_in_crossover(request: Request, record: tuning.Record) -> int:
         transport.close()
 
 
-def _region_mib(request: Request, record: tuning.Record, ll_max_tokens: int) -> float:
+def _region_mib(request: TuneRequest, record: tuning.Record, ll_max_tokens: int) -> float | None:
     config = request.config(record.key.layout, PaperGroup(0, record.key.num_ranks))
     sized = msgspec.structs.replace(config, max_tokens_per_rank=request.max_tokens, ll_max_tokens=ll_max_tokens)
-    return sum(array.num_bytes for array in arrays(sized)) / _MIB
+    found = region_map(sized)
+    return None if found is None else found.num_bytes / _MIB

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from crossdock.deep_ep.telemetry import counting_timeouts
+from crossdock.deep_ep.exporter import counting_timeouts
 from crossdock.vllm_plugin import compat
-from crossdock.vllm_plugin.managers import Link
+from crossdock.vllm_plugin.managers import LayerContext
 from ep_kernels import ArgumentError
 
 _Base: Any = compat.find("FusedMoEPrepareAndFinalizeModular")
@@ -66,7 +66,7 @@ class Finalizer(_Base):  # type: ignore[misc]
         num_dispatchers: R, as vLLM counts them.
     """
 
-    def __init__(self, link: Link, num_dispatchers: int) -> None:
+    def __init__(self, link: LayerContext, num_dispatchers: int) -> None:
         super().__init__()
         self._link, self._num_dispatchers = link, num_dispatchers
         self._handles: list[Any] = [None] * IN_FLIGHT

@@ -62,7 +62,7 @@ PARAMETERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BackendSlot:
     """A backend of vLLM whose place ours take.
 
     Attributes:
@@ -78,9 +78,9 @@ class Slot:
 
 
 SLOTS = (
-    Slot("deepep_low_latency", "DeepEPLLAll2AllManager", "DeepEPLLPrepareAndFinalize"),
-    Slot("deepep_high_throughput", "DeepEPHTAll2AllManager", "DeepEPHTPrepareAndFinalize"),
-    Slot("deepep_v2", "DeepEPV2All2AllManager", "DeepEPV2PrepareAndFinalize", optional=True),
+    BackendSlot("deepep_low_latency", "DeepEPLLAll2AllManager", "DeepEPLLPrepareAndFinalize"),
+    BackendSlot("deepep_high_throughput", "DeepEPHTAll2AllManager", "DeepEPHTPrepareAndFinalize"),
+    BackendSlot("deepep_v2", "DeepEPV2All2AllManager", "DeepEPV2PrepareAndFinalize", optional=True),
 )
 
 
@@ -97,7 +97,7 @@ def find(name: str) -> Any:
         raise PluginError(f"vLLM {version()}: expected {NAMES[name]}.{name}: {error}") from error
 
 
-def present(slot: Slot) -> bool:
+def present(slot: BackendSlot) -> bool:
     """Whether this vLLM has the backend at all."""
     return slot.manager in _code_names(_module(_BUILDER[0]), _BUILDER[1], "__init__")
 

@@ -14,7 +14,7 @@ import torch
 from crossdock.deep_ep.high_throughput import HighThroughput
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
-from crossdock.vllm_plugin.managers import Link
+from crossdock.vllm_plugin.managers import LayerContext
 from ep_kernels import Layout, Mode, MoECommunicator
 
 _STANDARD: Any = compat.find("FusedMoEActivationFormat").Standard
@@ -41,7 +41,7 @@ class HighThroughputFinalizer(Finalizer):
         """Rows of whole 16-byte words also as fp8."""
         return round_up(hidden_size, 1)
 
-    def __init__(self, buffer: Link, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
+    def __init__(self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
         super().__init__(buffer, num_dispatchers)
         self._calls = HighThroughput(buffer.pool)
         self._first_expert = rank_expert_offset
@@ -183,7 +183,7 @@ class GraphFinalizer(HighThroughputFinalizer):
     """In the place of vLLM's `DeepEPV2PrepareAndFinalize`; arguments as vLLM's factory gives them."""
 
     def __init__(
-        self, buffer: Link, num_dispatchers: int, dp_size: int, rank_expert_offset: int, num_experts: int,
+        self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int, num_experts: int,
         num_topk: int, use_fp8_dispatch: bool = False, use_cudagraph: bool = False, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(buffer, num_dispatchers, dp_size, rank_expert_offset)

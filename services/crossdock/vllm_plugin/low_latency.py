@@ -15,7 +15,7 @@ import torch
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.errors import PluginError
-from crossdock.vllm_plugin.managers import Link
+from crossdock.vllm_plugin.managers import LayerContext
 from ep_kernels import Layout, Mode, MoECommunicator, ScaleFormat
 
 _BATCHED: Any = compat.find("FusedMoEActivationFormat").BatchedExperts
@@ -38,7 +38,7 @@ class LowLatencyFinalizer(Finalizer):
 
     def __init__(
         self,
-        buffer: Link,
+        buffer: LayerContext,
         max_tokens_per_rank: int,
         num_dispatchers: int,
         use_fp8_dispatch: bool = False,

@@ -9,6 +9,7 @@ import torch
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
+from crossdock.common.transports import installed, of_device
 from crossdock.deep_ep.pool import Pool
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.errors import PluginError
@@ -20,7 +21,7 @@ _Base: Any = compat.find("All2AllManagerBase")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class LayerContext:
     """What the prepare/finalize objects of all layers share.
 
     Attributes:
@@ -44,18 +45,18 @@ class Manager(_Base):  # type: ignore[misc]
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None, device_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
         self._settings = FrameworkConfig.from_env()
-        on_gpus = torch.cuda.is_available() and self._settings.transport != "cpu"
-        if self.internode:
-            where = "nvlink" if on_gpus else "cpu"
-            raise PluginError(f"crossdock: transport {where} joins the ranks of one host, this group has several")
+        named = self._settings.transport
+        facts = installed().get(named) if named else of_device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.internode and facts is not None and not facts.cross_host:
+            raise PluginError(f"crossdock: transport {facts.name} joins the ranks of one host, this group has several")
         self._pool = Pool(cpu_group, self._settings)
         self.support_fault_tolerance = True  # vLLM's runner asks `query_fault` after each step, graphs or not
 
-    def get_handle(self, kwargs: dict[str, Any]) -> Link:
+    def get_handle(self, kwargs: dict[str, Any]) -> LayerContext:
         """What vLLM's factory hands to the prepare/finalize class; the model is there by then, and its attention."""
         for builder in compat.part_halves():
             log.info(f"crossdock: {builder} makes attention metadata anew for each half of a batch")
-        return Link(self._pool, self._settings, *self._sizes(kwargs))
+        return LayerContext(self._pool, self._settings, *self._sizes(kwargs))
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
         """M, E, K, as many as are known."""

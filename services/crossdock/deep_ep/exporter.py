@@ -26,7 +26,7 @@ COLLECT_S = 0.25
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedCommunicator:
     """One communicator.
 
     Attributes:
@@ -40,12 +40,12 @@ class _Watched:
     puzzling: bool = False
 
 
-class Telemetry:
+class FrameworkTelemetry:
     """Counts of this process's communicators."""
 
     def __init__(self) -> None:
         self.metrics = FrameworkMetrics()
-        self._watched: weakref.WeakKeyDictionary[MoECommunicator, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[MoECommunicator, _WatchedCommunicator] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.address = ""
@@ -58,7 +58,7 @@ class Telemetry:
         if traffic:
             comm.count_received()
         with self._lock:
-            self._watched[comm] = _Watched(str(comm.rank), [0] * comm.size)
+            self._watched[comm] = _WatchedCommunicator(str(comm.rank), [0] * comm.size)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
@@ -113,7 +113,7 @@ class Telemetry:
                 if wait_ns:
                     metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
 
-    def _count_received(self, about: _Watched, received: list[int] | None, row_bytes: int) -> None:
+    def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
         """What has come since the last call; `received` is all so far, or None where that is not known just now."""
         if received is None:
             return
@@ -132,9 +132,9 @@ class Telemetry:
 
 
 @functools.cache
-def telemetry() -> Telemetry:
+def telemetry() -> FrameworkTelemetry:
     """This process's; made at the first call."""
-    return Telemetry()
+    return FrameworkTelemetry()
 
 
 def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:

@@ -1,0 +1,102 @@
+"""What transports say of themselves: it is what they can do, no torch is loaded for it, and a wrong word is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from crossdock.common import transports
+from crossdock.control.discovery import means_of_transport
+from ep_kernels import MoEConfig
+from ep_kernels.groups import PaperGroup
+from ep_kernels.transports import base
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What is read is kept for the process."""
+    transports.installed.cache_clear()
+    yield
+    transports.installed.cache_clear()
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / "transports" / name).mkdir(parents=True)
+        (folder / "transports" / name / transports.FILE_NAME).write_text(text)
+    found = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(transports, "find_spec", lambda _: found)
+
+
+@pytest.mark.parametrize("name", transports.names())
+def test_they_say_what_they_can(name: str) -> None:
+    config = MoEConfig(
+        group=PaperGroup(0, 2), num_experts=4, hidden_size=128, topk=2, max_tokens_per_rank=8, transport=name
+    )
+    transport, said = base.create(config), transports.installed()[name]
+    try:
+        can = transport.capabilities
+    finally:
+        transport.close()
+    assert (can.device_type, can.cross_host) == (said.device_type, said.cross_host)
+    assert said.needs_gpu == (can.device_type != "cpu")
+
+
+def test_all_of_the_data_plane_s_are_known_and_no_torch_is_loaded() -> None:
+    assert transports.names() == base.names()
+    code = (
+        "import sys; from crossdock.common import transports as t; print(list(t.installed()), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == f"{list(transports.installed())} False"
+
+
+def test_what_is_taken_where_nothing_is_said() -> None:
+    found = transports.installed()
+    assert transports.automatic(0).name == transports.automatic(1).name == "cpu"
+    assert transports.automatic(2).name == transports.of_device("cuda").name == next(iter(found))
+    assert transports.of_device("cpu").default_world(8) == transports.CPU_RANKS
+    assert transports.of_device("cpu").default_world(8, 2) == 2
+    assert transports.of_device("cuda").default_world(8) == 8
+    assert not transports.needs_gpu("not-here")
+    with pytest.raises(LookupError, match="'tpu'"):
+        transports.of_device("tpu")
+
+
+def test_the_regions_that_are_known_without_a_gpu() -> None:
+    fields = {"group": PaperGroup(0, 2), "num_experts": 4, "hidden_size": 128, "topk": 2, "max_tokens_per_rank": 8}
+    found = base.region_map(MoEConfig(transport="nvlink", **fields))
+    assert found is not None
+    assert found.num_bytes == sum(array.num_bytes for array in found.arrays) > 0
+    assert base.region_map(MoEConfig(transport="cpu", **fields)) is None
+    assert base.probe("cpu", 0) == {}
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_folder_is_all_that_a_new_one_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cable = 'device_type = "cuda"\nover = "network"\ncross_host = true\npreference = 3\nlargest_step = 64\n[expected]\n'
+    planted(monkeypatch, tmp_path, cable=cable + "pair_us = 9.0\n")
+    assert transports.names() == ["cable"]
+    assert transports.of_device("cuda").needs_gpu
+    assert [(means.name, means.built) for means in means_of_transport.__wrapped__()] == [("cable", True)]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('over = "pigeons"\n', r"cable/transport.toml: over: expected one of .*, got 'pigeons'"),
+        ('over = "memory"\nspeed = 3\n', r"got \['speed'\]"),
+        ('over = "memory"\n', "expected"),
+        ('over = "memory"\n[expected]\npair_us = 1.0\n', "device_type"),
+    ],
+)
+def test_a_wrong_word_is_refused(text: str, match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted(monkeypatch, tmp_path, cable=text)
+    with pytest.raises(ValueError, match=match):
+        transports.installed()
