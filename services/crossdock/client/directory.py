@@ -16,6 +16,7 @@ from crossdock.common import rpc
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import get
 from crossdock.common.security import Security
+from crossdock.common.tasks import background
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
@@ -90,7 +91,7 @@ class Directory:
         """Check the control plane after a worker of the newest view did not answer: a stopped or unreachable one breaks
         no connection. If it is silent, follow another one."""
         if not self._task.done() and (self._check is None or self._check.done()):
-            self._check = asyncio.create_task(self._check_leader())
+            self._check = background(self._check_leader(), "the check of the leader")
 
     async def _check_leader(self) -> None:
         if not await self._channel.is_leading():
