@@ -165,8 +165,8 @@ class _Server(ThreadingHTTPServer):
         if not full:
             try:
                 super().process_request(request, client_address)
-            except Exception:  # no thread to be had just now
-                self._is_over(request)
+            except Exception:  # no thread could be started
+                self._finish(request)
                 raise
             return
         if not isinstance(request, ssl.SSLSocket):
@@ -180,9 +180,9 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._is_over(request)
+            self._finish(request)
 
-    def _is_over(self, request: Any) -> None:
+    def _finish(self, request: Any) -> None:
         with self._lock:
             self._open.pop(request, None)
             self._num_threads -= 1
