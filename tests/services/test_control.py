@@ -1,4 +1,4 @@
-"""The control plane over real gRPC: its service, its limits, bad input at every door."""
+"""The control plane over real gRPC: its service, its limits, invalid input in every call."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def _ask(world: World, peer: Peer) -> World:
 
 
 def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
-    """A worker and placements: at the begin of an epoch, and a newer one while it serves (mover.py)."""
+    """A worker and placements: at the begin of an epoch, and a newer one while it serves (expert_mover.py)."""
     if peer.stage == "asking" and peer.answer is not None:
         if drops(peer.answer):
             yield "asks again", _ask(world, peer)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import tenacity
 import torch
 
-from crossdock.client.directory import Directory, Service
+from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
@@ -241,7 +241,7 @@ class AsyncClient:
             model=self._model,
         )
 
-    async def _service(self, left_s: float) -> Service:
+    async def _service(self, left_s: float) -> ServingWorkers:
         if self._directory is None:
             self._directory = Directory(self.target, self._security)
         service = await self._directory.service(left_s, wait=self._retry)
@@ -253,7 +253,7 @@ class AsyncClient:
             await stream.close()
         return self._without_broken(service)
 
-    def _without_broken(self, service: Service) -> Service:
+    def _without_broken(self, service: ServingWorkers) -> ServingWorkers:
         """Without workers that broke recently or do not respond; with all of them if no other is left."""
         since = time.monotonic() - AVOID_S
         streams = self._streams.items()
@@ -261,7 +261,7 @@ class AsyncClient:
         left = tuple(worker for worker in service.workers if worker[1] not in broken)
         return replace(service, workers=left) if left else service
 
-    def _stream(self, service: Service, worker: int) -> WorkerStream:
+    def _stream(self, service: ServingWorkers, worker: int) -> WorkerStream:
         rank, address = service.workers[worker]
         stream = self._streams.get(address)
         if stream is None:

@@ -16,6 +16,7 @@ from crossdock.common import rpc
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import get
 from crossdock.common.security import Security
+from crossdock.common.tasks import background
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
@@ -25,7 +26,7 @@ _RETRY_S = (0.1, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServingWorkers:
     """Workers that accept requests.
 
     Attributes:
@@ -50,7 +51,7 @@ class Directory:
         self._target = target
         self._channel = ControlPlaneChannel(target, security)
         self._changed = asyncio.Condition()
-        self._service: Service | None = None
+        self._service: ServingWorkers | None = None
         self._trouble = Unavailable(f"control plane {target}: no answer yet")
         self._refused: NotAllowed | None = None
         self._term = 0
@@ -59,7 +60,7 @@ class Directory:
         self._known = self._closed = False
         self._task = asyncio.create_task(self._follow())
 
-    async def service(self, timeout_s: float, *, wait: bool) -> Service:
+    async def service(self, timeout_s: float, *, wait: bool) -> ServingWorkers:
         """The workers to send requests to.
 
         Args:
@@ -90,7 +91,7 @@ class Directory:
         """Check the control plane after a worker of the newest view did not answer: a stopped or unreachable one breaks
         no connection. If it is silent, follow another one."""
         if not self._task.done() and (self._check is None or self._check.done()):
-            self._check = asyncio.create_task(self._check_leader())
+            self._check = background(self._check_leader(), "the check of the leader")
 
     async def _check_leader(self) -> None:
         if not await self._channel.is_leading():
@@ -118,7 +119,7 @@ class Directory:
                 if repr(error) != repr(before):
                     log.exception("cannot follow the control plane", control=self._target)
             if isinstance(problem, rpc.Unimplemented):
-                await self._set(Service(0, ((None, self._target),)))
+                await self._set(ServingWorkers(0, ((None, self._target),)))
                 return
             await self._fail(problem)
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
@@ -166,7 +167,7 @@ class Directory:
         self._term = view.term
         if view.state == control_pb2.SERVING:
             workers = tuple((member.rank, member.address) for member in view.members if member.ready)
-            await self._set(Service(view.epoch, workers))
+            await self._set(ServingWorkers(view.epoch, workers))
             return
         if view.epoch == 0 and self._service is not None:
             return  # a restarted control plane has not recovered yet; the group still serves
@@ -176,7 +177,7 @@ class Directory:
         self._trouble = Unavailable(f"the group is {state} (epoch {view.epoch}){why}", lost, view.epoch)
         await self._set(None)
 
-    async def _set(self, service: Service | None) -> None:
+    async def _set(self, service: ServingWorkers | None) -> None:
         async with self._changed:
             self._service, self._known = service, True
             self._changed.notify_all()

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
 from crossdock.common import rpc
 from crossdock.common.security import Security
+from crossdock.common.tasks import background
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
 _QUIET_S, _ALIVE_S = 1.0, 3.0
@@ -151,7 +152,7 @@ class WorkerStream:
         """Replace the channel if its certificates are outdated or its connection may be dead."""
         outdated = self._security is not None and self._security.version != self._version
         if self._reader is None and (outdated or self._silent):
-            task = asyncio.create_task(self._channel.close(_GRACE_S))
+            task = background(self._channel.close(_GRACE_S), "closing a channel")
             self._former.add(task)
             task.add_done_callback(self._former.discard)
             self._dial()
@@ -162,7 +163,7 @@ class WorkerStream:
 
     async def _read(self, outbox: _Outbox) -> None:
         failure: ClientError | None = None
-        watching = asyncio.create_task(self._watch(asyncio.current_task()))
+        watching = background(self._watch(asyncio.current_task()), "watching a stream")
         try:
             async for response in self._stub.Forward(self._write(outbox)):
                 self._last_answer_at = time.monotonic()
@@ -189,7 +190,7 @@ class WorkerStream:
             elif reader is not None:
                 self._silent = True
                 if not self.unresponsive:
-                    self._probing = asyncio.create_task(self._probe_until_alive())
+                    self._probing = background(self._probe_until_alive(), "the probe of a worker")
                 reader.cancel()
                 return
 

@@ -144,6 +144,15 @@ class _Relay:
 
     def _run(self) -> None:
         """The thread; ends with the filter."""
+        try:
+            self._read()
+        finally:
+            self._restore()
+        self._filter.wait()
+        if not self._closing:
+            log.warning("gRPC core log is no longer relayed", ended=self._filter.returncode)
+
+    def _read(self) -> None:
         with os.fdopen(self._lines, "rb", buffering=0) as pipe:
             waiting = b""
             while True:
@@ -156,7 +165,3 @@ class _Relay:
                 *lines, waiting = (waiting + data).split(b"\n")
                 for line in lines:
                     self._relay.record(line.decode(errors="replace"))
-        self._restore()
-        self._filter.wait()
-        if not self._closing:
-            log.warning("gRPC core log is no longer relayed", ended=self._filter.returncode)

@@ -163,7 +163,11 @@ class _Server(ThreadingHTTPServer):
                 self._num_threads += 1
                 self._open[request] = time.monotonic() + _REQUEST_S
         if not full:
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except Exception:  # no thread could be started
+                self._finish(request)
+                raise
             return
         if not isinstance(request, ssl.SSLSocket):
             with contextlib.suppress(OSError):
@@ -176,9 +180,12 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._open.pop(request, None)
-                self._num_threads -= 1
+            self._finish(request)
+
+    def _finish(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._num_threads -= 1
 
     def service_actions(self) -> None:
         """Close connections past their deadline; called a few times a second."""

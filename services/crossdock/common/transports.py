@@ -1,8 +1,8 @@
-"""What is known of each transport without loading it: whether it needs GPUs, by which way it moves rows, and how far.
+"""Static facts about each transport: whether it needs GPUs, by which links it moves rows, and how far.
 
-Each folder of `ep_kernels/transports` says so in its `transport.toml`, for those who start, place and judge ranks where
-torch need not be installed: the control plane, `crossdock up`, the chart. What a transport can do once it is loaded is
-`ep_kernels.types.Capabilities`. A new transport is known here by its folder alone: there is no table to edit.
+They come from `transport.toml` in each folder of `ep_kernels/transports`, for code that runs without torch: the control
+plane, `crossdock up`, the chart. Capabilities of a loaded transport are in `ep_kernels.types.Capabilities`. A new
+transport needs only its folder: there is no table to edit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GPU_LINKS, NETWORK, MEMORY = "gpu links", "network", "memory"
 """Ways between two ranks, the best first: NVLink; NICs; memory of one host."""
 WAYS = (GPU_LINKS, NETWORK, MEMORY)
 CPU_RANKS = 4
-"""Ranks of a group on a host without GPUs, where nobody says how many."""
+"""Default number of ranks on a host without GPUs."""
 FILE_NAME = "transport.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a healthy host reaches at least.
+    """Minimum performance of a healthy host.
 
     Attributes:
         pair_us: of one token, dispatch and combine together.
@@ -48,9 +48,9 @@ class TransportFacts:
         cross_host: ranks may live on several hosts, as in `Capabilities`.
         preference: of those that a host can run, "auto" takes the one with the smallest number.
         largest_step: tokens per rank up to which `crossdock tune` measures.
-        expected: what `crossdock doctor` holds its trial against.
+        expected: reference of `crossdock doctor`.
         oldest_gpu: major compute capability from which on its kernels run; 0 = any.
-        about: what people should know of the way beside its name.
+        about: a remark about the links, for people.
     """
 
     name: str
@@ -69,7 +69,7 @@ class TransportFacts:
         return self.device_type != "cpu"
 
     def default_world(self, num_gpus: int, without: int = CPU_RANKS) -> int:
-        """Ranks where nobody says how many: one for each GPU here, or `without`."""
+        """Default number of ranks: one for each GPU here, or `without`."""
         return num_gpus if self.needs_gpu else without
 
 
@@ -86,14 +86,13 @@ def installed() -> dict[str, TransportFacts]:
 
 
 def needs_gpu(name: str) -> bool:
-    """Whether a transport needs GPUs. One that is not installed here is believed to need none."""
+    """Whether a transport needs GPUs. One that is not installed here counts as needing none."""
     facts = installed().get(name)
     return facts is not None and facts.needs_gpu
 
 
 def automatic(num_gpus: int) -> TransportFacts:
-    """What "auto" means on a host with so many GPUs that reach each other: one alone needs no links. Raises
-    LookupError where no transport is installed."""
+    """The transport of "auto" on a host with `num_gpus` connected GPUs. Raises LookupError if none is installed."""
     for facts in installed().values():
         if not facts.needs_gpu or num_gpus > 1:
             return facts

@@ -175,7 +175,7 @@ class Elector:
         self.trouble = trouble
 
 
-class Service(Protocol):
+class LeaderService(Protocol):
     """The service of one leadership: a ControlPlane."""
 
     @property
@@ -196,9 +196,11 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         term_changed: called with the term when a leadership begins, with 0 when it ends.
     """
 
-    def __init__(self, make: Callable[[], Service], elector: Elector, term_changed: Callable[[int], None]) -> None:
+    def __init__(
+        self, make: Callable[[], LeaderService], elector: Elector, term_changed: Callable[[int], None]
+    ) -> None:
         self._make, self._elector, self._term_changed = make, elector, term_changed
-        self._service: Service | None = None
+        self._service: LeaderService | None = None
         self._term = 0
         self._stopped = False
 
@@ -232,7 +234,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         log.info("leading" if term else "standby", term=term, leader=self._elector.leader or "unknown")
         self._term_changed(term)
 
-    def _active_service(self) -> Service:
+    def _active_service(self) -> LeaderService:
         """The ControlPlane of the current leadership. Raises Unavailable: another replica leads, or none."""
         if self._service is None or not self._holds():
             raise self._not_leading()

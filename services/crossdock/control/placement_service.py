@@ -26,7 +26,7 @@ MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 10
 MAX_ERROR_CHARS = 1000
 PLAN_FRESH_S = 2.0
-"""For so long a plan is reused."""
+"""Lifetime of a plan, in which it is reused."""
 
 log = logs.get(__name__)
 

@@ -57,7 +57,7 @@ def look(
         shm_bytes=_free(shm),
         memory_bytes=_free_memory(proc, cgroup),
         num_cpus=len(os.sched_getaffinity(0)),
-        cache_bytes=_cache(Path.home() / ".cache"),
+        cache_bytes=_cache(tuning.cache_dir(None)),
         busy_ports=tuple(port for port in ports if not _is_free(port)),
     )
 
@@ -124,7 +124,9 @@ def _free(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _cache(folder: Path) -> int:
+def _cache(folder: Path | None) -> int:
+    if folder is None:  # a user without a home
+        return -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

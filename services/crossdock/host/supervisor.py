@@ -183,7 +183,7 @@ class Supervisor(Watched):
         return [worker.pid for worker in self._workers]
 
     def addresses(self) -> dict[str, Addresses]:
-        """Where this host reaches each process that listens just now, by name: "control", "worker-0", ..."""
+        """Addresses of the listening processes, by name: "control", "worker-0", ..."""
         return {child.name: _reachable(child.addresses) for child in self.children if child.addresses}
 
     def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from crossdock.common import log, rpc
+from crossdock.common.tasks import log_failure
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.control_client import ControlPlaneClient
 from crossdock.worker.engine import Engine
@@ -54,6 +55,7 @@ class ExpertMover:
                 _log.warning("experts of a former epoch are still being read; no move begins before that ends")
                 await asyncio.wait([self._loader])
             self._loader = in_thread("mover", self._load, tables)
+            log_failure(self._loader, "the expert loader")
             while True:
                 await self._control.wait(lambda view: view.epoch == seat.epoch and view.placement > tables.version)
                 await self._set_target(seat, tables)

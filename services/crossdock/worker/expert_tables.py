@@ -178,7 +178,7 @@ class ExpertTables:
     def _start(self, placement: Placement) -> None:
         self._target, self._staged, self._error, self._switched = placement, None, "", 0
         self._changed_layers = tuple(layer for layer, row in placement.layers.items() if row != self._rows[layer])
-        _log.info("experts move", placement=placement.version, layers=len(self._changed_layers))
+        _log.info("move started", placement=placement.version, layers=len(self._changed_layers))
         self._changed.notify_all()
 
     def _switch(self) -> None:
@@ -193,7 +193,7 @@ class ExpertTables:
         self._changed.notify_all()
         self._on_switch(len(set(self._held(layer)) - set(before)), time.monotonic_ns() - begun_ns)
         if self._switched == len(self._changed_layers):
-            _log.info("experts moved", placement=self._target.version, layers=self._switched)
+            _log.info("move done", placement=self._target.version, layers=self._switched)
 
     def _held(self, layer: int) -> tuple[int, ...]:
         first, end = (self._target.first_slot(rank) for rank in (self._rank, self._rank + 1))

@@ -24,9 +24,10 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
+from crossdock.common.tasks import background
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
-from crossdock.worker.control_client import ControlPlaneClient, View
+from crossdock.worker.control_client import ControlPlaneClient, JoinRefused, View
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mlps import ExpertMLPs
@@ -241,7 +242,7 @@ class Session:
         seat, comm, tables = membership.seat, membership.comm, membership.tables
         self._status.serving(seat)
         steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, tables)
-        moving = asyncio.create_task(self._mover.run(seat, tables))
+        moving = background(self._mover.run(seat, tables), "the expert mover", JoinRefused)
         newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}

@@ -32,7 +32,7 @@ class Proposal:
         draining: it takes no new requests.
         leaving: it wants to leave as soon as no draining rank has work.
         failed: its experts failed in the step just done; its rows were zeros.
-        placement: progress word of the newest placement; see holdings.py.
+        placement: progress word of the newest placement; see expert_tables.py.
     """
 
     step: int
