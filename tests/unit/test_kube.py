@@ -257,8 +257,9 @@ def test_a_call_for_which_there_was_no_thread_does_not_stand_in_the_way_of_the_n
         raise RuntimeError("can't start new thread")
 
     with asking(tmp_path / "none") as server:
-        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+        with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", full)
-            server.ask(get, 1.0)
+            with pytest.raises(RuntimeError, match="new thread"):
+                server.ask(get, 1.0)
         with pytest.raises(ValueError, match="kubeconfig"):
             server.ask(get, TIMEOUT_S)
