@@ -169,6 +169,8 @@ class Child:
             self.hopeless = f"{self.name} is no longer supervised: {type(error).__name__}: {error}"
             self._signal(signal.SIGKILL)
             self.addresses = None
+            with contextlib.suppress(Exception):  # perhaps that was it
+                self._on_change(self)
 
     def _keep_running(self) -> None:
         delay_s = _FIRST_DELAY_S

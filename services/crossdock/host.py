@@ -126,8 +126,8 @@ def _wait(supervisor: Watched, timeout_s: float, console: Console) -> GroupView:
             nonlocal said
             words = _progress(view)
             if not console.is_terminal and words != said:
-                console.print(words, highlight=False)
-            status.update(words)
+                console.print(Text(words))
+            status.update(Text(words))  # workers have written parts of them: no markup
             said = words
 
         return supervisor.wait_serving(timeout_s, progress)

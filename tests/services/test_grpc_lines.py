@@ -115,6 +115,23 @@ os.write(2, b"as ever\\n")
     assert "no longer taken ended=-9" in errors
 
 
+def test_without_its_reader_fd_2_is_what_it_was() -> None:
+    """Else what is written there goes into a pipe whose filter ends at its next line of gRPC's."""
+    status, errors = said(f"""
+from crossdock.common.grpc_lines import Teller
+Teller.hear = lambda self, line: 1 / 0
+pipe = os.readlink("/proc/self/fd/2")
+os.write(2, b"{CORE}\\n")
+until = time.monotonic() + 10
+while os.readlink("/proc/self/fd/2") == pipe and time.monotonic() < until:
+    time.sleep(0.01)
+assert os.readlink("/proc/self/fd/2") != pipe
+os.write(2, b"as ever\\n")
+""")
+    assert status == 0, errors
+    assert "as ever" in errors.splitlines()
+
+
 def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogConfig())
     clock, counter = Clock(), Counter("lines", "Lines.", ["about"], registry=CollectorRegistry())

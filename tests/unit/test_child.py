@@ -136,11 +136,18 @@ def test_a_dead_child_whose_own_child_holds_its_stdout_is_started_again(
 def test_an_error_of_the_supervision_itself_is_told_and_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = Child("c", [sys.executable, "-c", LISTEN + "sys.exit(1)"], tmp_path / "c.log")
+    told: list[str] = []
+    child = Child(
+        "c",
+        [sys.executable, "-c", LISTEN + "sys.exit(1)"],
+        tmp_path / "c.log",
+        lambda child: told.append(child.hopeless),
+    )
     monkeypatch.setattr(child, "tail", lambda: 1 / 0)
     child.start()
     assert child.join(30)
     assert child.hopeless.startswith("c is no longer supervised: ZeroDivisionError")
+    assert told[-1] == child.hopeless, "its gauge is cleared"
 
 
 def test_a_log_that_grew_is_copied_and_emptied_while_it_is_written(tmp_path: Path) -> None:

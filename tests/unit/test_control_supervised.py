@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
+
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, ElectionConfig, PlacementConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from http.client import BadStatusLine
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.demo import compare, scrape, text
+from crossdock.demo import compare, run, scrape, text
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
 from crossdock.demo.report import Row, notes, table
+from crossdock.demo.stage import Stage
+from crossdock.v1.control_pb2 import Member
 from crossdock.worker.checkpoint import Checkpoint
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
@@ -154,3 +157,20 @@ def test_routing_survives_bf16_and_uses_every_expert(family: str) -> None:
     for exact, rounded in zip(*chosen, strict=True):
         assert torch.equal(exact, rounded)
         assert len(exact.unique()) == 16
+
+
+def test_a_page_that_is_refused_is_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "ask_http", lambda *args: (503, "too many connections\n"))
+    with pytest.raises(OSError, match="rank 3: a:1/metrics: expected its page, got 503: too many connections"):
+        scrape.fetch([Member(rank=3, http_address="a:1")])
+
+
+def test_what_ends_the_demo_is_told_word_for_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def breaks(*_: object) -> None:
+        raise BadStatusLine("[/b] [lost]")
+
+    monkeypatch.setattr(run, "_run_family", breaks)
+    monkeypatch.setattr(run.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    console = Console(record=True, width=200, file=io.StringIO())
+    assert run._play(["mixtral"], Stage.of("cpu", 1, 0), console, as_json=False) == 1
+    assert "failed BadStatusLine: [/b] [lost]" in console.export_text()

@@ -221,6 +221,29 @@ def test_a_rank_that_dies_or_hangs_does_not_hang_the_doctor(monkeypatch: pytest.
         assert trial.run_trial("cpu", 1, deadline_s=0.5) == [{"rank": 0, "failed": said}]
 
 
+def test_a_rank_that_says_much_does_not_keep_the_others_waiting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "rank"
+    script = "if [ $4 = 1 ]; then yes | head -c 300000 >&2; echo last >&2; touch $6; fi\n"
+    program.write_text(f"#!/bin/sh\n{script}while [ ! -e $6 ]; do sleep 0.05; done\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    answers = [answer["failed"] for answer in trial.run_trial("cpu", 2, deadline_s=10.0)]
+    assert answers == ["exit status 7", "last"]
+
+
+def test_a_user_without_a_home_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    seen = system.look()
+    assert seen.cache_bytes == -1
+    assert "kernel-cache" in bad(system.judge_system(seen, num_ranks=1, has_gpus=True, has_nics=False))
+
+
 def test_the_domain_decides_what_is_tried(tmp_path: Path) -> None:
     assert run.choose("auto", facts_of(hgx_h100(), tmp_path)) == ("nvlink", 8)
     assert run.choose("auto", facts_of(mig_h100(), tmp_path)) == ("nvlink", 7)

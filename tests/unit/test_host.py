@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from crossdock import host
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
 from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import SecurityConfig
 from crossdock.host import exposed, readiness
+from crossdock.supervisor import Progress, Watched
+from crossdock.v1.control_pb2 import GroupView
 
 GUARDED = SecurityConfig(cert_file="a", key_file="b", ca_file="c")
 NAMES = ["control", "worker-0"]
@@ -72,3 +77,21 @@ def test_a_process_that_does_not_answer_is_named(processes: tuple[Answers, Answe
     ready, reason = readiness(NAMES, where)
     assert not ready
     assert reason.startswith("worker-0: ")
+
+
+def test_words_of_workers_are_no_markup() -> None:
+    """Once a reason with "[/" in it ended `crossdock up`, and one with "[a]" lost that part."""
+    said, out = "fault: [lost] [/b]", io.StringIO()
+
+    class Group(Watched):
+        start = stop = check = silent = None  # type: ignore[assignment]
+
+        def wait_serving(self, timeout_s: float, progress: Progress | None = None) -> GroupView:
+            assert progress is not None
+            view = GroupView(version=1, world_size=1, reason=said)
+            progress(view)
+            return view
+
+    for console in (Console(file=out, width=200), Console(file=out, width=200, force_terminal=True)):
+        host._wait(Group("a:1", None), 1.0, console)
+    assert said in out.getvalue()

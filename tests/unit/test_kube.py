@@ -248,3 +248,18 @@ def test_an_answer_is_told_in_one_line_with_the_words_of_the_server(tmp_path: Pa
         with pytest.raises(ApiError, match=r"^500 etcd is\saway$") as told:
             server.ask(get, TIMEOUT_S)
         assert told.value.status == 500
+
+
+def test_a_call_for_which_there_was_no_thread_does_not_stand_in_the_way_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with asking(tmp_path / "none") as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", full)
+            with pytest.raises(RuntimeError, match="new thread"):
+                server.ask(get, 1.0)
+        with pytest.raises(ValueError, match="kubeconfig"):
+            server.ask(get, TIMEOUT_S)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from socketserver import ThreadingMixIn
 
 import pytest
 
@@ -173,6 +174,21 @@ def test_slow_callers_do_not_shut_others_out(small: HttpServer) -> None:
     assert threading.active_count() - before < 20
     for each in held:
         each.close()
+
+
+def test_connections_for_which_there_was_no_thread_are_not_counted_for_ever(
+    small: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, request: object, client: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadingMixIn, "process_request", full)
+        for _ in range(3):
+            with slow(small.address) as refused:
+                assert refused.recv(1) == b""
+    assert (small._server._num_threads, small._server._open) == (0, {})
+    assert get(small.address, "/livez")[0] == 200
 
 
 def test_a_caller_that_sends_a_byte_at_a_time_has_no_more_time(small: HttpServer) -> None:

@@ -106,3 +106,16 @@ async def test_a_placement_that_is_not_newer_is_not_aimed_at(version: int, monke
     monkeypatch.setattr(mover, "fetch", fetch)
     await mover._aim(Seat(1, 0, R), holdings)
     assert not holdings.has_news()
+
+
+async def test_a_loader_that_ends_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody awaits it before the next epoch, and the other ranks wait for its rank to move."""
+    given: Any = Quiet()
+    mover = Mover(given, given, given, given)
+    monkeypatch.setattr(Holdings, "task", lambda self: 1 / 0)
+    task = asyncio.create_task(mover.run(Seat(1, 0, R), moving()))
+    async with asyncio.timeout(DEADLINE_S):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    assert caplog.records[0].message == "the loader of experts ended; this is a bug"
+    await cancelled(task)

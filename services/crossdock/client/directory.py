@@ -16,6 +16,7 @@ from crossdock.common import rpc
 from crossdock.common.line import Line
 from crossdock.common.log import get
 from crossdock.common.security import Security
+from crossdock.common.tasks import beside
 from crossdock.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
@@ -90,7 +91,7 @@ class Directory:
         """A worker that the newest view names did not answer: is whoever told of it still there? A control plane that
         is stopped or cut off breaks no connection, so ask, and follow another one if it is silent."""
         if not self._task.done() and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask())
+            self._asking = beside(self._ask(), "the question who leads")
 
     async def _ask(self) -> None:
         if not await self._line.answers():

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
 from crossdock.common import rpc
 from crossdock.common.security import Security
+from crossdock.common.tasks import beside
 from crossdock.v1 import expert_pb2, expert_pb2_grpc
 
 _QUIET_S, _ALIVE_S = 1.0, 3.0
@@ -151,7 +152,7 @@ class WorkerStream:
         """A channel keeps the certificates it was made with, and a line that may be cut: make another one then."""
         outdated = self._security is not None and self._security.version != self._version
         if self._reader is None and (outdated or self._silent):
-            task = asyncio.create_task(self._channel.close(_GRACE_S))
+            task = beside(self._channel.close(_GRACE_S), "the end of a channel")
             self._former.add(task)
             task.add_done_callback(self._former.discard)
             self._dial()
@@ -162,7 +163,7 @@ class WorkerStream:
 
     async def _read(self, outbox: _Outbox) -> None:
         failure: ClientError | None = None
-        watching = asyncio.create_task(self._watch(asyncio.current_task()))
+        watching = beside(self._watch(asyncio.current_task()), "the watch over a stream")
         try:
             async for response in self._stub.Forward(self._write(outbox)):
                 self._heard_at = time.monotonic()
@@ -189,7 +190,7 @@ class WorkerStream:
             elif reader is not None:
                 self._silent = True
                 if not self.cut_off:
-                    self._asking = asyncio.create_task(self._ask())
+                    self._asking = beside(self._ask(), "the question whether a worker is there")
                 reader.cancel()
                 return
 

@@ -144,6 +144,15 @@ class _Taken:
 
     def _run(self) -> None:
         """The thread: until the filter ends."""
+        try:
+            self._hear()
+        finally:
+            self._put_back()
+        self._filter.wait()
+        if not self._closing:
+            log.warning("lines of gRPC's core are no longer taken", ended=self._filter.returncode)
+
+    def _hear(self) -> None:
         with os.fdopen(self._told, "rb", buffering=0) as told:
             waiting = b""
             while True:
@@ -156,7 +165,3 @@ class _Taken:
                 *lines, waiting = (waiting + data).split(b"\n")
                 for line in lines:
                     self._teller.hear(line.decode(errors="replace"))
-        self._put_back()
-        self._filter.wait()
-        if not self._closing:
-            log.warning("lines of gRPC's core are no longer taken", ended=self._filter.returncode)

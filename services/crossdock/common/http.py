@@ -163,7 +163,11 @@ class _Server(ThreadingHTTPServer):
                 self._num_threads += 1
                 self._open[request] = time.monotonic() + _REQUEST_S
         if not full:
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except Exception:  # no thread to be had just now
+                self._is_over(request)
+                raise
             return
         if not isinstance(request, ssl.SSLSocket):
             with contextlib.suppress(OSError):
@@ -176,9 +180,12 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._open.pop(request, None)
-                self._num_threads -= 1
+            self._is_over(request)
+
+    def _is_over(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._num_threads -= 1
 
     def service_actions(self) -> None:
         """A few times a second: end connections that are past their deadline."""

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.common import rpc
 from crossdock.common.addresses import split_targets
 from crossdock.common.security import Security
+from crossdock.common.tasks import beside
 from crossdock.v1 import control_pb2
 
 Result = TypeVar("Result")
@@ -83,7 +84,7 @@ class Line:
         return rpc.aio_channel(address, security=self._security, name=name)
 
     def _give_up(self, channel: grpc.aio.Channel) -> None:
-        task = asyncio.create_task(channel.close(_GRACE_S))
+        task = beside(channel.close(_GRACE_S), "the end of a channel")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

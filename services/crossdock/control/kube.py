@@ -92,10 +92,9 @@ class ApiServer:
             if self._thread.is_alive():
                 raise TimeoutError(f"no answer of the API server within {timeout_s:.1f} s: an earlier call is stuck")
         answer: Future[T] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(call, answer, timeout_s), name="crossdock-kube", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(call, answer, timeout_s), name="crossdock-kube", daemon=True)
+        thread.start()
+        self._thread = thread  # not sooner: one that could not be started cannot be joined by the next call
         wait([answer], max(0.0, ends - time.monotonic()))
         if answer.cancel():
             self._drop()

@@ -15,12 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 
 from crossdock.client import ClientError, attach
 from crossdock.common.announce import metrics_url
@@ -127,7 +129,7 @@ def _play(families: Sequence[str], where: Stage, console: Console, *, as_json: b
         for family in families:
             for row in _run_family(family, folder / family, text, where, console):
                 rows.append(row)
-    except (SupervisorError, ClientError, OSError) as error:
+    except (SupervisorError, ClientError, OSError, HTTPException) as error:
         problem = f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(num_threads)
@@ -148,7 +150,7 @@ def _report(rows: Sequence[Row], problem: str, console: Console) -> bool:
         console.print(notes(rows), soft_wrap=True, highlight=False)
     failures = [f"{row.family} {row.dtype}: {reason}" for row in rows for reason in row.verdict.failures]
     for reason in [*failures, *([problem] if problem else [])]:
-        console.print(f"[red]failed[/] {reason}", soft_wrap=True, highlight=False)
+        console.print(Text.assemble(("failed ", "red"), reason), soft_wrap=True)
     return not (failures or problem)
 
 

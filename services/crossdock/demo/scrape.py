@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,11 +23,18 @@ Buckets = Mapping[float, float]
 
 def fetch(members: Iterable[Member], security: Security | None = None) -> list[str]:
     """The pages of several workers. Raises OSError, or http.client.HTTPException."""
+    return [_page(member, security) for member in members]
+
+
+def _page(member: Member, security: Security | None) -> str:
     name = security.config.worker_name if security is not None else ""
-    return [
-        ask_http(member.http_address, "/metrics", _TIMEOUT_S, security if member.https else None, name)[1]
-        for member in members
-    ]
+    guard = security if member.https else None
+    status, text = ask_http(member.http_address, "/metrics", _TIMEOUT_S, guard, name)
+    if status != HTTPStatus.OK:
+        raise OSError(
+            f"rank {member.rank}: {member.http_address}/metrics: expected its page, got {status}: {text.strip()}"
+        )
+    return text
 
 
 def phase_buckets(pages: Iterable[str]) -> dict[str, Buckets]:

@@ -14,6 +14,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
 from crossdock.common.words import counted
 from crossdock.doctor.records import Finding, Level, good, judge, untried, warn
+from ep_kernels import tuning
 
 _GIB = 1 << 30
 _LEAST_FILES = 1024
@@ -57,7 +58,7 @@ def look(
         shm_bytes=_free(shm),
         memory_bytes=_free_memory(proc, cgroup),
         num_cpus=len(os.sched_getaffinity(0)),
-        cache_bytes=_cache(Path.home() / ".cache"),
+        cache_bytes=_cache(tuning.cache_dir(None)),
         busy_ports=tuple(port for port in ports if not _is_free(port)),
     )
 
@@ -124,7 +125,9 @@ def _free(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _cache(folder: Path) -> int:
+def _cache(folder: Path | None) -> int:
+    if folder is None:  # a user without a home
+        return -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -50,32 +50,31 @@ def run_trial(transport: str, num_ranks: int, deadline_s: float = DEADLINE_S) ->
     with tempfile.TemporaryDirectory(prefix="crossdock-doctor-") as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, "-m", "crossdock.doctor.rank", transport]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(num_ranks), store],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(num_ranks)
-        ]  # fmt: skip
+        said = [(Path(folder) / f"rank-{rank}.out", Path(folder) / f"rank-{rank}.err") for rank in range(num_ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
         deadline = time.monotonic() + deadline_s
         try:
-            return [_answer(process, rank, deadline) for rank, process in enumerate(processes)]
+            for rank, (out, errors) in enumerate(said):  # files: a rank that says much must not wait for a reader
+                with out.open("wb") as to, errors.open("wb") as aside:
+                    place = [str(rank), str(num_ranks), store]
+                    processes.append(subprocess.Popen([*command, *place], stdout=to, stderr=aside))
+            return [_answer(process, rank, deadline, *said[rank]) for rank, process in enumerate(processes)]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
 
 
-def _answer(process: subprocess.Popen[str], rank: int, deadline: float) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[bytes], rank: int, deadline: float, out: Path, errors: Path) -> dict[str, Any]:
     try:
-        out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        process.wait(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return {"rank": rank, "failed": "no answer before the deadline"}
-    for line in reversed(out.splitlines()):
+    for line in reversed(out.read_text(errors="replace").splitlines()):
         if line.startswith("{"):
             answer: dict[str, Any] = json.loads(line)
             return {"rank": rank, **answer}
-    words = errors.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+    words = errors.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
     return {"rank": rank, "failed": words[0]}
 
 

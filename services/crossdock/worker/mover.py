@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from crossdock.common import log, rpc
+from crossdock.common.tasks import watched
 from crossdock.v1 import control_pb2
 from crossdock.worker.engine import Engine
 from crossdock.worker.holdings import Holdings, MoveEnded, Task
@@ -54,6 +55,7 @@ class Mover:
                 _log.warning("experts of a former epoch are still being read; no move begins before that ends")
                 await asyncio.wait([self._loader])
             self._loader = in_thread("mover", self._load, holdings)
+            watched(self._loader, "the loader of experts")
             while True:
                 await self._link.wait(lambda view: view.epoch == seat.epoch and view.placement > holdings.version)
                 await self._aim(seat, holdings)

@@ -24,13 +24,14 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
+from crossdock.common.tasks import beside
 from crossdock.v1 import control_pb2
 from crossdock.worker import device as devices
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
 from crossdock.worker.experts import Experts
 from crossdock.worker.holdings import Holdings
-from crossdock.worker.link import Link, View
+from crossdock.worker.link import JoinRefused, Link, View
 from crossdock.worker.model import Model
 from crossdock.worker.mover import Mover
 from crossdock.worker.placement import Placement, PlacementError
@@ -235,7 +236,7 @@ class Session:
         seat, comm, holdings = membership.seat, membership.comm, membership.holdings
         self._status.serving(seat)
         steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, holdings)
-        moving = asyncio.create_task(self._mover.run(seat, holdings))
+        moving = beside(self._mover.run(seat, holdings), "the mover of experts", JoinRefused)
         newer = asyncio.ensure_future(self._link.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
