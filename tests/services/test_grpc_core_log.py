@@ -112,7 +112,7 @@ os.write(2, b"as ever\\n")
 """)
     assert status == 0
     assert "as ever" in errors.splitlines()
-    assert "no longer taken ended=-9" in errors
+    assert "no longer relayed ended=-9" in errors
 
 
 def test_one_line_a_second_and_how_many_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
