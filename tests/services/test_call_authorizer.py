@@ -61,7 +61,7 @@ async def served(authorizer: CallAuthorizer, max_message_bytes: int = 2 * MIB) -
 
 
 def limited(rate: float) -> CallAuthorizer:
-    """A authorizer for which no time passes."""
+    """An authorizer for which no time passes."""
     authorizer = CallAuthorizer(None, rate)
     for name in ("_rate_limiter", "_hosts", "_others"):
         setattr(authorizer, name, RateLimiter(getattr(authorizer, name).rate, lambda: 0.0))

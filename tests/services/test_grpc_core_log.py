@@ -112,7 +112,7 @@ os.write(2, b"as ever\\n")
 """)
     assert status == 0
     assert "as ever" in errors.splitlines()
-    assert "no longer taken ended=-9" in errors
+    assert "no longer relayed ended=-9" in errors
 
 
 def test_without_its_reader_fd_2_is_what_it_was() -> None:
