@@ -14,6 +14,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
 from crossdock.common.plural import counted
 from crossdock.doctor.findings import Finding, Level, good, judge, untried, warn
+from ep_kernels import tuning
 
 _GIB = 1 << 30
 _LEAST_FILES = 1024
