@@ -24,7 +24,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan, scoreboards
 from ep_kernels.types import Layout, Mode
 
@@ -61,7 +61,7 @@ class Array:
     """One array of a region.
 
     Attributes:
-        name: as in `device/abi.py`, which says what it holds.
+        name: as in `kernels/abi.py`, which says what it holds.
         offset: where it starts, bytes.
         num_slots: buffers that calls take in turn; 1 where there is but one.
         slot_bytes: of one of them, padding included.
