@@ -108,7 +108,7 @@ chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random und
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
 
 attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compares every answer (5 minutes; ARGS="--short")
-	$(PY) -m tests.attack $(ARGS)
+	$(PY) -m tests.attack --out docs/results/$$(date +%F)-attack $(ARGS)
 
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)

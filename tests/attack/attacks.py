@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +31,13 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.v1 import control_pb2 as pb
 from crossdock.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc, topology_pb2
-from tests.attack import http2
 from tests.attack.scene import Scene, all_closed
+from tests.services import http2
 from tests.services.cluster import Batch, E, H, K
 
 WATCH, REGISTER = "/crossdock.v1.ControlPlane/Watch", "/crossdock.v1.ControlPlane/Register"
 FORWARD = "/crossdock.v1.ExpertService/Forward"
-CALL_S = 10.0
+CALL_S, HOLD_S, UNREAD_S = 10.0, 2.0, 10.0
 MIB = 1 << 20
 RATE, BURST = 400, 850
 """Calls a second of all names at one host, by default, and those that may come at once."""
@@ -70,7 +71,7 @@ def together(work: Coroutine[Any, Any, str]) -> str:
     return _LOOP.run_until_complete(work)
 
 
-def hold(seconds: float = 3.0) -> None:
+def hold(seconds: float = HOLD_S) -> None:
     """Keep what was taken, while the others go on."""
     time.sleep(seconds)
 
@@ -113,7 +114,7 @@ def false_lengths(scene: Scene) -> str:
     answers = Counter[str]()
     for address, path in ((scene.control, REGISTER), (scene.worker(), FORWARD)):
         for prefix in (b"\0" + b"\xff" * 4, b"\1" + struct.pack(">I", 100), b"\0" + struct.pack(">I", 100)):
-            answers[http2.false_message(scene, address, path, prefix)] += 1
+            answers[http2.false_message(address, path, prefix, scene.connect)] += 1
     assert "status 0" not in answers, answers
     return counted(answers)
 
@@ -121,7 +122,7 @@ def false_lengths(scene: Scene) -> str:
 def rapid_reset(scene: Scene) -> str:
     """2,000 calls that are cancelled at once, to each server."""
     sent = [
-        http2.rapid_reset(scene, address, path, 2000)
+        http2.rapid_reset(address, path, 2000, scene.connect)
         for address, path in ((scene.control, WATCH), (scene.worker(), FORWARD))
     ]
     return ", ".join(sent)
@@ -129,16 +130,16 @@ def rapid_reset(scene: Scene) -> str:
 
 def huge_headers(scene: Scene) -> str:
     """Headers of 1 MB, 40 of them."""
-    return http2.huge_headers(scene, scene.control, WATCH, 40)
+    return http2.huge_headers(scene.control, WATCH, 40, scene.connect)
 
 
 def unfinished_messages(scene: Scene) -> str:
-    """60 connections with a message each that lacks its last byte, as large as the server takes."""
-    sizes = {scene.worker(): (FORWARD, 63 * MIB), scene.control: (REGISTER, 4 * MIB - 1)}
-    held = []
-    for address, (path, largest) in sizes.items():
-        for num_bytes in (largest, 4 * MIB - 1, MIB - 1):  # a server refuses a message over its limit at once
-            held.append(http2.Unfinished(scene, address, path, 20, num_bytes))
+    """60 connections to each server, at once, with a message each that lacks its last byte: 20 of the largest that the
+    server takes, 20 that are smaller, and 20 over its limit, which it refuses at once."""
+    places = {scene.worker(): (FORWARD, (63, 2, 1)), scene.control: (REGISTER, (4, 1, 0.5))}
+    wanted = [(address, path, int(mib * MIB) - 1) for address, (path, sizes) in places.items() for mib in sizes]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        held = list(threads.map(lambda each: http2.Unfinished(*each[:2], 20, each[2], scene.connect), wanted))
     hold()
     for each in held:
         each.close()
@@ -193,7 +194,7 @@ def idle_connections(scene: Scene) -> str:
                     held.append(socket.create_connection(split_address(address), 0.5))
         hold()
         open_now = sum(is_open(each) for each in held)
-    return f"{open_now} of {len(held)} open after 3 s"
+    return f"{open_now} of {len(held)} open after {HOLD_S:g} s"
 
 
 def is_open(connection: socket.socket) -> bool:
@@ -244,7 +245,7 @@ async def channels(scene: Scene, address: str, number: int = 4, part: str = "cli
 
 async def many_watches(scene: Scene, pause_s: float, number: int) -> str:
     """Views that are watched and never left."""
-    async with channels(scene, scene.control) as made:
+    async with channels(scene, scene.control, 12) as made:  # a connection has room for 128 streams
         answers, tasks, calls = Counter[str](), [], []
         stubs = [control_pb2_grpc.ControlPlaneStub(channel) for channel in made]
         for index in range(number):
@@ -253,15 +254,15 @@ async def many_watches(scene: Scene, pause_s: float, number: int) -> str:
             await asyncio.sleep(pause_s)
         for task in tasks:
             answers[await task] += 1
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(HOLD_S)
         for call in calls:
             call.cancel()
     return counted(answers)
 
 
 def watches(scene: Scene) -> str:
-    """1,300 Watch streams, as fast as the rate limit lets them in."""
-    return together(many_watches(scene, 0.0077, 1300))
+    """1,300 Watch streams, about as fast as the rate limit lets them in."""
+    return together(many_watches(scene, 0.0025, 1300))
 
 
 async def _health_watches(scene: Scene, address: str) -> str:
@@ -269,15 +270,21 @@ async def _health_watches(scene: Scene, address: str) -> str:
         stubs = [health_pb2_grpc.HealthStub(channel) for channel in made]
         calls = [stubs[index % len(stubs)].Watch(health_pb2.HealthCheckRequest()) for index in range(1100)]
         answers = Counter(await asyncio.gather(*map(attempt, calls)))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(HOLD_S)
         for call in calls:
             call.cancel()
     return counted(answers)
 
 
 def health_watches(scene: Scene) -> str:
-    """1,100 streams of the health service to a worker, then to the control plane."""
-    return "; ".join(together(_health_watches(scene, address)) for address in (scene.worker(), scene.control))
+    """1,100 streams of the health service to a worker, and to the control plane."""
+
+    async def both() -> str:
+        return "; ".join(
+            await asyncio.gather(*(_health_watches(scene, each) for each in (scene.worker(), scene.control)))
+        )
+
+    return together(both())
 
 
 async def _unread(scene: Scene) -> str:
@@ -285,27 +292,30 @@ async def _unread(scene: Scene) -> str:
     message, answers = batch.message(0), Counter[str]()
     async with channels(scene, scene.worker(), 8) as made:
         stubs = [expert_pb2_grpc.ExpertServiceStub(channel) for channel in made]
-        calls = []
+        calls, last_at = [], asyncio.get_running_loop().time() + UNREAD_S
 
         async def send(index: int) -> None:
             call = stubs[index % len(stubs)].Forward()
             calls.append(call)
             try:
-                for request_id in range(20):
-                    one = expert_pb2.ForwardRequest()
-                    one.CopyFrom(message)
-                    one.id = request_id
-                    await asyncio.wait_for(call.write(one), 4.0)
+                async with asyncio.timeout_at(last_at):
+                    for request_id in range(20):
+                        one = expert_pb2.ForwardRequest()
+                        one.CopyFrom(message)
+                        one.id = request_id
+                        await call.write(one)
                 answers["wrote all"] += 1
-            except (grpc.RpcError, TimeoutError, asyncio.InvalidStateError) as error:
-                answers["held back" if isinstance(error, TimeoutError) else word_of(error)] += 1
+            except TimeoutError:
+                answers["held back"] += 1
+            except (grpc.RpcError, asyncio.InvalidStateError):  # the call is over; the error may not say how
+                answers[(await call.code()).name] += 1
 
         tasks = []
         for index in range(500):
             tasks.append(asyncio.ensure_future(send(index)))
             await asyncio.sleep(0.0103)
         await asyncio.gather(*tasks)
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(HOLD_S)
         for call in calls:
             call.cancel()
     return counted(answers)

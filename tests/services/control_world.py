@@ -90,7 +90,7 @@ async def in_process(config: ControlConfig) -> AsyncIterator[InProcess]:
     control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
     address = rpc.bind(server, "127.0.0.1:0")
     await server.start()
-    await health.set(True)
+    health.set(True)
     async with rpc.aio_channel(address) as channel:
         yield InProcess(service, metrics, address, channel, clock)
     service.stop()

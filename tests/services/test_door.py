@@ -145,10 +145,10 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
     hears = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), None)
     assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     async with asyncio.timeout(TIMEOUT_S):
-        await health.set(True)
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.SERVING
-        await health.shut_down()
-        await health.set(True)
+        health.shut_down()
+        health.set(True)
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
     assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -269,8 +269,7 @@ async def test_unfinished_messages_cost_little_and_shut_nobody_out(path: str) ->
 
 def _attack(address: str, path: str, size: int) -> Caller:
     caller = Caller(address)
-    caller.call(1, path)
-    assert caller.send_part(1, size, size - 1, IDLE_S / 2) > MIB // 32
+    assert caller.send_part(caller.call(path), size, size - 1, IDLE_S / 2) > MIB // 32
     return caller
 
 
@@ -296,8 +295,8 @@ async def test_a_request_that_never_comes_whole_ends(monkeypatch: pytest.MonkeyP
     door = Door(None)
     async with served(door) as address:
         caller = await asyncio.to_thread(Caller, address)
-        caller.call(1, TOPOLOGY)
-        await asyncio.to_thread(caller.send_part, 1, 100, 99, TIMEOUT_S)
-        assert await asyncio.to_thread(caller.wait_ended, 1, TIMEOUT_S)
+        stream = caller.call(TOPOLOGY)
+        await asyncio.to_thread(caller.send_part, stream, 100, 99, TIMEOUT_S)
+        assert await asyncio.to_thread(caller.wait_ended, stream, TIMEOUT_S)
         await asyncio.to_thread(caller.close)
         assert (len(door.calls), len(door.reading)) == (0, 0)

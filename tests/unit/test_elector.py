@@ -109,3 +109,35 @@ def test_a_leader_that_was_replaced_reads_so_when_a_member_tells_of_the_later_te
     wait(lambda: elector.leader == "b:1")
     assert elector.term == 0
     assert leases.lease.holder == "b"
+
+
+def test_whoever_is_told_of_a_change_cannot_end_the_thread(
+    elector: Elector, leases: Leases, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks() -> None:
+        raise ValueError("a bug")
+
+    elector.changed = breaks
+    leases.lease = Lease("b", "b:1", elector.term + 7, 30.0, "99")
+    elector._hurry.set()
+    wait(lambda: elector.leader == "b:1")
+    read_again(elector, leases)
+    assert elector.alive
+    assert [record.message for record in caplog.records] == ["the elector goes on; this is a bug"]
+
+
+def test_whoever_counts_failures_cannot_end_the_thread(
+    elector: Elector, leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        leases.reads += 1
+        raise OSError("away")
+
+    monkeypatch.setattr(leases, "read", breaks)
+    monkeypatch.setattr(elector, "_failed", breaks)
+    read_again(elector, leases)
+    assert elector.alive
+
+
+def test_one_that_never_stood_for_election_is_closed(leases: Leases) -> None:
+    Elector(State("a", "a:1", 30.0), leases).close()

@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cuda.bindings.driver")
-from ep_kernels.transports.nvlink import driver, memory, sharing
+from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.nvlink import driver, mailbox, memory, sharing
 from ep_kernels.transports.nvlink.watch import PeerWatch
 
 SOON_S = 20.0
@@ -96,6 +98,27 @@ def test_a_child_that_forsakes_a_watch_does_not_end_it() -> None:
         peer.wait()
         assert await_true(lambda: told == [1])
     watch.close()
+
+
+def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox.launch, "fence", lambda: lambda: None)
+    box, other = (mailbox.Mailbox(rank, lambda _: False) for rank in (0, 1))
+    for one in (box, other):
+        one.attach([box.fd, other.fd])
+
+    def forsake() -> None:
+        box.forsake()
+        other.forsake()
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert not [link for link in links if "crossdock-mailbox" in link]
+
+    with child(forsake):
+        thread = threading.Thread(target=other.exchange, args=([7] * EXCHANGE_WORDS, SOON_S))
+        thread.start()
+        assert box.exchange([5] * EXCHANGE_WORDS, SOON_S)[1] == (7,) * EXCHANGE_WORDS
+        thread.join()
+    box.close()
+    other.close()
 
 
 def test_a_desk_serves_on_when_a_child_forsakes_it() -> None:

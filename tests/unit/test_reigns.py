@@ -68,6 +68,17 @@ def test_each_reign_begins_with_nothing(world: Any) -> None:
     assert told == [7, 0, 9]
 
 
+def test_a_reign_that_could_not_begin_is_begun_again(world: Any) -> None:
+    replica, elector, made, told = world
+    make, replica._make = replica._make, lambda: 1 / 0
+    elector.term = 7
+    with pytest.raises(ZeroDivisionError):
+        replica.tick()
+    replica._make = make
+    replica.tick()
+    assert (len(made), told) == (1, [7])
+
+
 def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -> None:
     replica, elector, made, told = world
     replica.stop()

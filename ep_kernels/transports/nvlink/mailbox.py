@@ -42,6 +42,7 @@ class Mailbox:
         self._rank, self._gone, self._fence = rank, gone, launch.fence()
         self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
+        self._maps: list[mmap.mmap] = []  # each holds a descriptor of its own
         self._pages: list[memoryview] = []
         self._active: list[bool] = []
         self._number = self._epoch = 0
@@ -51,7 +52,8 @@ class Mailbox:
 
     def attach(self, fds: Sequence[int]) -> None:
         """Map everybody's page, in rank order."""
-        self._pages = [memoryview(mmap.mmap(fd, PAGE_BYTES)).cast("q") for fd in fds]
+        self._maps = [mmap.mmap(fd, PAGE_BYTES) for fd in fds]
+        self._pages = [memoryview(page).cast("q") for page in self._maps]
         self._active = [True] * len(self._pages)
 
     def exchange(self, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...] | None]:
@@ -165,7 +167,13 @@ class Mailbox:
             os.close(self.fd)
             self.fd = -1
 
-    forsake = close
+    def forsake(self) -> None:
+        """In a forked child: close its copies of the page and of the others'."""
+        self.close()
+        for view, page in zip(self._pages, self._maps, strict=True):
+            view.release()
+            page.close()
+        self._pages, self._maps = [], []
 
 
 def _mask_words(mask: Sequence[bool]) -> tuple[int, ...]:

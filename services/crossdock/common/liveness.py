@@ -34,6 +34,10 @@ class Liveness:
         dead = [name for name, is_alive in list(self._parts.items()) if not is_alive()]
         return f"{', '.join(dead)}: ended" if dead else ""
 
+    def let_end(self) -> None:
+        """What was expected ends on purpose from now on; the loop must turn until `close`."""
+        self._parts = {}
+
     def close(self) -> None:
         """Stop beating."""
         self._timer.cancel()

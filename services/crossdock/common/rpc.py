@@ -103,7 +103,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
         self._watchers: set[asyncio.Event] = set()
         self._over = False
 
-    async def set(self, serving: bool, *names: str) -> None:
+    def set(self, serving: bool, *names: str) -> None:
         """Say whether these services (none named: all, and the process) answer usefully. Watchers of the health service
         learn it at once."""
         if not self._over:
@@ -111,9 +111,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
             for changed in self._watchers:
                 changed.set()
 
-    async def shut_down(self) -> None:
+    def shut_down(self) -> None:
         """NOT_SERVING for good; later `set` calls do nothing."""
-        await self.set(False)
+        self.set(False)
         self._over = True
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
@@ -171,7 +171,7 @@ async def server(
     health_pb2_grpc.add_HealthServicer_to_server(health, made)
     names = (*health.services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, made)
-    await health.set(False)
+    health.set(False)
     return made
 
 

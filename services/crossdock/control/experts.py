@@ -12,6 +12,7 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
+from crossdock.common.tasks import beside
 from crossdock.control import views
 from crossdock.control.curator import Curator, Goal, Kind, Outcome, Report
 from crossdock.control.placement import Table, imbalance
@@ -140,7 +141,7 @@ class Experts:
         now, before = self._clock(), self.version
         self._tell(self._curator.expire(now), before)
         if serving and self._curator.is_due(now) and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+            self._looking = beside(self._look(), "the look at where experts should be")
 
     def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
         """The tables of an epoch: those at which it begins until it serves, then the newest. Raises
@@ -224,7 +225,8 @@ class Experts:
                     raise rpc.Unavailable("experts: it is not known yet where they are")
                 made = _Made(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
                 self._made = made
-                self._metrics.expert_imbalance.set(made.plan.imbalance)
+                if not self._stopped:  # a successor's gauge by now
+                    self._metrics.expert_imbalance.set(made.plan.imbalance)
             return made
 
     async def _look(self) -> None:
@@ -232,9 +234,6 @@ class Experts:
         try:
             made = await self._plan()
         except rpc.Unavailable:
-            return
-        except Exception:  # nobody awaits this task
-            log.exception("no plan of where experts should be")
             return
         if self._curator.is_worth_it(made.plan):
             self._start(made)

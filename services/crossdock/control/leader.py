@@ -110,7 +110,8 @@ class Elector:
         under way is waited for as long as the lease lasts, after which there is nothing to give back."""
         self._stop.set()
         self._hurry.set()
-        self._thread.join(max(timeout_s, self._state.lease_s))
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(max(timeout_s, self._state.lease_s))
         with self._lock:
             back, seen = election.given_back(self._state), self._state.seen
             self._state = replace(self._state, term=0)
@@ -123,19 +124,30 @@ class Elector:
                 log.warning("lease not given back", error=error)
         self._leases.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         pause_s = self._state.lease_s / RENEWALS_PER_LEASE
         while not self._stop.is_set():
-            before = (self.term, self.leader)
             try:
-                self._round(pause_s)
-                self.trouble = ""
-            except Exception as error:  # the client raises its own errors and the socket's
-                self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-            if before != (self.term, self.leader):
-                self.changed()
+                self._once(pause_s)
+            except Exception:  # who is told of it has a bug: without this thread nobody here would ever lead again
+                log.exception("the elector goes on; this is a bug")
             self._hurry.wait(pause_s)
             self._hurry.clear()
+
+    def _once(self, pause_s: float) -> None:
+        before = (self.term, self.leader)
+        try:
+            self._round(pause_s)
+            self.trouble = ""
+        except Exception as error:  # the client raises its own errors and the socket's
+            self._complain(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if before != (self.term, self.leader):
+            self.changed()
 
     def _round(self, timeout_s: float) -> None:
         seen = self._leases.read(timeout_s)
@@ -213,9 +225,9 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
         former, self._service = self._service, None
         if former is not None:
             former.stop()
-        self._term = term
         if term:
             self._service = self._make()
+        self._term = term
         log.info("leading" if term else "standing by", term=term, leader=self._elector.leader or "unknown")
         self._reigns(term)
 

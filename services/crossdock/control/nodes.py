@@ -84,6 +84,11 @@ class Nodes:
         if self._thread.is_alive():
             self._thread.join(1.0)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         pause_s, version = _PAUSES_S[0], ""
         while not self._stop.is_set():

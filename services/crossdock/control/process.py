@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from collections.abc import Coroutine
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-import grpc.aio
+from typing import TYPE_CHECKING, Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
@@ -26,6 +25,7 @@ from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.places import CallLimits
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
+from crossdock.common.tasks import beside
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
 from crossdock.control.server import ControlPlane
@@ -40,14 +40,15 @@ STOP_GRACE_S = 1.0
 CALLS, CALLS_PER_RANK = 2048, 8
 """Calls that are open at once, most of them Watch streams; one peer may have a quarter. All ranks may come by way of
 one proxy, and two streams of each rank keep their places."""
-EXIT_OK, EXIT_BAD_CONFIG = 0, 2
+EXIT_OK, EXIT_BROKEN, EXIT_BAD_CONFIG = 0, 1, 2
 
 log = logs.get(__name__)
 
 
 def run_control(config: ControlConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose, 2 an address, or a certificate or
-    token, cannot be used, or the extra `control` is asked for and not installed."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0 stopped on purpose; 1 a task that must live ended, which
+    is a bug (the log says how); 2 an address, or a certificate or token, cannot be used, or the extra `control` is
+    asked for and not installed."""
     logs.setup(config.log, role="control")
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
@@ -62,6 +63,9 @@ def run_control(config: ControlConfig) -> int:
     except SecurityError as error:
         log.error("cannot use certificates or tokens", error=str(error))
         return EXIT_BAD_CONFIG
+    except Exception:
+        log.exception("the control plane ended; this is a bug")
+        return EXIT_BROKEN
 
 
 class _Reign:
@@ -70,8 +74,9 @@ class _Reign:
     def __init__(self, config: ControlConfig, metrics: ControlMetrics, health: rpc.Health, nodes: Nodes | None) -> None:
         self._config, self._metrics, self._health, self._nodes = config, metrics, health, nodes
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.elector: Elector | None = None
+        self.news = asyncio.Event()
+        """The elector has found something: `tick` now."""
 
     def service(self, address: str) -> ControlPlane | Replica:
         """What answers calls."""
@@ -85,16 +90,17 @@ class _Reign:
         advertised = self._config.advertise or seen_from_outside(address, "", platform.hostname)
         state = State(f"{name}_{secrets.token_hex(4)}", advertised, float(chosen.lease_s))
         self.elector = Elector(state, KubernetesLeases(chosen), failed=self._metrics.lease_failures_total.inc)
-        replica = Replica(self._make, self.elector, self._told)
-        self.elector.changed = lambda: self._soon(replica)
-        return replica
+        self.elector.changed = self._soon
+        return Replica(self._make, self.elector, self._told)
 
-    async def ready(self) -> None:
+    def ready(self, alive: Liveness) -> None:
         """The server has started: the only one serves, one of several stands for election."""
-        await self._health.set(True)
+        self._health.set(True)
         if self.elector is not None:
-            await self._health.set(False, SERVICE_NAME)
+            self._health.set(False, SERVICE_NAME)
             self.elector.start()
+            elector = self.elector
+            alive.expect("elector", lambda: elector.alive)
 
     async def close(self) -> None:
         """After the service was stopped: let the next one begin at once."""
@@ -104,17 +110,15 @@ class _Reign:
     def _make(self) -> ControlPlane:
         return ControlPlane(self._config, self._metrics, labels=lambda: self._nodes.labels if self._nodes else {})
 
-    def _soon(self, replica: Replica) -> None:
+    def _soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(replica.tick)
+            self._loop.call_soon_threadsafe(self.news.set)
 
     def _told(self, term: int) -> None:
         self._metrics.leading.set(bool(term))
         self._metrics.term.set(term)
         self._metrics.reigns_total.inc(bool(term))
-        task = asyncio.create_task(self._health.set(bool(term), SERVICE_NAME))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._health.set(bool(term), SERVICE_NAME)
 
 
 async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
@@ -123,66 +127,66 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
-    nodes = await _nodes(config.kubernetes) if config.kubernetes else None
-    health = rpc.Health([SERVICE_NAME])
-    limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
-    door = door_of(security, config.max_calls_per_s, metrics, limits)
-    server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
-    address = rpc.bind(server, config.listen, security)
-    reign = _Reign(config, metrics, health, nodes)
-    service = reign.service(address)
-    control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-    alive = Liveness()
-    ready = lambda: _readiness(service, reign, stop.is_set())  # noqa: E731
-    http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
-    ticking = asyncio.create_task(_tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE)))
-    ticking.add_done_callback(lambda _: stop.set())
-    try:
+    async with contextlib.AsyncExitStack() as closing:  # the last first, each whatever became of the others
+        alive = Liveness()
+        closing.callback(alive.close)
+        nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
+        health = rpc.Health([SERVICE_NAME])
+        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
+        door = door_of(security, config.max_calls_per_s, metrics, limits)
+        server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), door=door)
+        closing.push_async_callback(server.stop, STOP_GRACE_S)
+        address = rpc.bind(server, config.listen, security)
+        reign = _Reign(config, metrics, health, nodes)
+        service = reign.service(address)
+        ready = lambda: _readiness(service, reign, stop.is_set())  # noqa: E731
+        control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
+        http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
+        closing.callback(http.close)
+        closing.push_async_callback(reign.close)
+        closing.callback(service.stop)
+        ticks = _tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE), reign.news)
+        ticking = _must_live(ticks, "ticking", stop, alive)
+        closing.callback(ticking.cancel)
+        closing.callback(health.shut_down)
         await server.start()
-        await reign.ready()
+        reign.ready(alive)
         announce(address, http.address, https=http.https)
         log.info("listening", address=address, http=http.address, world_size=config.world_size)
         warn_of_plain_text(address, security)
         await stop.wait()
+        alive.let_end()
         log.info("stopping")
-    finally:
-        await _shut_down(server, service, health, ticking, reign)
-        http.close()
-        alive.close()
-        if nodes is not None:
-            nodes.close()
-    return EXIT_OK
+        return EXIT_BROKEN if ticking.done() else EXIT_OK
 
 
-async def _nodes(config: KubernetesConfig) -> Nodes:
+async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.AsyncExitStack) -> Nodes:
     from crossdock.control.nodes import Nodes
 
     nodes = Nodes(config)
+    closing.callback(nodes.close)
     if not await asyncio.to_thread(nodes.start):
         log.warning("starting without node labels", why=nodes.trouble)
+    alive.expect("nodes", lambda: nodes.alive)
     return nodes
 
 
-async def _shut_down(
-    server: grpc.aio.Server,
-    service: ControlPlane | Replica,
-    health: rpc.Health,
-    ticking: asyncio.Task[None],
-    reign: _Reign,
-) -> None:
-    await health.shut_down()
-    ticking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await ticking
-    service.stop()
-    await reign.close()
-    await server.stop(STOP_GRACE_S)
+def _must_live(work: Coroutine[Any, Any, None], what: str, stop: asyncio.Event, alive: Liveness) -> asyncio.Task[None]:
+    """A task with whose end the process ends."""
+    task = beside(work, what)
+    task.add_done_callback(lambda _: stop.set())
+    alive.expect(what, lambda: not task.done())
+    return task
 
 
-async def _tick_forever(service: ControlPlane | Replica, interval_s: float) -> None:
+async def _tick_forever(service: ControlPlane | Replica, interval_s: float, news: asyncio.Event) -> None:
+    """Nobody else ticks: an error that the event loop only writes down would leave half a reign behind."""
     while True:
+        news.clear()
         service.tick()
-        await asyncio.sleep(interval_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(interval_s):
+                await news.wait()
 
 
 def _readiness(service: ControlPlane | Replica, reign: _Reign, stopping: bool) -> tuple[bool, str]:

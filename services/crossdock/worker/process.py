@@ -117,8 +117,7 @@ class _Process:
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._health = rpc.Health([SERVICE_NAME])
-        self._status = Status(self._metrics, self._tell_health)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._status = Status(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
 
     async def run(self) -> int:
@@ -199,7 +198,7 @@ class _Process:
 
     async def _shut_down(self, server: grpc.aio.Server, http: HttpServer) -> None:
         self._status.close()
-        await self._health.shut_down()
+        self._health.shut_down()
         await self._link.leave("drained" if self._stop.is_set() else "stopping")
         await self._link.close()
         await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
@@ -255,11 +254,6 @@ class _Process:
             world_size=seat.size if seat else 0,
             serving=self._status.ready()[0],
         )
-
-    def _tell_health(self, serving: bool) -> None:
-        task = asyncio.create_task(self._health.set(serving))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _broken(line: asyncio.Task[None]) -> int:

@@ -19,8 +19,8 @@ import torch
 
 Result = TypeVar("Result")
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE_BYTES = 256 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGE_BYTES, _KEPT_BYTES, _ARENAS = 64 << 10, 1 << 20, 2
 
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
@@ -60,9 +60,11 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
 
 
 def give_memory_back() -> None:
-    """Let the C library return large buffers (messages, rows) to the system as soon as they are freed. By itself glibc
-    raises its threshold to 32 MiB as such buffers are freed, and keeps gigabytes after a burst."""
+    """Let the C library return large buffers (messages, rows, and the 64 KiB blocks in which gRPC reads) to the system
+    as soon as they are freed. By itself glibc raises its threshold to 32 MiB as such buffers are freed, and keeps
+    gigabytes after a burst. What is smaller leaves holes, and each arena has its own: so there are few of them."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, _ARENAS)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
