@@ -37,7 +37,7 @@
 #include "common/trace.cuh"
 #include "ht/combine_block.cuh"
 #include "ht/combine_send.cuh"
-
+// Behind the half that sends: static shared memory lies in the order of definitions.
 #include "ht/combine_recv.cuh"
 #include "ht/combine_reduce.cuh"
 #include "ht/pipeline.cuh"

@@ -3,7 +3,6 @@
 
 #include "common/block.cuh"
 #include "common/numeric.cuh"
-#include "common/trace.cuh"
 #include "ht/pipeline.cuh"
 #include "types.h"
 #include "variant.h"

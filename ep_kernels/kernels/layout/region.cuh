@@ -2,7 +2,6 @@
 // lines are in layout/ll128.cuh.
 #pragma once
 
-#include "common/ptx.cuh"
 #include "types.h"
 
 namespace ep {

@@ -2,7 +2,6 @@
 // local_stride + local expert), or num_keys + rank for rows.
 #pragma once
 
-#include "common/block.cuh"
 #include "types.h"
 #include "variant.h"
 

@@ -11,7 +11,6 @@
 #include "common/block.cuh"
 #include "common/math.cuh"
 #include "common/scheduler.cuh"
-#include "layout/region.cuh"
 #include "routing/experts.cuh"
 #include "routing/recv_layout.cuh"
 #include "types.h"
