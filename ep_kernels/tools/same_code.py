@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,13 +216,11 @@ def sources_of(version: str, scratch: Path) -> Path:
 
 def compare(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     """(variant, difference) of all variants of either; "" = the same code."""
+    both = sorted({*old} & {*new})
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # most of the time is nvdisasm's
+        differences = dict(zip(both, threads.map(lambda name: difference(old[name], new[name]), both), strict=True))
     for name in sorted({*old, *new}):
-        if name not in new:
-            yield name, "gone"
-        elif name not in old:
-            yield name, "new"
-        else:
-            yield name, difference(old[name], new[name])
+        yield name, differences.get(name, "new" if name in new else "gone")
 
 
 def show(found: Mapping[str, str], title: str, arch: str) -> None:
