@@ -330,14 +330,17 @@ async def _names(scene: Scene) -> str:
     answers = Counter[str]()
     async with channels(scene, scene.control, part="rogue") as made:
         stubs = [control_pb2_grpc.ControlPlaneStub(channel) for channel in made]
-        for index in range(60):
-            worker = pb.WorkerId(uid=f"{index}{HUGE_NAME}", incarnation=1)
-            stub = stubs[index % len(stubs)]
-            for call in (
-                stub.Heartbeat(pb.HeartbeatRequest(worker=worker)),
-                stub.Watch(pb.WatchRequest(worker=worker)),
-            ):
-                answers[await attempt(call)] += 1
+        for first in range(0, 60, 6):
+            workers = [pb.WorkerId(uid=f"{index}{HUGE_NAME}", incarnation=1) for index in range(first, first + 6)]
+            calls = [
+                call
+                for worker, stub in zip(workers, itertools.cycle(stubs))
+                for call in (
+                    stub.Heartbeat(pb.HeartbeatRequest(worker=worker)),
+                    stub.Watch(pb.WatchRequest(worker=worker)),
+                )
+            ]
+            answers += Counter(await asyncio.gather(*map(attempt, calls)))
         began = time.monotonic()
         limited = Counter[str]()
         for turn in range(6):  # a burst is let in, then as many a second as workers of one host may need
