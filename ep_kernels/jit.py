@@ -3,9 +3,9 @@
     variant = Variant("ll_dispatch", layout=Layout.FLAT)
     binary = Compiler(cache_dir).get(variant, "sm_90a")      # from the wheel, from the disk cache, or compiled now
 
-A variant's source is one text: the records of `device/abi.py`, its constants, the device headers it needs, the
-kernel. The key is a hash of that text, the flags, the NVRTC version and the architecture, so an entry never goes
-stale. Knows nothing of torch tensors, streams or launches.
+A variant's source is one text: the file of its kernel with every include in place; `types.h` (the records of
+`kernels/abi.py`) and `variant.h` (its constants) are written here. The key is a hash of that text, the flags, the
+NVRTC version and the architecture, so an entry never goes stale. Knows nothing of torch tensors, streams or launches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from ep_kernels.device import abi
 from ep_kernels.errors import TransportError
+from ep_kernels.kernels import abi
 
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
@@ -33,30 +34,17 @@ NUM_STAGES = 3
 SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
 
-_COMMON = ("ptx", "spin", "team")
-_HT_DISPATCH = ("counts", "order", "records", "senders", "arrivals")
-_HEADERS: Mapping[str, tuple[str, ...]] = {
-    "ll_dispatch": (
-        *_COMMON,
-        "numeric",
-        "quantize",
-        "lines",
-        "unit_fp8",
-        "clock",
-        "rows",
-        "route",
-        "dispatch",
-        "receive",
-        "walk",
-        "unit_rows",
-        "told",
-    ),
-    "ll_combine": (*_COMMON, "numeric", "quantize", "lines", "unit_fp8", "clock", "unit_partials", "asked_rows"),
-    "ht_dispatch": (*_COMMON, "numeric", "quantize", "clock", "rows", "route", "dispatch", "receive", *_HT_DISPATCH),
-    "ht_combine": (*_COMMON, "numeric", "quantize", "clock", "rings", "partials", "combine", "makers", "owner", "home"),
-    "barrier": _COMMON,
+SOURCES = ROOT / "kernels"
+"""Includes are relative to it; `ls` is the index."""
+KERNELS: Mapping[str, str] = {
+    "ll_dispatch": "ll/dispatch.cuh",
+    "ll_combine": "ll/combine.cuh",
+    "ht_dispatch": "ht/dispatch.cuh",
+    "ht_combine": "ht/combine.cuh",
+    "barrier": "barrier.cuh",
 }
-KERNELS = tuple(_HEADERS)
+"""Entry point -> its file."""
+_INCLUDE = re.compile(r'#include "([^"]+)"')
 _FLAGS = (
     "--std=c++17",
     "--device-as-default-execution-space",
@@ -71,7 +59,7 @@ class Variant:
     """One kernel with its compile-time constants.
 
     Attributes:
-        kernel: file name in `kernels/`, without suffix; also the entry point.
+        kernel: of KERNELS; also the entry point.
         constants: (name, C++ text) pairs. Types are given as `using`, numbers as `constexpr`.
         loopback: all ranks in one launch on one GPU (tests); the entry point then takes an array of arguments.
     """
@@ -93,7 +81,7 @@ class Variant:
 
 
 def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
-    """mode ll | ht; layout 0..3 as in device/dispatch.cuh; quantized: u8 = rows as they are, or the type quantised to
+    """mode ll | ht; layout 0..3 as in `variant_header`; quantized: u8 = rows as they are, or the type quantised to
     fp8.
     """
     return Variant(f"{mode}_dispatch", (("LAYOUT", str(layout)), ("X", quantized)))
@@ -130,39 +118,83 @@ def all_variants() -> Iterator[Variant]:
     yield Variant("barrier")
 
 
-def source(variant: Variant) -> str:
-    """The whole C++ text of a variant."""
-    constants = dict(variant.constants)
-    parts = [abi.header(), f"#define THREADS {variant.num_threads}\n#define STAGES {NUM_STAGES}\n"]
-    if variant.loopback:
-        parts.append("#define LOOPBACK\n")
-    for header in _HEADERS[variant.kernel]:
-        parts.append(_read("device", header))
-        if header == "numeric":
-            parts.append(_declare(constants))
-    parts.append(_read("kernels", variant.kernel))
-    return "\n".join(parts)
+def source(variant: Variant, instead: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The whole C++ text of a variant: its kernel's file with every include in place. `instead`: texts of files that
+    are not to be as they lie in `kernels/`."""
+    supplied = {"types.h": abi.header(), "variant.h": variant_header(variant), **instead}
+    return flatten(KERNELS[variant.kernel], supplied)
+
+
+def flatten(file: str, supplied: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of a file of `kernels/`, or a `supplied` one, with each include in place, once; `#line` names the file
+    that a compiler's message is about."""
+    seen = set()
+
+    def expand(name: str) -> Iterator[str]:
+        seen.add(name)
+        text = supplied[name] if name in supplied else _read(name)
+        yield f'#line 1 "{name}"'
+        for number, line in enumerate(text.replace("#pragma once", "").splitlines(), 1):
+            include = _INCLUDE.fullmatch(line)
+            if include is None:
+                yield line
+            elif include[1] in seen:
+                yield ""
+            else:
+                yield from expand(include[1])
+                yield f'#line {number + 1} "{name}"'
+
+    return "\n".join(expand(file)) + "\n"
 
 
 def all_sources() -> str:
-    """Every device header and kernel: what two ranks must have in common."""
-    return "".join(_read(f, p.stem) for f in ("device", "kernels") for p in sorted((ROOT / f).glob("*.cuh")))
+    """Every kernel and what it includes: what two ranks must have in common."""
+    return "".join(f"{name}\n{_read(name)}" for name in sources())
 
 
-def _declare(constants: Mapping[str, str]) -> str:
+def sources() -> list[str]:
+    """Files of `kernels/` that are compiled, but for `types.h` and `variant.h`, which are generated."""
+    return sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cuh"))
+
+
+def variant_header(variant: Variant) -> str:
+    """`variant.h`: what the files of `kernels/` find in it when they are compiled for this variant."""
     lines = [
-        f"constexpr i32 {name} = {value};" if value.isdigit() else f"using {name} = {value};"
-        for name, value in constants.items()
+        "// Constants of a variant; generated by ep_kernels/jit.py. The file in the folder is one for editors alone.",
+        "#pragma once",
+        '#include "types.h"',
+        f"#define THREADS {variant.num_threads}",
+        f"#define STAGES {NUM_STAGES}",
+        *(["#define LOOPBACK"] if variant.loopback else []),
+        "namespace ep {",
+        "struct bf16;",
+        "struct f16;",
+        "struct e4m3;",
+        "constexpr i32 EXPERT_MAJOR = 0, GROUPED = 1, RANK_MAJOR = 2, FLAT = 3;  // LAYOUT",
+        "constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;                  // KIND",
+        *(
+            f"constexpr i32 {name} = {value};" if value.isdigit() else f"using {name} = {value};"
+            for name, value in variant.constants
+        ),
     ]
+    constants = dict(variant.constants)
     if "C" in constants:
         lines.append(f"constexpr bool kSameType = {str(constants['C'] == constants['Y']).lower()};")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "}  // namespace ep", ""])
+
+
+def editor_headers() -> dict[Path, str]:
+    """`types.h` and a `variant.h` that every file of `kernels/` can be read with (`python -m tests.house.generate`)."""
+    constants = dispatch_variant("ll", 1, "bf16").constants + combine_variant("ll", 0, "bf16", "bf16").constants
+    return {
+        SOURCES / "types.h": abi.header(),
+        SOURCES / "variant.h": variant_header(Variant("ll_dispatch", constants)),
+    }
 
 
 @functools.cache
-def _read(folder: str, name: str) -> str:
-    path = ROOT / folder / f"{name}.cuh"
-    return f'#line 1 "{folder}/{name}.cuh"\n{path.read_text().replace("#pragma once", "")}'
+def _read(name: str) -> str:
+    return (SOURCES / name).read_text()
 
 
 @dataclass(frozen=True, slots=True)

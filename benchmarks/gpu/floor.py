@@ -23,7 +23,7 @@ from benchmarks.gpu.measure import PAIRS, WARMUP, Stopwatch, per_pair
 from benchmarks.gpu.peers import Peers
 from crossdock.tune.measure import captured
 from ep_kernels import jit
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import driver
 
 NODES = 2 * PAIRS
@@ -69,8 +69,8 @@ def source() -> str:
     """The whole C++ text of the three kernels."""
     return "\n".join(
         (
-            abi.header(),
-            (jit.ROOT / "device" / "ptx.cuh").read_text().replace("#pragma once", ""),
+            jit.flatten("common/ptx.cuh", {"types.h": abi.header()}),
+            "using namespace ep;",
             Path(__file__).with_name("floor.cuh").read_text(),
             f'static_assert(sizeof(Exchange) == {ctypes.sizeof(Exchange)}, "Exchange: host and GPU differ");',
         )

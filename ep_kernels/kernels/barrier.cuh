@@ -1,30 +1,40 @@
 // All active ranks meet: each tells everybody and waits for everybody. One block. The first barrier proves every link.
 // Also writes the GPU's clock, so that the host can relate latency records to its own.
-// The same kernel leaves ranks out: those that take no part any longer may write here no more, and hear that the others went on.
+// The same kernel leaves ranks out: those that take no part any longer may write here no more, and hear that the others
+// went on.
 #pragma once
+
+#include "common/block.cuh"
+#include "common/ptx.cuh"
+#include "common/signal.cuh"
+#include "layout/region.cuh"
+#include "types.h"
+#include "variant.h"
+
+namespace ep {
 
 // A rank X that was left out may live, and may launch an operation in which this rank gave it up. Before X stores to a
 // place that this rank may use again (a row of HT dispatch, a row of an exact combine) there are two things:
 //   permission: X has read, in its own memory, that every active rank is in this very operation: the rank's counts
 //     (HT dispatch), STARTED (with a previous handle), COMBINE_STARTED (exact combine);
-//   notice: X's block 0 has stored STARTED or COMBINE_STARTED to this rank. Every block of X has seen that: it waits for
-//     the counts of X, which come after, or for the word that block 0 tells X itself at the same time.
+//   notice: X's block 0 has stored STARTED or COMBINE_STARTED to this rank. Every block of X has seen that: it waits
+//     for the counts of X, which come after, or for the word that block 0 tells X itself at the same time.
 // So survivors take the permission back, at X. A kernel that had read it before has given notice, or does so within the
-// first microseconds of its blocks. Hosts give that time, and then wait until X has sent what it gave notice of: SENT of
-// X has come to STARTED of X (transports/nvlink/left_out.py). Then nothing of X is under way, and nothing follows.
+// first microseconds of its blocks. Hosts give that time, and then wait until X has sent what it gave notice of: SENT
+// of X has come to STARTED of X (transports/nvlink/left_out.py). Then nothing of X is under way, and nothing follows.
 // What else X stores here lies in its own part of a slot, whose numbers no later operation takes for its own.
 __device__ __forceinline__ void take_back(const World& world, i32 peer) {
   const RegionMap& map = world.map;
   ptx::store_relaxed_sys(flag_at(world, peer, FLAG_STARTED, world.rank), 0);
   ptx::store_relaxed_sys(flag_at(world, peer, FLAG_COMBINE_STARTED, world.rank), 0);
-  const i64 pairs = static_cast<i64>(world.size) * (world.local_stride + 1) / 2 + 1;  // of a source: counts.cuh, pair_at
+  const i64 pairs = static_cast<i64>(world.size) * (world.local_stride + 1) / 2 + 1;  // of a source: ht::pair_at
   for (u64 slot = map.counts; slot < map.arrivals; slot += map.counts_stride)
     for (i64 p = world.rank * pairs; p < (world.rank + 1) * pairs; ++p)
       ptx::store_pair(region_at<u8>(world, peer, slot) + p * PAIR_BYTES, 0, 0);
 }
 
-// A thread per rank. Ranks that were given up may live; memory of the dead is left alone. A rank that waits for another one
-// that is left out hears it, too: it must end.
+// A thread per rank. Ranks that were given up may live; memory of the dead is left alone. A rank that waits for another
+// one that is left out hears it, too: it must end.
 __device__ __forceinline__ void leave_out(const World& world, u64 epoch) {
   for (i32 peer = threadIdx.x; peer < world.size; peer += blockDim.x) {
     if (world.active[peer] || ptx::load_relaxed_sys(&world.gone[peer]) == GONE_DEAD) continue;
@@ -53,13 +63,16 @@ __device__ __forceinline__ void barrier_rank(const BarrierArgs& args) {
   ptx::store_relaxed_sys(&world.host->clock_ns, ptx::now_ns());
 }
 
+}  // namespace ep
+
 #ifndef LOOPBACK
-extern "C" __global__ void __launch_bounds__(THREADS, 1) barrier(const __grid_constant__ BarrierArgs args) {
-  barrier_rank(args);
+extern "C" __global__ void __launch_bounds__(THREADS, 1) barrier(const __grid_constant__ ep::BarrierArgs args) {
+  ep::barrier_rank(args);
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
-extern "C" __global__ void __launch_bounds__(THREADS, 1) barrier(const BarrierArgs* ranks, i32 blocks_per_rank) {
-  const i32 block = blockIdx.x;
-  if (block % blocks_per_rank == 0) barrier_rank(ranks[block / blocks_per_rank]);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    barrier(const ep::BarrierArgs* ranks, ep::i32 blocks_per_rank) {
+  const ep::i32 block = blockIdx.x;
+  if (block % blocks_per_rank == 0) ep::barrier_rank(ranks[block / blocks_per_rank]);
 }
 #endif

@@ -4,7 +4,8 @@
     python -m ep_kernels.tools.same_code ../before . --arch sm_100a --only ll_dispatch
 
 Both versions are compiled with the NVRTC of this environment. It compares the bytes of functions and compiler-made
-constants, registers and static shared memory. It does not compare names, line numbers and debug sections.
+constants, registers and static shared memory. It does not compare names, line numbers and debug sections, nor what
+follows from names alone: the order of functions, and the table of constants where no instruction reads it.
 
 Exit status: 0 = every variant of NEW is in OLD with the same code; 1 = differences, listed with the number of
 instructions that differ; 2 = a version that cannot be read or compiled.
@@ -13,6 +14,7 @@ instructions that differ; 2 = a version that cannot be read or compiled.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import struct
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +44,11 @@ for variant in variants[int(worker) :: int(num_workers)]:
 _COMPARED = re.compile(r"\.text\.|\.nv\.constant[1-9]|\.nv\.global\.init|\.nv\.shared\.")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", re.MULTILINE)
 _NAME = re.compile(r"`\([^)]*\)")
+_LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/")
+_UPPER, _LABEL = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/"), re.compile(r"(\S+):\s*$")
+_TARGET, _RETURN_TO = re.compile(r"`\(([^)]*)\)"), re.compile(r"(\bMOV R\d+, )0x([0-9a-f]+)")
+_CONTROL_SHIFT = 41  # scoreboards and stalls: what a listing does not show; below are operands and places
+_NAMED_TABLE = "c[0x4]"
 _NOBITS = 8
 
 
@@ -78,11 +86,84 @@ def instructions(cubin: bytes) -> list[str] | None:
     return None if listing is None else [_NAME.sub("label", text) for text in _INSTRUCTION.findall(listing)]
 
 
+class Function:
+    """One function of a listing: its instructions, and where its labels are."""
+
+    def __init__(self, start: int) -> None:
+        self.start, self.places = start, dict[str, int]()
+        self.lines: list[tuple[str, int]] = []  # text, control bits
+
+    def body(self, called: Mapping[str, str]) -> str:
+        """Its instructions, wherever it lies and whatever it is called; callees are known by `called`."""
+        width = 16
+        after_calls = {self.start + width * (i + 1) for i, (text, _) in enumerate(self.lines) if "CALL" in text}
+
+        def target(match: re.Match[str]) -> str:
+            place = self.places.get(match[1])
+            return called.get(match[1], "function") if place is None else f"{place - self.start:#x}"
+
+        def return_to(match: re.Match[str]) -> str:
+            place = int(match[2], 16)
+            return f"{match[1]}return {place - self.start:#x}" if place in after_calls else match[0]
+
+        lines = [f"{_RETURN_TO.sub(return_to, _TARGET.sub(target, text))} {control:x}" for text, control in self.lines]
+        while lines and (lines[-1].startswith("NOP") or lines[-1].startswith(f"BRA {width * (len(lines) - 1):#x} ")):
+            lines.pop()  # what fills the end of the section
+        return "\n".join(lines)
+
+
+def _read_functions(listing: str) -> dict[str, Function]:
+    found, lines, names = dict[str, Function](), iter(listing.splitlines()), list[str]()
+    current, address = Function(0), -16
+    for line in lines:
+        if label := _LABEL.match(line):
+            names.append(label[1])
+        elif (text := _LINE.match(line)) and (upper := _UPPER.match(next(lines, ""))):
+            address = int(text[1], 16)
+            if any(not name.startswith(".L") for name in names):
+                current = Function(address)
+                found.update((name, current) for name in names if not name.startswith(".L"))
+            current.places.update((name, address) for name in names if name.startswith(".L"))
+            names.clear()
+            current.lines.append((text[2], int(upper[1], 16) >> _CONTROL_SHIFT))
+    return found
+
+
+def functions(cubin: bytes) -> list[str] | None:
+    """The bodies of its functions without names, places and order; None where that cannot be told: no nvdisasm, or an
+    instruction reads the table of constants."""
+    listing = inspection.disassemble(cubin)
+    if listing is None or _NAMED_TABLE in listing:
+        return None
+    found, called = _read_functions(listing), dict[str, str]()
+    for _ in found:  # callees of callees: until nothing changes
+        known = {name: hashlib.sha256(function.body(called).encode()).hexdigest() for name, function in found.items()}
+        known = {name: value for name, value in known.items() if name.startswith("$")}
+        if known == called:
+            break
+        called = known
+    return sorted({id(function): function.body(called) for function in found.values()}.values())
+
+
+def _beside_functions(code: Code) -> list[tuple[str, int, bytes]]:
+    """What must be equal beside the functions: registers, constants that code may read, sizes of shared memory."""
+    dead = {".nv.constant4", ".nv.global.init"}
+    return [
+        (kind, registers, b"" if kind == ".text." else body)
+        for kind, registers, body in code.sections
+        if kind not in dead
+    ]
+
+
 def difference(old: bytes, new: bytes) -> str:
     """How two cubins differ, in words; "" = the same code."""
     before, after = code_of(old), code_of(new)
     if before == after:
         return ""
+    if _beside_functions(before) == _beside_functions(after):
+        bodies = functions(old)
+        if bodies is not None and bodies == functions(new):
+            return ""
     (was, now) = (max((registers for _, registers, _ in code.sections), default=0) for code in (before, after))
     parts = [] if was == now else [f"registers {was} -> {now}"]
     then, since = instructions(old), instructions(new)
@@ -135,13 +216,11 @@ def sources_of(version: str, scratch: Path) -> Path:
 
 def compare(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     """(variant, difference) of all variants of either; "" = the same code."""
+    both = sorted({*old} & {*new})
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # most of the time is nvdisasm's
+        differences = dict(zip(both, threads.map(lambda name: difference(old[name], new[name]), both), strict=True))
     for name in sorted({*old, *new}):
-        if name not in new:
-            yield name, "gone"
-        elif name not in old:
-            yield name, "new"
-        else:
-            yield name, difference(old[name], new[name])
+        yield name, differences.get(name, "new" if name in new else "gone")
 
 
 def show(found: Mapping[str, str], title: str, arch: str) -> None:

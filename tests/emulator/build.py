@@ -23,7 +23,7 @@ FLAGS = (
 """-fpermissive: the kernels are CUDA C++, which knows things by themselves that C++ wants to be told."""
 
 _SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
-_ARGUMENTS = {"dispatch": "DispatchArgs", "combine": "CombineArgs", "barrier": "BarrierArgs"}
+_ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
 _TAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
     if (is_tag_lane() == (turn == {when})) {{ {body} }}
     __syncwarp();
@@ -61,9 +61,7 @@ def _lines(text: str) -> str:
 
 def source(variant: jit.Variant) -> str:
     """C++ of a loop-back variant."""
-    text = jit.source(variant)
-    begin, end = text.index('#line 1 "device/ptx.cuh"'), text.index('#line 1 "device/spin.cuh"')
-    text = f'{text[:begin]}#include "{FOLDER}/ptx.h"\n{text[end:]}'
+    text = jit.source(variant, {"common/ptx.cuh": f'#include "types.h"\n#include <{FOLDER}/ptx.h>'})
     text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = emulated::block->shared;")
     text = re.sub(r"#pragma (once|unroll.*)", "", text)
     if variant.kernel.startswith("ll_"):

@@ -1,8 +1,8 @@
-// What device/ptx.cuh has, for fibers: memory order is sequential, bulk copies happen when they are waited for and not
-// before.
+// What kernels/common/ptx.cuh has, for fibers: memory order is sequential, bulk copies happen when they are waited for
+// and not before.
 #pragma once
 
-namespace ptx {
+namespace ep::ptx {
 
 // A fiber that polls lets the others run.
 inline u64 polled(const u64* at) {
@@ -224,4 +224,4 @@ inline u32 f16x2_from_e4m3x2(u16 bits) {
 inline f32 max_or_nan(f32 a, f32 b) { return a != a || b != b ? __uint_as_float(0x7FFFFFFF) : a < b ? b : a; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
-}  // namespace ptx
+}  // namespace ep::ptx

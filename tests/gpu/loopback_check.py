@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ep_kernels import reference
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.types import DispatchHandle, Mode, ScaleFormat

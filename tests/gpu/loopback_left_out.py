@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ep_kernels import reference
-from ep_kernels.device import abi
 from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.engine import RECEIVE, SEND, Call, Dispatch
 from ep_kernels.transports.nvlink.left_out import Unsent, leave_out

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call
 from ep_kernels.types import DispatchHandle, Layout, Mode
 from tests.cases import RoutingCase, draw_seed

@@ -5,6 +5,7 @@ helm/crossdock/gpu-transports.json  from the transports' transport.toml (chart.p
 helm/crossdock/README.md            its table of values, from values.yaml (chart.py)
 helm/crossdock/dashboard.json       from common/metrics.py (dashboard.py); deploy/grafana has the same
 docs/operations.md                  its metrics table, between two marker lines, from common/metrics.py
+ep_kernels/kernels/{types,variant}.h  from kernels/abi.py and jit.py, for editors; kernels are compiled with their own
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crossdock.common.metrics import ControlMetrics, Declaration, FrameworkMetrics, HostMetrics, WorkerMetrics
+from ep_kernels import jit
 from tests.house import chart, dashboard
 from tests.house.tree import ROOT
 
@@ -56,6 +58,7 @@ def generated() -> dict[Path, str]:
         chart.README: chart.readme_page(chart.README.read_text(encoding="utf-8")),
         **dict.fromkeys(dashboard.PLACES, dashboard.dashboard_json()),
         OPERATIONS: operations_page(OPERATIONS.read_text(encoding="utf-8")),
+        **jit.editor_headers(),
     }
 
 

@@ -10,8 +10,6 @@ from tests.house.tree import files, name_of, text_of
 
 COLUMNS = 120
 SUFFIXES = {".md", ".py", ".cuh", ".cu", ".h", ".hpp", ".c", ".cpp"}
-NOT_YET = ("ep_kernels/device/", "ep_kernels/kernels/")
-"""Folders whose lines are still longer. An entry goes when its files are wrapped; none is added."""
 PRAGMA = re.compile(r"\s*# (type: ignore|noqa|fmt:|mypy:).*$")
 LINK_ALONE = re.compile(r"\s*(?:[-*] )?(?:\[[^\]]*\]\(\S*\)|<?https?://\S+>?)[.,;:]?\s*$")
 
@@ -42,7 +40,7 @@ def test_lines_keep_their_length() -> None:
     faults = [
         f"{name_of(path)}:{number}"
         for path in files()
-        if path.suffix in SUFFIXES and not name_of(path).startswith(NOT_YET)
+        if path.suffix in SUFFIXES
         for number in long_lines(text_of(path), path.suffix)
     ]
     assert not faults, f"longer than {COLUMNS} columns:\n" + "\n".join(faults)

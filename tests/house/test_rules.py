@@ -15,6 +15,7 @@ ENVIRONMENT_READERS = {"services/crossdock/common/config.py"}
 ENVIRONMENT = re.compile(r"\bos\.(environ\w*|getenv\w*|putenv|unsetenv)\b|\b(secure_)?getenv\b|\b(un)?setenv\b")
 
 FUNCTION_LINES, PYTHON_FILE_LINES, NATIVE_FILE_LINES, VALUES_LINES = 40, 400, 450, 150
+KERNEL_COLUMNS = 120
 NATIVE = {".cpp", ".hpp", ".h", ".c", ".cu", ".cuh"}
 
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|NotImplemented" + r"Error)\b")
@@ -65,6 +66,17 @@ def test_files_keep_their_size() -> None:
     found = [(path, budgets[path.suffix]) for path in files(*PRODUCT) if path.suffix in budgets]
     found += [(path, VALUES_LINES) for path in files("helm") if path.name == "values.yaml"]
     faults = [f"{name_of(p)}: {n} lines" for p, limit in found if (n := text_of(p).count("\n")) > limit]
+    assert not faults, "\n".join(faults)
+
+
+def test_kernel_lines_keep_their_width() -> None:
+    faults = [
+        f"{name_of(path)}:{number}"
+        for path in files("ep_kernels")
+        if path.suffix == ".cuh"
+        for number, line in enumerate(text_of(path).splitlines(), 1)
+        if len(line) > KERNEL_COLUMNS
+    ]
     assert not faults, "\n".join(faults)
 
 

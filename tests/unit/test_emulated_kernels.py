@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ep_kernels import jit
-from ep_kernels.device import abi
 from ep_kernels.errors import PeerTimeout
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, cases, draw_seed, replicated

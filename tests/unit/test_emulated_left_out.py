@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_kernels.device import abi
 from ep_kernels.errors import TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.types import Layout, Mode
 from tests.emulator.build import compiler
 from tests.emulator.machine import Emulated, without_driver

@@ -13,8 +13,8 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
-from ep_kernels.device import abi
 from ep_kernels.errors import ConfigError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.engine import LaunchEngine
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
@@ -237,7 +237,7 @@ def test_a_lone_block_sends_and_receives(layout: Layout) -> None:
 @pytest.mark.parametrize(("size", "experts"), [(1, 8), (4, 15), (8, 256), (9, 100), (abi.MAX_RANKS, 300)])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int) -> None:
-    """The arrays of `carve_ll` (device/walk.cuh), one by one, behind barriers and waits."""
+    """The arrays of `carve_ll` (kernels/routing/ll_scan.cuh), one by one, behind barriers and waits."""
     c = config(size=size, num_experts=experts, layout=layout)
     stride = c.resolved_expert_map.stride if layout.per_expert else 0
     keys = size * stride
@@ -253,7 +253,7 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("size", [1, 4, 9, abi.MAX_RANKS])
 def test_combine_has_room_for_its_homes_and_rows(size: int, layout: Layout) -> None:
-    """Behind barriers and waits an address per rank (`homes` in kernels/ll_combine.cuh), then, where rows are summed,
+    """Behind barriers and waits an address per rank (`homes` in kernels/ll/combine.cuh), then, where rows are summed,
     those of two partials per warp."""
     c = config(size=size, layout=layout)
     launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
@@ -376,7 +376,7 @@ def test_a_lone_rank_has_no_links_to_wait_for() -> None:
 @pytest.mark.parametrize(("size", "experts", "topk"), [(1, 8, 8), (4, 15, 3), (8, 256, 8), (abi.MAX_RANKS, 300, 32)])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int, topk: int) -> None:
-    """The arrays of `carve_ht` (device/order.cuh), one by one, behind barriers and waits and in front of the stages."""
+    """The arrays of `carve_ht` (routing/ht_scan.cuh), one by one, behind barriers and waits, in front of the stages."""
     c = config(size=size, num_experts=experts, layout=layout, topk=topk)
     stride = c.resolved_expert_map.stride
     n, groups = size * stride + size, stride if layout.per_expert else 0
@@ -441,20 +441,20 @@ def test_header_is_what_ctypes_says() -> None:
 @pytest.mark.parametrize(
     ("file", "name", "value"),
     [
-        ("spin", "kWholeBits", abi.WHOLE.bit_length() - 1),
-        ("lines", "kLineBytes", abi.LINE_BYTES),
-        ("lines", "kUnitBytes", abi.UNIT_BYTES),
-        ("lines", "kUnitData", abi.UNIT_DATA),
-        ("lines", "kUnitColumns", abi.UNIT_COLUMNS),
-        ("lines", "kLineInts", abi.LINE_INTS),
-        ("order", "kTileEntries", plan.TILE_BYTES // 9),
-        ("lines", "kLineMetas", abi.LINE_METAS),
-        ("clock", "kNumOpWords", abi.OP_WORDS),
-        ("rows", "kStageExtra", plan.STAGE_EXTRA),
+        ("common/wait", "kWholeBits", abi.WHOLE.bit_length() - 1),
+        ("layout/ll128", "kLineBytes", abi.LINE_BYTES),
+        ("layout/ll128", "kUnitBytes", abi.UNIT_BYTES),
+        ("layout/ll128", "kUnitData", abi.UNIT_DATA),
+        ("layout/ll128", "kUnitColumns", abi.UNIT_COLUMNS),
+        ("layout/ll128", "kLineInts", abi.LINE_INTS),
+        ("routing/ht_scan", "kTileEntries", plan.TILE_BYTES // 9),
+        ("layout/ll128", "kLineMetas", abi.LINE_METAS),
+        ("common/trace", "kNumOpWords", abi.OP_WORDS),
+        ("ht/dispatch_send", "kStageExtra", plan.STAGE_EXTRA),
     ],
 )
 def test_numbers_that_both_sides_name_agree(file: str, name: str, value: int) -> None:
-    text = (jit.ROOT / "device" / f"{file}.cuh").read_text()
+    text = (jit.SOURCES / f"{file}.cuh").read_text()
     assert re.findall(rf"\b{name} = (\d+)[,;]", text) == [str(value)]
 
 

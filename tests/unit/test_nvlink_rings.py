@@ -1,4 +1,4 @@
-"""Shared memory of HT combine: what `transports/nvlink/rings.py` plans is what `device/rings.cuh` may rely on."""
+"""Shared memory of HT combine: what `transports/nvlink/rings.py` plans is what `kernels/ht/` may rely on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import FP8_BLOCK, MoEConfig
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan, rings
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -35,11 +35,11 @@ def most_bytes(moved: int) -> int:
 
 
 def text_of(file: str) -> str:
-    return (jit.ROOT / "device" / f"{file}.cuh").read_text()
+    return (jit.SOURCES / f"{file}.cuh").read_text()
 
 
 def constant(file: str, name: str) -> int:
-    """A number that a device header names."""
+    """A number that a file of the kernels names."""
     (found,) = re.findall(rf"\b{name} = (\d+)[,;]", text_of(file))
     return int(found)
 
@@ -76,14 +76,18 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
 def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     """The storing warp keeps stages that are still being read: fewer than there are, or it would wait for itself."""
-    kept_rows, kept_made, closing = constant("owner", "kReadingRows"), constant("owner", "kReadingMade"), 4
+    kept_rows, kept_made, closing = (
+        constant("ht/combine_send", "kReadingRows"),
+        constant("ht/combine_send", "kReadingMade"),
+        4,
+    )
     for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
         assert found.stage_offset + found.num_bytes <= MOST
         assert 2 <= found.num_rows <= (rings.MOST_SENT if in_place else rings.MOST_SUMMED)
         assert 2 <= found.num_home <= rings.MOST_HOME
         if not in_place:
-            few, many = constant("makers", "kFewOfTeam"), constant("makers", "kMostOfTeam")
+            few, many = constant("ht/combine_reduce", "kFewOfTeam"), constant("ht/combine_reduce", "kMostOfTeam")
             group = 32 * (4 if moved == 1 else 16 // y_bytes)
             groups = -(-most_bytes(moved) // max(y_bytes, moved) // (many * group))
             teams = 8 // (few if found.columns <= few * groups * group else many)
@@ -92,18 +96,18 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
         assert found.num_made == 0
         assert found.num_rows > kept_rows
         assert copies or found.num_rows >= kept_rows + closing, "a stage for the end, for each maker"
-        if found.num_pieces == 1 and found.row_bytes <= constant("combine", "kShortBytes"):
+        if found.num_pieces == 1 and found.row_bytes <= constant("ht/combine_block", "kShortBytes"):
             assert found.num_rows - kept_rows >= (found.num_rows + 1) // 2, "who asks for half waits for itself"
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
-    assert constant("rings", "kMostSent") == rings.MOST_SENT
-    assert constant("rings", "kMostSummed") == rings.MOST_SUMMED
-    assert constant("rings", "kMostMade") == rings.MOST_MADE
-    assert constant("rings", "kMostHome") == rings.MOST_HOME
-    assert constant("partials", "kMostBytes") == rings.MOST_BYTES
-    assert constant("partials", "kMostOfFp8") == rings.MOST_FP8_BYTES
-    assert constant("combine", "kShortBytes") == rings.SHORT_BYTES
+    assert constant("ht/combine_block", "kMostSent") == rings.MOST_SENT
+    assert constant("ht/combine_block", "kMostSummed") == rings.MOST_SUMMED
+    assert constant("ht/combine_block", "kMostMade") == rings.MOST_MADE
+    assert constant("ht/combine_block", "kMostHome") == rings.MOST_HOME
+    assert constant("ht/combine_reduce", "kMostBytes") == rings.MOST_BYTES
+    assert constant("ht/combine_reduce", "kMostOfFp8") == rings.MOST_FP8_BYTES
+    assert constant("ht/combine_block", "kShortBytes") == rings.SHORT_BYTES
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
@@ -158,10 +162,10 @@ def test_a_plan_with_fewer_stages_than_the_kernel_counts_on_is_refused(
 
 
 def test_the_kernel_counts_on_as_many_stages_as_the_plan_has() -> None:
-    converting = re.search(r"kMakers = kCopies \? 0 : kConverts \? (\d+) : (\d+)", text_of("combine"))
-    reading = constant("owner", "kReadingRows")
+    converting = re.search(r"kMakers = kCopies \? 0 : kConverts \? (\d+) : (\d+)", text_of("ht/combine_block"))
+    reading = constant("ht/combine_send", "kReadingRows")
     assert converting is not None
     makers, summing = map(int, converting.groups())
     assert (reading + makers, reading + 1) == (rings.LEAST_CONVERTED, rings.LEAST_ROWS)
-    assert (summing, constant("makers", "kMostOfTeam")) == (rings.MAKERS, rings.MOST_OF_TEAM)
-    assert f"kFewOfTeam = {rings.FEW_OF_TEAM};" in text_of("makers")
+    assert (summing, constant("ht/combine_reduce", "kMostOfTeam")) == (rings.MAKERS, rings.MOST_OF_TEAM)
+    assert f"kFewOfTeam = {rings.FEW_OF_TEAM};" in text_of("ht/combine_reduce")

@@ -1,4 +1,4 @@
-"""The ring of latency records as the host reads it: here in ordinary memory, written as device/clock.cuh writes it."""
+"""The ring of latency records as the host reads it: in ordinary memory, written as common/trace.cuh writes it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from ep_kernels.device import abi
 from ep_kernels.errors import TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import samples
 from ep_kernels.transports.nvlink.samples import SampleRing
 from ep_kernels.types import LatencySample

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_kernels.device import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.tables import HostPage
 
 

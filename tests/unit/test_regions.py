@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from crossdock.cli import app as cli
 from crossdock.cli import memory as regions
 from ep_kernels import ConfigError, Layout, Mode
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.inspection import HOLDS, arrays
 

@@ -54,6 +54,41 @@ def test_a_variant_that_was_cut_is_listed_and_no_difference() -> None:
     assert found["changed"]
 
 
+def listing(functions: dict[str, list[str]]) -> str:
+    """As nvdisasm writes it: an address, and 16 bytes in two lines; `@name` stands for the address behind a call."""
+    lines, address = [], 0
+    for name, texts in functions.items():
+        lines.append(f"{name}:")
+        for text in texts:
+            here = text.replace("@next", f"{address + 32:#x}")
+            lines.append(f"        /*{address:04x}*/   {here} ;   /* 0x{0:016x} */")
+            lines.append(f"                             /* 0x{7 << 41:016x} */")
+            address += 16
+    return "\n".join(lines)
+
+
+def test_names_and_order_of_functions_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_code.inspection, "disassemble", bytes.decode)
+    first, second = ["IADD3 R4, R4, 0x1, RZ", "RET.REL.NODEC R6 `(k)"], ["IMAD R4, R4, R4, RZ", "RET.REL.NODEC R6 `(k)"]
+
+    def entry(callee: str, other: str) -> list[str]:
+        return ["MOV R6, @next", f"CALL.REL.NOINC `({callee})", "MOV R6, @next", f"CALL.REL.NOINC `({other})", "EXIT"]
+
+    def read(functions: dict[str, list[str]]) -> list[str] | None:
+        return same_code.functions(listing(functions).encode())
+
+    plain = read({"k": entry("$a", "$b"), "$a": first, "$b": second})
+    assert plain is not None
+    assert len(plain) == 3
+    assert plain == read({"k": entry("$z", "$b"), "$b": second, "$z": first})
+    assert plain == read({"$b": second, "$a": first, "k": entry("$a", "$b")})
+    assert plain != read({"k": entry("$b", "$a"), "$a": first, "$b": second})
+    assert plain != read(
+        {"k": entry("$a", "$b"), "$a": first, "$b": [second[0].replace("R4, RZ", "R5, RZ"), second[1]]}
+    )
+    assert read({"k": ["LDC R1, c[0x4][0x8]", "EXIT"]}) is None
+
+
 def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert same_code.main([str(tmp_path / "none"), str(ROOT), "--only", "barrier"]) == 2
     assert "expected a checkout or a git revision" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.left_out import Unsent

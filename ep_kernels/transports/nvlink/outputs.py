@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.plan import Sizes
 from ep_kernels.types import Layout, Mode, ScaleFormat
 

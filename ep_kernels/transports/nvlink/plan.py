@@ -13,7 +13,7 @@ import torch
 
 from ep_kernels import jit, quant
 from ep_kernels.config import MoEConfig, receive_rows
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
@@ -42,7 +42,7 @@ room, and how long it takes, at home, for each that it sums, however short. Wher
 long it takes for a row, for a partial that it makes of them, and for one that comes: docs/kernels/log/ht.md."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
-"""Of HT dispatch: a tile of routed entries (device/order.cuh)."""
+"""Of HT dispatch: a tile of routed entries (kernels/routing/ht_scan.cuh)."""
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
@@ -295,7 +295,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
 
 def _staged_bytes(c: MoEConfig, room: int) -> int:
     """Of the rows of a partial that a warp of LL combine has under way together; it has two such partials in hand
-    (device/asked_rows.cuh)."""
+    (kernels/ll/combine_send.cuh)."""
     if c.exact_combine or not c.resolved_layout.per_expert:
         return 0
     row = 32 * 2 * (16 // c.resolved_combine_dtype.itemsize) * c.resolved_output_dtype.itemsize

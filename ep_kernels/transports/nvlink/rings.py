@@ -1,5 +1,5 @@
 """Shared memory of a block of HT combine: stages for rows on their way out, for partials that it makes, and for
-partials that have come home. Pure arithmetic; the kernel's side is device/rings.cuh.
+partials that have come home. Pure arithmetic; the kernel's side is kernels/ht/pipeline.cuh.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_kernels.config import FP8_BLOCK
-from ep_kernels.device import abi
+from ep_kernels.kernels import abi
 
 MOST_SENT, MOST_SUMMED, MOST_MADE, MOST_HOME = 12, 16, 4, 12
 """Stages of each kind at most: so many barriers there are."""
 ITEM_BYTES = 16
 ASKED_BYTES = 32 * 16
-"""What one warp at home asks another to load: for each lane (device/home.cuh)."""
+"""What one warp at home asks another to load: for each lane (kernels/ht/combine_recv.cuh)."""
 LONG_MADE, SHORT_BYTES = 3, 8192
 """So many stages for partials that are made, where they are longer than so many bytes: each is one less for rows."""
 LEAST_CONVERTED, LEAST_ROWS = 7, 4
 """Stages for rows that the kernel counts on, where they become fp8 in their stages and where not: those that a store
-reads (3, device/owner.cuh), and those that end the ring: 4 for the warps that take turns, else 1."""
+reads (3, kernels/ht/combine_send.cuh), and those that end the ring: 4 for the warps that take turns, else 1."""
 MAKERS, MOST_OF_TEAM, FEW_OF_TEAM = 8, 4, 2
-"""Warps that make partials, and of a team of them (device/combine.cuh, device/makers.cuh)."""
+"""Warps that make partials, and of a team of them (kernels/ht/combine_block.cuh, kernels/ht/combine_reduce.cuh)."""
 MOST_BYTES = 16384
 """Of a stage."""
 MOST_FP8_BYTES = 14336
 """The same where rows become fp8 in their stages: the scales, which lie behind the fp8 columns, are first written when
-8 KiB of the row have been read (device/quantize.cuh). A multiple of COLUMN_UNIT columns of two and of four bytes."""
+8 KiB of the row have been read (common/quantize.cuh). A multiple of COLUMN_UNIT columns of two and of four bytes."""
 COLUMN_UNIT = 512
 """Pieces of a row that has several: whole scale blocks, whole 16 bytes of scales."""
 HOME_SHARE = 0.36
@@ -103,7 +103,7 @@ def rings_of(
 
 
 def num_teams(columns: int, y_bytes: int, moved_bytes: int) -> int:
-    """Teams that make partials, each of which takes every `num_teams`-th stage (device/makers.cuh)."""
+    """Teams that make partials, each of which takes every `num_teams`-th stage (kernels/ht/combine_reduce.cuh)."""
     most_columns = (MOST_FP8_BYTES if moved_bytes == 1 else MOST_BYTES) // max(y_bytes, moved_bytes)
     group = 32 * (4 if moved_bytes == 1 else 16 // y_bytes)
     most_groups = -(-most_columns // (MOST_OF_TEAM * group))

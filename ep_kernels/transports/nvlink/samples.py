@@ -1,4 +1,4 @@
-"""The host's end of the latency records (`device/clock.cuh` is the other): a ring in device memory, read beside
+"""The host's end of the latency records (`kernels/common/trace.cuh` is the other): a ring in device memory, read beside
 whatever the device does."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ep_kernels.device import abi
 from ep_kernels.errors import TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.types import LatencySample
 
 CHUNK = 128
@@ -102,7 +102,7 @@ class SampleRing:
                 return
             if not any(map(_is_whole, ended)):
                 continue
-            words, oldest = self._words(span), self._oldest()  # a second look: see device/clock.cuh
+            words, oldest = self._words(span), self._oldest()  # a second look: see kernels/common/trace.cuh
             if words is None or oldest is None:
                 return
             for number, then, now in zip(span, ended, words, strict=True):

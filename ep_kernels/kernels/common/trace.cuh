@@ -1,0 +1,75 @@
+// The device end of the latency record: no event, no sync, survives graph replay, and no block waits for another on its
+// behalf. One record per operation, in a ring in device memory: op, mode, seq, tokens, start_ns, send_ns, the time at
+// which receiving began (0: in the launch that sent), the time at which the last block ended, parts; then the wait per
+// peer as the first receiving block had it. send_ns ends when the last block had sent.
+//
+// The last block to send fills the record in and moves on to the next; each receiving block adds its end. `parts` is
+// kWholeRecord when all have: the sender adds kWholeRecord less the number of receiving blocks, each of these adds 1.
+// No fence orders them: the host (transports/nvlink/samples.py) looks once whether a record is whole and takes it from
+// a later look. A reader that lags a whole ring behind loses the oldest.
+#pragma once
+
+#include "common/block.cuh"
+#include "common/ptx.cuh"
+#include "layout/region.cuh"
+#include "types.h"
+
+namespace ep {
+
+constexpr u32 kOpSeq = 0, kOpRecord = 1, kNumOpWords = 2;  // words of args.op
+constexpr u32 kReceived = 6, kEnd = 7, kParts = 8;         // words of a record
+constexpr u64 kWholeRecord = 1ull << 32;
+
+__device__ __forceinline__ u64* record_at(const World& world, u64 number) {
+  return world.samples + number % SAMPLE_CAPACITY * (SAMPLE_WORDS + world.size);
+}
+
+// Which record is this operation's. Any thread, before its block arrives at the end of sending.
+__device__ __forceinline__ u64 record_number(const World& world, u32 halves, const u64* words) {
+  return ptx::load_cached(halves & kSend ? &world.state->sample_head : words + kOpRecord);
+}
+
+// The sending half has ended, well or not: its stores are issued, and peers that read SENT may know (barrier.cuh). One
+// thread of the last block; `receivers`: blocks that will call note_end.
+__device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, i32 num_tokens, u64 seq, u64 start,
+                                          u64* words, i32 receivers) {
+  const u64 number = ptx::load_volatile(&world.state->sample_head);
+  ptx::store_relaxed_sys(flag_at(world, world.rank, op == OP_DISPATCH ? FLAG_SENT : FLAG_COMBINE_SENT, world.rank),
+                         seq);
+  words[kOpSeq] = seq;
+  words[kOpRecord] = number;
+  u64* record = record_at(world, number);
+  const u64 values[] = {op, mode, seq, static_cast<u64>(num_tokens), start, ptx::now_ns() - start};
+#pragma unroll
+  for (u32 i = 0; i < kReceived; ++i) record[i] = values[i];
+  u64* next = record_at(world, number + 1);
+  next[kReceived] = next[kEnd] = next[kParts] = 0;
+  world.state->sample_head = number + 1;
+  ptx::add_relaxed_gpu(record + kParts, kWholeRecord - receivers);
+}
+
+// A warp of this block has waited so long for a peer.
+__device__ __forceinline__ void note_wait(u64* waits, i32 peer, u64 waited) { atomicMax(&waits[peer], waited); }
+
+// The receiving half begins; `start` is returned to time the waits.
+__device__ __forceinline__ u64 note_receive(const World& world, Team team, u32 halves, u64 number) {
+  const u64 start = ptx::now_ns();
+  if (halves == kReceive && team.block == 0 && threadIdx.x == 0) record_at(world, number)[kReceived] = start;
+  return start;
+}
+
+// The operation has ended for this block; `waits`, in shared memory, are this block's. All threads.
+__device__ __forceinline__ void note_end(const World& world, Team team, u64 number, const u64* waits) {
+  __syncthreads();
+  if (warp_idx() != 0) return;
+  u64* record = record_at(world, number);
+#pragma unroll 1
+  for (i32 peer = lane_idx(); team.block == 0 && peer < world.size; peer += 32)
+    record[SAMPLE_WORDS + peer] = is_active(peer) ? waits[peer] : 0;
+  __syncwarp();
+  if (lane_idx() != 0) return;
+  ptx::max_relaxed_gpu(record + kEnd, ptx::now_ns());
+  ptx::add_relaxed_gpu(record + kParts, 1);
+}
+
+}  // namespace ep

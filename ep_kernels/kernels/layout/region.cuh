@@ -1,0 +1,90 @@
+// Where things lie in the regions of ranks: an address per function. The byte map itself is in abi.py; low-latency
+// lines are in layout/ll128.cuh.
+#pragma once
+
+#include "types.h"
+
+namespace ep {
+
+template <class T>
+__device__ __forceinline__ T* region_at(const World& world, i32 rank, u64 offset) {
+  return reinterpret_cast<T*>(world.peers[rank] + offset);
+}
+
+// The word that rank `from` writes and rank `at` polls.
+__device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
+  return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
+}
+
+__device__ __forceinline__ i64 position_of(const World& world, i32 source, i32 position) {
+  return static_cast<i64>(source) * world.max_tokens + position;
+}
+
+__device__ __forceinline__ u8* array_at(const DispatchArgs& args, i32 rank, u64 offset, u64 stride) {
+  return region_at<u8>(args.world, rank, offset + args.slot * stride);
+}
+
+// ---- HT dispatch ----
+
+// What travels beside a row, once per (token, k); 16 bytes, one store.
+struct alignas(16) Meta {
+  i32 local_expert;  // -1 = this k is not served here
+  i32 place;         // Home.place
+  f32 weight;
+  i32 token;         // index at the source
+};
+
+// [K] records of a position.
+__device__ __forceinline__ Meta* meta_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+  const RegionMap& map = args.world.map;
+  return reinterpret_cast<Meta*>(array_at(args, at, map.meta, map.meta_stride)) +
+         position_of(args.world, source, position) * args.world.topk;
+}
+
+__device__ __forceinline__ u8* scales_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+  const RegionMap& map = args.world.map;
+  return array_at(args, at, map.scales, map.scales_stride) +
+         position_of(args.world, source, position) * args.world.scale_bytes;
+}
+
+__device__ __forceinline__ u8* row_at(const DispatchArgs& args, i32 at, i32 row) {
+  const RegionMap& map = args.world.map;
+  return array_at(args, at, map.rows, map.rows_stride) + static_cast<i64>(row) * args.world.row_bytes;
+}
+
+__device__ __forceinline__ u64 origins_at(const DispatchArgs& args) {
+  return args.world.map.origins + args.slot * args.world.map.origins_stride;
+}
+
+// Last seq whose row of (source, position) has arrived at rank `at`. Per-expert layouts.
+__device__ __forceinline__ u64* arrival_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+  const RegionMap& map = args.world.map;
+  return reinterpret_cast<u64*>(array_at(args, at, map.arrivals, map.arrivals_stride)) +
+         position_of(args.world, source, position);
+}
+
+// ---- HT combine ----
+
+__device__ __forceinline__ u8* home_at(const CombineArgs& args, i32 rank, i64 row) {
+  const RegionMap& map = args.world.map;
+  return region_at<u8>(args.world, rank, map.home + args.slot * map.home_stride) + row * args.world.home_row_bytes;
+}
+
+__device__ __forceinline__ f32* home_weights_at(const CombineArgs& args, i32 rank, i64 position) {
+  const RegionMap& map = args.world.map;
+  return region_at<f32>(args.world, rank, map.home_weights + args.slot * map.home_weights_stride) +
+         position * args.world.topk;
+}
+
+__device__ __forceinline__ u64 origins_at(const CombineArgs& args) {
+  return args.world.map.home_origins + args.slot * args.world.map.home_origins_stride;
+}
+
+// The word in the region of rank `at` that says how far `owner` has come with the chunk of this position.
+__device__ __forceinline__ u64* progress_at(const World& world, i32 at, i32 owner, i32 position) {
+  const i32 chunks = (world.max_tokens + CHUNK - 1) / CHUNK;
+  return region_at<u64>(world, at, world.map.flags) + NUM_FLAGS * world.size + static_cast<i64>(owner) * chunks +
+         position / CHUNK;
+}
+
+}  // namespace ep

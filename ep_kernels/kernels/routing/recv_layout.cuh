@@ -1,0 +1,186 @@
+// The receiving half that both dispatch algorithms share: the layout of what arrives, the bookkeeping of received rows,
+// and the counts that the caller gets.
+#pragma once
+
+#include "common/block.cuh"
+#include "common/math.cuh"
+#include "common/numeric.cuh"
+#include "common/ptx.cuh"
+#include "common/signal.cuh"
+#include "layout/region.cuh"
+#include "routing/experts.cuh"
+#include "types.h"
+#include "variant.h"
+
+namespace ep {
+
+constexpr bool kQuantised = sizeof(X) > 1;  // rows become fp8 in this dispatch
+
+// Shared memory of a block, as far as both have it.
+struct Scratch {
+  i32* start;      // LL: [num_keys] by (source, local expert): first row
+  i32* total;      // [local experts] rows that arrive for each
+  i32* offset;     // [local experts + 1] first row of each, padded
+  i32* row_start;  // [R + 1] prefix sum of the rows that each source sent
+  u64 origin;      // seq of the dispatch that made the routing: this one, or an earlier one whose handle is used again
+};
+
+// The origin of the routing that this rank brings to operation `seq`.
+__device__ __forceinline__ u64 origin_of(const DispatchArgs& args, u64 seq) {
+  return args.cached ? ptx::load_volatile(args.origin) : seq;
+}
+
+// From everybody's counts (HT, cached: from the handle): row_start, and per local expert start, total and (GROUPED)
+// offset of the rows that reach this rank. False where a peer brought another routing; then nothing is laid out. All
+// threads; ends with a block barrier. start[source * local_stride + e] counts within the expert's group; cached,
+// per-expert layouts have none of it: places are in the handle. count(source, e): rows for local expert e; e = -1: for
+// any.
+template <class Count>
+__device__ __forceinline__ bool lay_out(const DispatchArgs& args, Scratch& scratch, bool by_expert, bool differs,
+                                        Count count) {
+  const World& world = args.world;
+  if (warp_idx() == 0)
+    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return count(s, -1); });
+  for (i32 e = threadIdx.x; by_expert && e < world.num_local; e += blockDim.x) {
+    i32 sum = 0;
+    for (i32 source = 0; source < world.size; ++source) {
+      scratch.start[source * world.local_stride + e] = sum;
+      sum += count(source, e);
+    }
+    scratch.total[e] = sum;
+  }
+  if (__syncthreads_or(differs) != 0) return false;
+  if (LAYOUT != GROUPED || !by_expert) return true;
+  if (warp_idx() == 0)
+    scratch.offset[world.num_local] =
+        prefix_sum(world.num_local, scratch.offset, [&](i32 e) { return aligned(scratch.total[e], world.alignment); });
+  __syncthreads();
+  return true;
+}
+
+// First final row of a source's rows (rank-wise layouts), and of its rows for a local expert (the others).
+__device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch& scratch, i32 source) {
+  return LAYOUT == FLAT ? scratch.row_start[source] : source * args.world.max_tokens;
+}
+
+__device__ __forceinline__ i32 first_row(const DispatchArgs& args, const Scratch& scratch, i32 source,
+                                         i32 local_expert) {
+  const i32 group = LAYOUT == GROUPED ? scratch.offset[local_expert] : local_expert * args.world.capacity;
+  return group + scratch.start[source * args.world.local_stride + local_expert];
+}
+
+// A final row, or kDropped past the capacity. `capacity` is slots per expert (EXPERT_MAJOR) or rows.
+__device__ __forceinline__ i32 admit(i32 row, i32 local_expert, i32 capacity) {
+  if (LAYOUT == RANK_MAJOR) return row;
+  return row < (LAYOUT == EXPERT_MAJOR ? (local_expert + 1) * capacity : capacity) ? row : kDropped;
+}
+
+__device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
+  i32 source = 0;
+  while (row >= scratch.row_start[source + 1]) ++source;
+  return source;
+}
+
+// Where numbers lie in args.kept.
+struct Kept {
+  i32 groups;  // G: counts are at 0
+  i32 offsets, num_rows, num_dropped;
+};
+
+__device__ __forceinline__ Kept kept_at(const World& world) {
+  const i32 groups = kPerExpert ? world.num_local : world.size;
+  return {groups, groups, 2 * groups + 1, 2 * groups + 2};
+}
+
+__device__ __forceinline__ i32 rows_delivered(const DispatchArgs& args, const Scratch& scratch) {
+  if (args.cached) return args.kept[kept_at(args.world).num_rows];
+  const i32 all = LAYOUT == GROUPED ? scratch.offset[args.world.num_local] : scratch.row_start[args.world.size];
+  return min(all, args.world.capacity);
+}
+
+__device__ __forceinline__ void write_totals(const DispatchArgs& args, i32 num_rows, i32 num_dropped) {
+  const World& world = args.world;
+  *args.num_rows = num_rows;
+  *args.num_dropped = num_dropped;
+  if (world.report_dropped && num_dropped != 0)
+    ptx::store_relaxed_sys(&world.host->dropped, ptx::load_relaxed_sys(&world.host->dropped) + num_dropped);
+}
+
+// Counts, offsets and totals of DispatchOutput, and the handle's copy of them. One block.
+__device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scratch& scratch) {
+  const World& world = args.world;
+  const Kept at = kept_at(world);
+  __shared__ i32 kept_sum, total_sum;
+  if (threadIdx.x == 0) kept_sum = total_sum = 0;
+  __syncthreads();
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) {
+    const i32 total = kPerExpert ? scratch.total[g] : scratch.row_start[g + 1] - scratch.row_start[g];
+    const i32 first = LAYOUT == GROUPED ? scratch.offset[g] : LAYOUT == FLAT ? scratch.row_start[g] : 0;
+    const i32 kept = LAYOUT == RANK_MAJOR ? total : max(0, min(total, world.capacity - first));
+    args.counts[g] = args.kept[g] = kept;
+    atomicAdd(&kept_sum, kept);
+    atomicAdd(&total_sum, total);
+  }
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
+    args.offsets[g] = args.kept[at.offsets + g] = min(scratch.offset[g], world.capacity);
+  for (i32 s = threadIdx.x; s < world.size; s += blockDim.x)
+    args.source_rows[s] = scratch.row_start[s + 1] - scratch.row_start[s];
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const i32 num_rows = LAYOUT == GROUPED ? rows_delivered(args, scratch) : kept_sum;
+  args.kept[at.num_rows] = num_rows;
+  args.kept[at.num_dropped] = total_sum - kept_sum;
+  write_totals(args, num_rows, total_sum - kept_sum);
+}
+
+// The same of a rank-major layout, where nothing is dropped or has to be laid out. One warp; rows(source): rows from
+// it.
+template <class Rows>
+__device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows rows) {
+  const World& world = args.world;
+  const Kept at = kept_at(world);
+  i32 sum = 0;
+#pragma unroll 1
+  for (i32 source = lane_idx(); source < world.size; source += 32) {
+    const i32 mine = rows(source);
+    args.counts[source] = args.kept[source] = args.source_rows[source] = mine;
+    sum += mine;
+  }
+  sum = __reduce_add_sync(~0u, sum);
+  if (lane_idx() != 0) return;
+  args.kept[at.num_rows] = sum;
+  args.kept[at.num_dropped] = 0;
+  write_totals(args, sum, 0);
+}
+
+// The same of a routing used again: what the handle kept. One block.
+__device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
+  const Kept at = kept_at(args.world);
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = args.kept[g];
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
+    args.offsets[g] = args.kept[at.offsets + g];
+  if (threadIdx.x == 0) write_totals(args, args.kept[at.num_rows], args.kept[at.num_dropped]);
+}
+
+// After a failed wait, or where ranks brought different routings, nothing may look delivered; a handle that was used
+// again stays as it is. One block.
+__device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
+  const Kept at = kept_at(args.world);
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
+  for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x) args.offsets[g] = 0;
+  if (threadIdx.x == 0) *args.num_rows = *args.num_dropped = 0;
+  if (args.cached) return;
+  for (i32 i = threadIdx.x; i < 2 * at.groups + 3; i += blockDim.x) args.kept[i] = 0;
+  for (i32 s = threadIdx.x; s < args.world.size; s += blockDim.x) args.source_rows[s] = 0;
+}
+
+// What a receiving half does when it cannot deliver: the payload did not come (the wait has said so), or routings
+// differ.
+__device__ __forceinline__ void deliver_nothing(const DispatchArgs& args, Team team, const Scratch& scratch,
+                                                bool arrived) {
+  if (team.block != 0) return;
+  write_no_counts(args);
+  if (arrived) report_difference(args.world, OP_DISPATCH, origins_at(args), scratch.origin);
+}
+
+}  // namespace ep
