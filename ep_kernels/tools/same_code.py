@@ -86,7 +86,7 @@ def instructions(cubin: bytes) -> list[str] | None:
     return None if listing is None else [_NAME.sub("label", text) for text in _INSTRUCTION.findall(listing)]
 
 
-class Function:
+class DeviceFunction:
     """One function of a listing: its instructions, and where its labels are."""
 
     def __init__(self, start: int) -> None:
@@ -112,16 +112,16 @@ class Function:
         return "\n".join(lines)
 
 
-def _read_functions(listing: str) -> dict[str, Function]:
-    found, lines, names = dict[str, Function](), iter(listing.splitlines()), list[str]()
-    current, address = Function(0), -16
+def _read_functions(listing: str) -> dict[str, DeviceFunction]:
+    found, lines, names = dict[str, DeviceFunction](), iter(listing.splitlines()), list[str]()
+    current, address = DeviceFunction(0), -16
     for line in lines:
         if label := _LABEL.match(line):
             names.append(label[1])
         elif (text := _LINE.match(line)) and (upper := _UPPER.match(next(lines, ""))):
             address = int(text[1], 16)
             if any(not name.startswith(".L") for name in names):
-                current = Function(address)
+                current = DeviceFunction(address)
                 found.update((name, current) for name in names if not name.startswith(".L"))
             current.places.update((name, address) for name in names if name.startswith(".L"))
             names.clear()

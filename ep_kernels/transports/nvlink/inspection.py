@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
-from ep_kernels.kernels import abi
 from ep_kernels.groups import PaperGroup
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink import plan, scoreboards
 from ep_kernels.types import Layout, Mode

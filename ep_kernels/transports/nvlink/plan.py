@@ -13,8 +13,8 @@ import torch
 
 from ep_kernels import jit, quant
 from ep_kernels.config import MoEConfig, receive_rows
-from ep_kernels.kernels import abi
 from ep_kernels.errors import ConfigError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import rings
 from ep_kernels.types import Layout, Mode, ScaleFormat
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.kernels import abi
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch, plan, samples
 from ep_kernels.types import LatencySample, Overflow
 

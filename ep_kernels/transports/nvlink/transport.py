@@ -18,8 +18,8 @@ import torch
 
 from ep_kernels import jit, tuning
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.kernels import abi
 from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import left_out, links, plan, sharing, watch
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
