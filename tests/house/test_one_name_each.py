@@ -23,8 +23,6 @@ CLASSES = {
     "Shape": "a record of the region's byte map, named as in C++; what is to be placed",
 }
 """Two of a name, and why."""
-TO_BE_RENAMED = {"Door", "Experts", "Place", "Route", "Service", "Share"}
-"""Of control, worker, common and client: they get plain names of their own."""
 
 FILES = {
     "transport.py": "each transport's folder has one: how it is found",
@@ -37,8 +35,6 @@ FILES = {
     "buffer.py": "a module path of DeepEP's, which callers import",
 }
 """Names that several packages of a tree have, and what each says everywhere."""
-FILES_TO_BE_RENAMED = {"experts.py", "placement.py", "status.py"}
-"""Of control and worker."""
 
 
 def _twice(named: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -65,7 +61,7 @@ def files_twice(paths: Iterable[Path]) -> dict[str, list[str]]:
 
 def test_no_two_classes_have_one_name() -> None:
     found = classes_twice(python_files(*TREES))
-    faults = {name: places for name, places in found.items() if name not in {*CLASSES, *TO_BE_RENAMED}}
+    faults = {name: places for name, places in found.items() if name not in CLASSES}
     assert not faults, "\n".join(f"{name}: {', '.join(places)}" for name, places in faults.items())
 
 
@@ -74,7 +70,7 @@ def test_no_two_files_of_a_tree_have_one_name() -> None:
         name: places
         for tree in TREES
         for name, places in files_twice(python_files(tree)).items()
-        if name not in {*FILES, *FILES_TO_BE_RENAMED}
+        if name not in FILES
     }
     assert not faults, "\n".join(f"{name}: {', '.join(places)}" for name, places in faults.items())
 
