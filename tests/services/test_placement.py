@@ -70,7 +70,7 @@ class Control:
     def experts(self) -> pb.ExpertsResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
-            return stub.ExpertMLPs(pb.ExpertsRequest(), timeout=ANSWER_S)
+            return stub.Experts(pb.ExpertsRequest(), timeout=ANSWER_S)
 
     def rebalance(self) -> pb.RebalanceResponse:
         with rpc.channel(self._group.supervisor.control_address) as channel:
