@@ -67,10 +67,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_no_two_files_of_a_tree_have_one_name() -> None:
     faults = {
-        name: places
-        for tree in TREES
-        for name, places in files_twice(python_files(tree)).items()
-        if name not in FILES
+        name: places for tree in TREES for name, places in files_twice(python_files(tree)).items() if name not in FILES
     }
     assert not faults, "\n".join(f"{name}: {', '.join(places)}" for name, places in faults.items())
 

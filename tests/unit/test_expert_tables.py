@@ -13,7 +13,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables, LoadTask, MoveCancelled
-from crossdock.worker.placement import Placement, PlacementError, Route
+from crossdock.worker.placement import Placement, PlacementError, SlotMap
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 E, R, P = 4, 2, 6
@@ -40,20 +40,20 @@ def ranks() -> list[ExpertTables]:
 
 
 def test_slots_of_tokens_take_the_copies_in_turn() -> None:
-    route = Route((0, 1, 2, 2, 3, 0), E)
+    route = SlotMap((0, 1, 2, 2, 3, 0), E)
     ids = torch.tensor([[0, 2], [0, 2], [-1, 3]], dtype=torch.int32)
     assert route.slots(ids, 0).tolist() == [[0, 2], [5, 3], [-1, 4]]
     assert route.slots(ids, 1).tolist() == [[5, 3], [0, 2], [-1, 4]]
     assert route.slots(ids, 0).dtype is torch.int32
-    plain = Route((0, 1, 2, 3), E)
+    plain = SlotMap((0, 1, 2, 3), E)
     assert plain.slots(ids, 1) is ids
-    assert Route((3, 2, 1, 0), E).slots(ids, 1).tolist() == [[3, 1], [3, 1], [-1, 0]]
+    assert SlotMap((3, 2, 1, 0), E).slots(ids, 1).tolist() == [[3, 1], [3, 1], [-1, 0]]
 
 
 @pytest.mark.parametrize("live", [(False, True, True, True), (False, False, True, True), (False,) * 4])
 def test_no_expert_is_none_whichever_experts_are_lost(live: tuple[bool, ...]) -> None:
     """-1 is looked up like expert 0, which need not be there."""
-    route = Route((0, 1, 2, 3), E, live)
+    route = SlotMap((0, 1, 2, 3), E, live)
     ids = torch.tensor([[-1, -1], [-1, 3]] if live[3] else [[-1, -1]], dtype=torch.int32)
     assert 0 in route.lost
     assert not route.lost_in(ids)

@@ -26,7 +26,7 @@ import torch
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.placement import Placement, Route
+from crossdock.worker.placement import Placement, SlotMap
 
 _log = log.get(__name__)
 
@@ -71,11 +71,11 @@ class ExpertTables:
         self._num_experts, self._rank, self._experts, self._on_switch = num_experts, rank, experts, on_switch
         self._rows = dict(placement.layers)
         self._live = placement.live_slots(mask) if mask is not None else None
-        self._routes = {layer: Route(row, num_experts, self._live) for layer, row in self._rows.items()}
+        self._routes = {layer: SlotMap(row, num_experts, self._live) for layer, row in self._rows.items()}
         self._target, self._newest = placement, placement
         self._changed_layers: tuple[int, ...] = ()
         self._switched = 0
-        self._staged: tuple[Weights | None, Route] | None = None
+        self._staged: tuple[Weights | None, SlotMap] | None = None
         self._error = ""
         self._last_word = -1
         self._closed = False
@@ -136,7 +136,7 @@ class ExpertTables:
 
     def stage(self, task: LoadTask, weights: Weights | None) -> None:
         """Store the loaded weights of a layer; None: this rank has no slots, or they do not change."""
-        route = Route(self._target.layers[task.layer], self._num_experts, self._live)
+        route = SlotMap(self._target.layers[task.layer], self._num_experts, self._live)
         with self._changed:
             if self._target.version == task.version:
                 self._staged = weights, route
@@ -149,8 +149,8 @@ class ExpertTables:
 
     # The engine's thread.
 
-    def route(self, layer: int) -> Route | None:
-        """Route of a layer in the next step."""
+    def route(self, layer: int) -> SlotMap | None:
+        """Slot map of a layer in the next step."""
         return self._routes.get(layer)
 
     def held(self, layer: int) -> tuple[int, ...]:

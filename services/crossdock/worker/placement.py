@@ -78,7 +78,7 @@ class Placement:
         return rank * share + min(rank, more)
 
 
-class Route:
+class SlotMap:
     """Expert ids -> slots, for one layer.
 
     Args:
