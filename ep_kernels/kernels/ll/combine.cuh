@@ -96,7 +96,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
       });
   }
   const bool reads = receives && (!apart || !here);
-  if (is_stopped(stop, last, record)) return reads ? poison_units(args, receiving) : void();
+  if (is_stopped(stop, last, ~0ull)) return reads ? poison_units(args, receiving) : void();  // `number` is stored
   if (sends && threadIdx.x == THREADS - 1)
     advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
   if (reads) combine_receive(args, receiving, shared, &verdict, number, origin, seq);
