@@ -182,7 +182,7 @@ def test_the_search_sees_ranks_that_go_on_with_the_lost(monkeypatch: pytest.Monk
         assert peer.view is not None
         return replace(peer, stage="mapped", joined=peer.view.epoch, table=peer.mapped)
 
-    monkeypatch.setattr(group_model, "_go_on", go_on)
+    monkeypatch.setattr(group_model, "_continue_without_lost", go_on)
     budget = Budget(leaves=1)
     with pytest.raises(AssertionError, match="serves another table"):
         search(3, budget, most=20_000, first=serving(3, budget))
