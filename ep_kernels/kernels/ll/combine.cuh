@@ -69,8 +69,8 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
-  // All loads are issued before any is used (load_recv_counts, the last, uses its own): a computation between them
-  // would stall the later ones.
+  // All loads are issued before any result is used (load_recv_counts, the last, uses its own): a computation in between
+  // would stall the later loads.
   const u64 stop = ptx::load_cached(&world.state->aborted), routing_id = ptx::load_cached(args.origin);
   const u64 last = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq);
   const u64 number = record_number(world, args.work.halves, args.op);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   if (is_stopped(stop, last, number)) return is_receiver ? poison_packets(args, recv_team) : void();
   if (sends && threadIdx.x == THREADS - 1)
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks : team.num_blocks, seq, start);
-  if (is_receiver) combine_receive(args, recv_team, shared, &status, record, routing_id, seq);
+  if (is_receiver) receive(args, recv_team, shared, &status, record, routing_id, seq);
 }
 
 }  // namespace ep::ll

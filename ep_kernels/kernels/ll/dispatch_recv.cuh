@@ -151,7 +151,7 @@ __device__ __forceinline__ i32 dst_row_of(const DispatchArgs& args, const LlScra
   return admit(first_row(args, scratch, source) + position, 0, args.world.capacity);
 }
 
-// Whether each warp sums the counts of earlier sources itself, instead of waiting until the block has laid out all rows.
+// Whether each warp sums the counts of earlier sources itself, instead of waiting for the block's layout of all rows.
 __device__ __forceinline__ bool sums_counts_itself(const World& world) {
   return LAYOUT == EXPERT_MAJOR && world.size <= 16;
 }
@@ -306,9 +306,9 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
 // failed wait nothing may look delivered, whichever block fails: the finalizer checks for a failure after it has
 // written the counts, and a block that fails zeroes them after it has announced the failure (give_up). The fences
 // between are sequentially consistent: with acquire-release fences each side could miss the other's store.
-__device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
-                                           i32* status, u64* counts_barrier, Turn item, Turn step, bool is_finalizer,
-                                           u64 record, u64 routing_id, u64 seq) {
+__device__ __forceinline__ void receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
+                                        i32* status, u64* counts_barrier, Turn item, Turn step, bool is_finalizer,
+                                        u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, record);
   u64* waits = waits_at(shared);

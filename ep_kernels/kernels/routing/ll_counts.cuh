@@ -1,6 +1,6 @@
-// Count exchange of LL dispatch: one block per source rank counts its rows and sends one packet per peer; every block of
-// a destination waits for all of them. A count packet has the number of rows and the routing's age; in per-expert
-// layouts, LL128 lines of counts per local expert follow.
+// Count exchange of LL dispatch: one block per source rank counts its rows and sends one packet per peer; every
+// receiving block waits for the packets of all sources. A count packet has the number of rows and the routing's age; in
+// per-expert layouts LL128 lines follow, with the rows per local expert.
 #pragma once
 
 #include "common/block.cuh"

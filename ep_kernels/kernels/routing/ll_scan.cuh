@@ -152,8 +152,8 @@ __device__ __forceinline__ void scan_to(const World& world, const LlScratch& scr
   }
 }
 
-// Destinations of a token: the mask of its peer offsets, 0 .. 31 and 32 .. 63; in lane i, its position at peer offsets i
-// and 32 + i, valid where the mask has them.
+// Destinations of a token: masks of its peer offsets, 0 .. 31 and 32 .. 63; in lane i, its positions at peer offsets i
+// and 32 + i, valid where the masks have them.
 struct Destinations {
   u32 mask_low, mask_high;
   i32 position_low, position_high;
