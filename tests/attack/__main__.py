@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks import facts
 from crossdock.common import rpc
-from crossdock.v1 import expert_pb2_grpc
+from crossdock.protocol.v1 import expert_pb2_grpc
 from tests.attack.attacks import ATTACKS, Attack
 from tests.attack.rogue import tickets
 from tests.attack.scene import NUM_WORKERS, Meter, Scene

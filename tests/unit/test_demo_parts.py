@@ -17,7 +17,7 @@ from crossdock.demo import compare, run, scrape, text
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
 from crossdock.demo.report import Row, notes, table
 from crossdock.demo.stage import Stage
-from crossdock.v1.control_pb2 import Member
+from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.worker.checkpoint import Checkpoint
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
