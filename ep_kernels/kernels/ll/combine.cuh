@@ -46,6 +46,8 @@ __device__ __forceinline__ void finish_send(const CombineArgs& args, i32 num_blo
   note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, num_receivers);
 }
 
+// Roles of the N blocks of a rank; S = args.work.num_senders. Both phases in one launch: blocks 0 .. S - 1 send, the
+// others receive; S = N: every block sends, then receives. One phase alone: every block has it.
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ i32 status;
