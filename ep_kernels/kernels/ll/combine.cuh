@@ -105,7 +105,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   if (is_stopped(stop, last, ~0ull)) return is_receiver ? poison_packets(args, recv_team) : void();
   if (sends && threadIdx.x == THREADS - 1)
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks : team.num_blocks, seq, start);
-  if (is_receiver) receive(args, recv_team, shared, &status, record, routing_id, seq);
+  if (is_receiver) combine_receive(args, recv_team, shared, &status, record, routing_id, seq);
 }
 
 }  // namespace ep::ll

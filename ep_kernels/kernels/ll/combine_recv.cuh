@@ -239,8 +239,8 @@ __device__ __forceinline__ void poison_packets(const CombineArgs& args, Team tea
   for_packets(args, team, [&](const Home&, i32 token, i32 index) { poison_packet(args, token, index); });
 }
 
-__device__ __forceinline__ void receive(const CombineArgs& args, Team team, u8* shared, i32* status, u64 record,
-                                        u64 routing_id, u64 seq) {
+__device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, i32* status,
+                                                u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, record);
   u64* waits = waits_at(shared);

@@ -145,8 +145,8 @@ __device__ __forceinline__ Vector vector_in(const RowVector& y) {
   return vector_of(y.at[0], y.at[1], y.at[2], y.at[3]);
 }
 
-// This lane's part of a packet whose rows were prefetched; 0 if all were dropped.
-__device__ __forceinline__ Packet make_packet(const CombineArgs& args, const Task& task, Prefetch& prefetch) {
+// This lane's part of a partial whose rows were prefetched; 0 if all were dropped.
+__device__ __forceinline__ Packet make_partial(const CombineArgs& args, const Task& task, Prefetch& prefetch) {
   if constexpr (kMoves) {
     return {vector_in(prefetch.row[0]), vector_in(prefetch.row[1])};
   } else {
@@ -255,7 +255,7 @@ __device__ __forceinline__ void send_packet(const CombineArgs& args, u8* const* 
                                             Prefetch& prefetch, u64 seq) {
   const i32 row = KIND == EXACT ? task.dst_row : line_position(args.world, args.world.rank, task.position);
   u8* to = recv_buffers[task.source] + static_cast<i64>(row * args.world.home_units + task.index) * kPacketBytes;
-  store_packet(to, make_packet(args, task, prefetch), seq);
+  store_packet(to, make_partial(args, task, prefetch), seq);
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 

@@ -170,8 +170,8 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   // A finalizer that sends counts has no packets, and is the last of the receivers.
   const Team receiver = is_sender && split ? Team{recv_team.num_blocks, recv_team.num_blocks + 1} : recv_team;
   if (receives && (!split || !is_sender || is_finalizer))
-    receive(args, receiver, scratch, shared, &status, &counts_barrier, first_arrival, arrival_step, is_finalizer,
-            record, routing_id, seq);
+    dispatch_receive(args, receiver, scratch, shared, &status, &counts_barrier, first_arrival, arrival_step,
+                     is_finalizer, record, routing_id, seq);
 }
 
 }  // namespace ep::ll

@@ -306,9 +306,9 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
 // failed wait nothing may look delivered, whichever block fails: the finalizer checks for a failure after it has
 // written the counts, and a block that fails zeroes them after it has announced the failure (give_up). The fences
 // between are sequentially consistent: with acquire-release fences each side could miss the other's store.
-__device__ __forceinline__ void receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
-                                        i32* status, u64* counts_barrier, Turn item, Turn step, bool is_finalizer,
-                                        u64 record, u64 routing_id, u64 seq) {
+__device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
+                                                 i32* status, u64* counts_barrier, Turn item, Turn step,
+                                                 bool is_finalizer, u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, record);
   u64* waits = waits_at(shared);

@@ -28,7 +28,7 @@ __device__ __forceinline__ void count_entry(const World& world, const LlScratch&
                                             i32 key, bool first_of_rank) {
   const u32 same = __match_any_sync(~0u, first_of_rank ? key >> 16 : -1);
   if (first_of_rank && lane_idx() == __ffs(same) - 1) atomicAdd(&send_counts.rows[key >> 16], __popc(same));
-  if (kPerExpert && key >= 0) atomicAdd(&scratch.expert_counts[counter_of(world, key)], 1);
+  if (kPerExpert && key >= 0) atomicAdd(&scratch.expert_counts[expert_counter(world, key)], 1);
   if (key == kInvalid) atomicAdd(&send_counts.num_invalid, 1);
 }
 

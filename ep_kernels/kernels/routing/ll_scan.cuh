@@ -174,7 +174,7 @@ __device__ __forceinline__ i32 value_at_offset(const World& world, i32 low, i32 
   return peer_offset < 32 ? from_low : from_high;
 }
 
-__device__ __forceinline__ i32 counter_of(const World& world, i32 key) {
+__device__ __forceinline__ i32 expert_counter(const World& world, i32 key) {
   return (key >> 16) * world.local_stride + (key & 0xFFFF);
 }
 
@@ -183,7 +183,7 @@ __device__ __forceinline__ i32 counter_of(const World& world, i32 key) {
 __device__ __forceinline__ void set_expert_bit(const World& world, const LlScratch& scratch, i32 token, i32 key) {
   const u32 bit = 1u << (token & 31);
   const u32 before =
-      atomicOr(&scratch.expert_masks[counter_of(world, key) * num_chunks(world) + (token >> 5)], bit);
+      atomicOr(&scratch.expert_masks[expert_counter(world, key) * num_chunks(world) + (token >> 5)], bit);
   if (before & bit) *scratch.has_duplicates = true;
 }
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void set_expert_bit(const World& world, const LlScrat
 // lane's, negative past K.
 __device__ __forceinline__ i32 place_by_masks(const World& world, const LlScratch& scratch, i32 token, i32 key) {
   if (key < 0) return -1;
-  const u32* tokens = scratch.expert_masks + counter_of(world, key) * num_chunks(world);
+  const u32* tokens = scratch.expert_masks + expert_counter(world, key) * num_chunks(world);
   i32 place = __popc(tokens[token >> 5] & ((1u << (token & 31)) - 1));
 #pragma unroll 4
   for (i32 chunk = 0; chunk < token >> 5; ++chunk) place += __popc(tokens[chunk]);
