@@ -42,7 +42,7 @@ __device__ __forceinline__ void send_count_packets(const DispatchArgs& args, i32
                       static_cast<u32>(peer < 32 ? low : high) | (seq - routing_id) << 32, seq);
 }
 
-// One block, a warp per peer. The first warp sends count packets as well, and so begins with the last peer.
+// One block, a warp per peer. The first warp, which also sends the count packets, is the last to get a peer.
 __device__ __forceinline__ void send_expert_counts(const DispatchArgs& args, const LlScratch& scratch, u64 seq) {
   const World& world = args.world;
 #pragma unroll 1
