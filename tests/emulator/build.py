@@ -24,8 +24,8 @@ FLAGS = (
 
 _SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
 _ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
-_TAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
-    if (is_tag_lane() == (turn == {when})) {{ {body} }}
+_FLAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
+    if (is_flag_lane() == (turn == {when})) {{ {body} }}
     __syncwarp();
   }}
 """
@@ -43,20 +43,20 @@ def _swapped(text: str, old: str, new: str) -> str:
 
 
 def _lines(text: str) -> str:
-    """A line's eight lanes store and load as one on the GPU; here the tag is stored last and loaded first."""
-    store = re.search(r"  ptx::store_pair\(mine, .*\n  ptx::store_pair\(mine \+ kHalf, .*\n", text)
+    """A line's eight lanes store and load as one on the GPU; here the flag is stored last and loaded first."""
+    store = re.search(r"  ptx::store_pair\(mine, .*\n  ptx::store_pair\(mine \+ kPacketHalf, .*\n.*\n", text)
     load = re.search(r"  const Vector a = (ptx::load_pair_if.*), b = (ptx::load_pair_if.*);\n", text)
     if store is None or load is None:
-        raise ValueError("emulator: store_unit or peek_unit is not as expected")
-    text = _swapped(text, store[0], _TAGS_LAST.format(when=1, body=" ".join(store[0].split())))
+        raise ValueError("emulator: store_packet or poll_packet is not as expected")
+    text = _swapped(text, store[0], _FLAGS_LAST.format(when=1, body=" ".join(store[0].split())))
     loads = f"a = {load[1]}; b = {load[2]};"
-    text = _swapped(text, load[0], "  Vector a, b;\n" + _TAGS_LAST.format(when=0, body=loads))
+    text = _swapped(text, load[0], "  Vector a, b;\n" + _FLAGS_LAST.format(when=0, body=loads))
     some = re.search(r"  if \(lane_idx\(\) < 8 \* num_lines\) ptx::store_pair\(.*\n", text)
     if some is None:
         raise ValueError("emulator: store_lines is not as expected")
-    text = _swapped(text, some[0], _TAGS_LAST.format(when=1, body=some[0].strip()))
+    text = _swapped(text, some[0], _FLAGS_LAST.format(when=1, body=some[0].strip()))
     present = "  if (present) *mine = ptx::load_pair<Vector>(at + lane_idx() * 16);\n"
-    return _swapped(text, present, _TAGS_LAST.format(when=0, body=present.strip()))
+    return _swapped(text, present, _FLAGS_LAST.format(when=0, body=present.strip()))
 
 
 def source(variant: jit.Variant) -> str:

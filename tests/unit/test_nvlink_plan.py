@@ -241,20 +241,20 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     c = config(size=size, num_experts=experts, layout=layout)
     stride = c.resolved_expert_map.stride if layout.per_expert else 0
     keys = size * stride
-    table, row_start, before, start, total, offset = experts, size + 1, keys, keys, stride, stride + 1
-    words = table + row_start + before + start + total + offset + size * (1 + stride)
+    table, row_start, counts, start, total, offset = experts, size + 1, keys, keys, stride, stride + 1
+    words = table + row_start + counts + start + total + offset + size * (1 + stride)
     chunks = -(-plan.ll_tokens(c) // 32)
-    seen = keys * chunks if keys * chunks <= abi.MOST_SEEN else 0
+    masks = keys * chunks if keys * chunks <= abi.MOST_SEEN else 0
     pointers = 2 * size
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
-    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + seen)
+    assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + masks)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("size", [1, 4, 9, abi.MAX_RANKS])
-def test_combine_has_room_for_its_homes_and_rows(size: int, layout: Layout) -> None:
-    """Behind barriers and waits an address per rank (`homes` in kernels/ll/combine.cuh), then, where rows are summed,
-    those of two partials per warp."""
+def test_combine_has_room_for_its_addresses_and_rows(size: int, layout: Layout) -> None:
+    """Behind barriers and waits an address per rank (`recv_buffers` in kernels/ll/combine.cuh), then, where rows are
+    summed, those of two partials per warp."""
     c = config(size=size, layout=layout)
     launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
     control = 512 + -(-8 * size // 16) * 16 + 8 * size
@@ -443,9 +443,9 @@ def test_header_is_what_ctypes_says() -> None:
     [
         ("common/wait", "kWholeBits", abi.WHOLE.bit_length() - 1),
         ("layout/ll128", "kLineBytes", abi.LINE_BYTES),
-        ("layout/ll128", "kUnitBytes", abi.UNIT_BYTES),
-        ("layout/ll128", "kUnitData", abi.UNIT_DATA),
-        ("layout/ll128", "kUnitColumns", abi.UNIT_COLUMNS),
+        ("layout/ll128", "kPacketBytes", abi.UNIT_BYTES),
+        ("layout/ll128", "kPacketData", abi.UNIT_DATA),
+        ("layout/ll128", "kPacketColumns", abi.UNIT_COLUMNS),
         ("layout/ll128", "kLineInts", abi.LINE_INTS),
         ("routing/ht_scan", "kTileEntries", plan.TILE_BYTES // 9),
         ("layout/ll128", "kLineMetas", abi.LINE_METAS),

@@ -1,5 +1,4 @@
-// Arithmetic of a lane and of a warp: division by a number that is used often, prefix sums, a transposed matrix of
-// bits.
+// Arithmetic of a lane and of a warp: division by a precomputed reciprocal, prefix sums, transposition of a bit matrix.
 #pragma once
 
 #include "common/block.cuh"
@@ -11,10 +10,10 @@ __device__ __forceinline__ i32 aligned(i32 count, i32 alignment) {
   return (count + alignment - 1) / alignment * alignment;
 }
 
-// A number that much is divided by.
+// A divisor with its reciprocal. Dividends are not negative.
 struct Divisor {
   i32 value;
-  u32 reciprocal;  // of 2^32, rounded down: a quotient is at most one too small
+  u32 reciprocal;  // (2^32 - 1) / value, rounded down: a quotient is at most one too small
 };
 
 __device__ __forceinline__ Divisor divisor_of(i32 value) { return {value, ~0u / static_cast<u32>(value)}; }
@@ -24,7 +23,7 @@ __device__ __forceinline__ i32 divide(i32 number, Divisor by) {
   return quotient + (number - quotient * by.value >= by.value);
 }
 
-// Exclusive prefix sum by one warp: out[i] = sum of value(0 .. i-1) for i < n. Returns the sum of all.
+// Exclusive prefix sum by one warp: out[i] = sum of value(0 .. i-1) for i < n. Returns the total.
 template <class Value>
 __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
   i32 carried = 0;
@@ -43,7 +42,8 @@ __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
   return carried;
 }
 
-// Lane i: which lanes have bit i, of `count` bits and of some more, which are 0.
+// Transposes a 32 x 32 bit matrix across a warp: lane i gets the mask of lanes whose bit i is set. Only the first
+// `count` bits of a lane may be set.
 __device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
   constexpr i32 kTogether = 4;
   u32 found = 0;

@@ -1,4 +1,4 @@
-// Numbers: payload types, their conversions, and the quantiser that ep_kernels/quant.py writes down (same bits).
+// Payload types, their conversions, and the scalar parts of the fp8 quantiser; ep_kernels/quant.py defines the bits.
 // Every sum and product is one IEEE fp32 operation, rounded to nearest even, never fused.
 #pragma once
 
@@ -22,15 +22,16 @@ template <> __device__ __forceinline__ f32 narrow<f32>(f32 value) { return value
 template <> __device__ __forceinline__ bf16 narrow<bf16>(f32 value) { return {ptx::bf16_from_f32(value)}; }
 template <> __device__ __forceinline__ f16 narrow<f16>(f32 value) { return {ptx::f16_from_f32(value)}; }
 
-// N values that move as one access (16 bytes at most).
+// N values, loaded and stored as one access (16 bytes at most).
 template <class T, i32 N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec { T at[N]; };
 
-// N values as they lie, in whole words: a compiler takes halves of words apart as soon as they are loaded, one by one.
+// N values of T as raw 32-bit words. With 16-bit elements the compiler would unpack them right after the load, and so
+// wait for each.
 template <class T, i32 N>
 using Words = Vec<u32, N * static_cast<i32>(sizeof(T)) / 4>;
 
-// N values of a row from `column` on, 16 bytes at a time; 0 past the row.
+// N values of a row from `column` on, loaded 16 bytes at a time; 0 past the end of the row.
 template <class T, i32 N>
 __device__ __forceinline__ Words<T, N> load_words(const T* row, i32 column, i32 hidden) {
   constexpr i32 kWords = N * static_cast<i32>(sizeof(T)) / 4, kStep = kWords < 4 ? kWords : 4;
@@ -46,7 +47,7 @@ __device__ __forceinline__ Words<T, N> load_words(const T* row, i32 column, i32 
   return words;
 }
 
-// Value i of T in such words, as fp32; exact.
+// Value i of such words, widened to fp32; exact.
 template <class T>
 __device__ __forceinline__ f32 value_in(const u32* word, i32 i) {
   if constexpr (sizeof(T) == 4) return __uint_as_float(word[i]);
@@ -55,14 +56,14 @@ __device__ __forceinline__ f32 value_in(const u32* word, i32 i) {
   return widen(f16{static_cast<u16>(pair >> (i % 2 * 16))});
 }
 
-// Columns that a lane takes at a time, so that a load of T is 16 bytes.
+// Values of T in a 16-byte access.
 template <class T> constexpr i32 kColumns = 16 / static_cast<i32>(sizeof(T));
 
 namespace quant {
 
 constexpr i32 kBlock = 128;       // columns that share a scale
-constexpr i32 kLaneColumns = 4;   // of a lane, where a warp takes a block
-constexpr u32 kNan = 0x7F, kInfinity = 0x7F800000;  // of fp8, of fp32
+constexpr i32 kLaneColumns = 4;   // columns per lane where a warp handles one block
+constexpr u32 kNan = 0x7F, kInfinity = 0x7F800000;  // e4m3 NaN; fp32 infinity
 constexpr f32 kMax = 448.0f, kMinScale = 1.17549435e-38f, kLargest = 3.40282347e38f;
 
 // Scale formats, as in args.power_of_two.
@@ -70,7 +71,7 @@ constexpr i32 kFp32 = 0, kPowerOfTwo = 1, kPacked = 2;
 
 __device__ __forceinline__ bool finite(f32 value) { return fabsf(value) <= kLargest; }
 
-// Bits of the largest magnitude; magnitudes are ordered as their bits, and what is not finite is above all.
+// fp32 bits of the largest magnitude. Bits order as magnitudes do; infinity and NaN are above all finite values.
 template <i32 N>
 __device__ __forceinline__ u32 amax(const f32 (&value)[N]) {
   f32 most = fabsf(value[0]);
@@ -79,7 +80,7 @@ __device__ __forceinline__ u32 amax(const f32 (&value)[N]) {
   return __float_as_uint(most);
 }
 
-// The same among the finite values.
+// The same over the finite values only.
 template <i32 N>
 __device__ __forceinline__ u32 finite_amax(const f32 (&value)[N]) {
   const u32 all = amax(value);
@@ -97,7 +98,7 @@ __device__ __forceinline__ f32 scale_of(u32 amax, bool power_of_two) {
   return power_of_two ? __uint_as_float(((bits >> 23) + ((bits & 0x7FFFFF) != 0)) << 23) : scale;
 }
 
-// What is not finite becomes NaN, which fp8 has, too.
+// Replaces infinities by NaN; fp8 has no infinity.
 template <i32 N>
 __device__ __forceinline__ void make_nan(f32 (&value)[N]) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// One PTX instruction (or one idiom) per function. No CUDA headers: a kernel compiles in a fraction of a second.
-// Knows no byte map and no algorithm.
+// One PTX instruction (or one idiom) per function; no knowledge of byte map or algorithm. No CUDA header is included,
+// so that a kernel compiles quickly.
 #pragma once
 
 #include "types.h"
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// 16 bytes, relaxed at system scope: part of a line that carries its own tag. One access, as PTX has it of .b128; a
-// vector of two would be two, though the instruction is the same.
+// 16 bytes, relaxed at system scope: part of a line with its own flag. PTX guarantees a single access for .b128 only; a
+// vector of two u64 counts as two accesses, though the machine instruction is the same.
 __device__ __forceinline__ void store_pair(u8* address, u64 low, u64 high) {
   asm volatile("{\n .reg .b128 pair;\n mov.b128 pair, {%1, %2};\n st.relaxed.sys.global.b128 [%0], pair;\n}"
                ::"l"(address), "l"(low), "l"(high) : "memory");
@@ -49,7 +49,7 @@ __device__ __forceinline__ T load_pair(const u8* address) {
   return value;
 }
 
-// The same where `wanted`; else nothing is loaded.
+// The same if `wanted`; otherwise loads nothing and returns 0. No branch.
 template <class T>
 __device__ __forceinline__ T load_pair_if(const u8* address, bool wanted) {
   T value = {0, 0};
@@ -59,25 +59,26 @@ __device__ __forceinline__ T load_pair_if(const u8* address, bool wanted) {
   return value;
 }
 
-// May be as old as the kernel: the first answer of an SM serves all its warps, where thousands asking for one line
-// would queue.
+// Through L1: the value may be as old as the start of the kernel. One L2 request serves all warps of an SM; thousands
+// of uncached loads of one line would queue.
 __device__ __forceinline__ u64 load_cached(const u64* address) {
   u64 value;
   asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(address));
   return value;
 }
 
-// The same address, which the compiler cannot work out anew wherever it is used.
+// Returns `address`, opaque to the compiler, which therefore keeps it instead of computing it again at each use.
 __device__ __forceinline__ u8* known(u8* address) {
   asm volatile("" : "+l"(address));
   return address;
 }
 
-// For what other kernels wrote or will read, or what an acquire has made visible: no order, no waiting.
+// For data of earlier or later kernels, or that an acquire has made visible: unordered.
 __device__ __forceinline__ u64 load_volatile(const u64* address) { return *const_cast<const volatile u64*>(address); }
 __device__ __forceinline__ void store_volatile(u64* address, u64 value) { *const_cast<volatile u64*>(address) = value; }
 
-// Orders a store before it and a load behind it, too: of two threads that store and then look, one sees the other's.
+// Sequentially consistent: also orders an earlier store before a later load. Of two threads that each store, fence and
+// load the other's word, at least one sees the other's store.
 __device__ __forceinline__ void fence_sc_gpu() { asm volatile("fence.sc.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -85,8 +86,8 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Words in shared memory, from warp to warp of a block, beside its barriers. Atomics, for racecheck takes any other
-// access for a race unless a barrier stands between.
+// Words in shared memory between warps of a block, without a barrier. Atomics, since racecheck reports any other access
+// that no barrier separates.
 __device__ __forceinline__ u32 load_acquire_block(u32* address) {
   u32 value;
   asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
@@ -170,7 +171,7 @@ __device__ __forceinline__ u64 now_ns() {
 
 // ---- neighbouring launches (PDL): the next kernel of the stream may be set up while this one ends ----
 
-// Until the kernels before this one are complete; at once where they are.
+// Waits until the previous kernels are complete and their writes visible; returns at once without PDL.
 __device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -181,7 +182,7 @@ __device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// One thread of a block tells its others, without a block barrier.
+// One arrival; signals threads of the block that poll the barrier.
 __device__ __forceinline__ void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -194,12 +195,12 @@ __device__ __forceinline__ bool barrier_is_complete(u64* barrier, u32 parity) {
   return done != 0;
 }
 
-// Makes initialised mbarriers visible to the copy engine.
+// Makes initialised mbarriers visible to the copy engine (async proxy).
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The barrier's phase ends when so many bytes have come by `bulk_load_part`.
+// Arrives, and lets the barrier's phase complete only after `num_bytes` bytes of bulk_load_part have landed.
 __device__ __forceinline__ void bulk_expect(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
@@ -216,7 +217,7 @@ __device__ __forceinline__ void bulk_load(void* to_shared, const void* from_glob
   bulk_load_part(to_shared, from_global, num_bytes, barrier);
 }
 
-// Waits for a local copy, which the hardware always completes; waits for peers live in common/wait.cuh.
+// Waits for a local copy, which the hardware always completes, so without deadline; waits for peers: common/wait.cuh.
 __device__ __forceinline__ void bulk_load_wait(u64* barrier, u32 parity) {
   asm volatile(
       "{\n .reg .pred done;\n"
@@ -231,23 +232,23 @@ __device__ __forceinline__ void bulk_store(void* to_global, const void* from_sha
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// At most `kPending` of this thread's store groups still read shared memory.
+// Waits until at most `kPending` of this thread's store groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// At most `kPending` of this thread's store groups are not complete; the writes of the others are ordered before what
-// it does next.
+// Waits until at most `kPending` of this thread's store groups are incomplete; the writes of the others are ordered
+// before what the thread does next.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// All of this thread's store groups are complete: their writes are ordered before what the thread does next.
+// Waits for all of this thread's store groups: their writes are ordered before what the thread does next.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Copies kBytes (4, 8 or 16), or zeros where there are none, to shared memory for this thread; with the next group.
+// Starts a copy of kBytes (4, 8 or 16) to shared memory, part of this thread's next group; zeros unless `there`.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
@@ -256,14 +257,14 @@ __device__ __forceinline__ void copy_async(void* to_shared, const void* from_glo
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// All but the last `kPending` groups of this thread's copies are here.
+// Waits until all but the last `kPending` groups of this thread's copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Between ordinary accesses and the copy engine's accesses to the same bytes. One that does not name where the bytes
-// lie compiles to a fence of the whole GPU.
+// Orders ordinary accesses and the copy engine's accesses to the same bytes. Without a state space the instruction
+// compiles to a fence of the whole GPU.
 __device__ __forceinline__ void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -295,14 +296,14 @@ __device__ __forceinline__ u16 e4m3x2_from_f32(f32 high, f32 low) {
   return bits;
 }
 
-// The larger; NaN if either is.
+// The larger; NaN if either is NaN.
 __device__ __forceinline__ f32 max_or_nan(f32 a, f32 b) {
   f32 most;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
   return most;
 }
 
-// The larger of each half.
+// The larger of each 16-bit half, unsigned.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
   u32 most;
   asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));

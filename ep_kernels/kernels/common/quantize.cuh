@@ -1,7 +1,6 @@
-// The quantiser, 16 columns per lane. LL makes a unit of lines with it (layout/ll128.cuh). HT dispatch: a piece of a
-// row in shared memory becomes fp8 where it lies. As many strides as registers hold go through together, and nothing
-// branches stride by stride: loads, votes and conversions of one overlap those of the others, and each lane divides
-// once for all of them.
+// The fp8 quantiser, 16 columns per lane. LL quantises a packet in registers (layout/ll128.cuh). HT dispatch quantises
+// a segment of a row in place, in shared memory: as many strides at a time as registers hold, without a branch per
+// stride, so the loads, votes and conversions of several strides overlap, and each lane divides once for all of them.
 #pragma once
 
 #include "common/block.cuh"
@@ -13,14 +12,14 @@ namespace ep {
 
 namespace quant {
 
-constexpr i32 kWideColumns = 16;               // of a lane
-constexpr i32 kStride = 32 * kWideColumns;     // of a warp
+constexpr i32 kWideColumns = 16;               // columns per lane
+constexpr i32 kStride = 32 * kWideColumns;     // columns per warp
 constexpr i32 kLanes = kBlock / kWideColumns;  // lanes that share a scale
 
-// Strides at a time: 64 words of a lane.
+// Strides at a time: 64 words per lane.
 template <class T> constexpr i32 kTogether = 16 / static_cast<i32>(sizeof(T));
 
-// 16 columns as they lie, 16 bytes at a time.
+// 16 columns as raw words.
 template <class T>
 struct Columns {
   static constexpr i32 kWords = 4 * static_cast<i32>(sizeof(T));
@@ -54,7 +53,7 @@ __device__ __forceinline__ Columns<f32> columns_of(const f32 (&value)[kWideColum
   return columns;
 }
 
-// Only the first `count` are there: the others are 0. An even number of columns of two bytes.
+// Zeroes all but the first `count` columns; `count` is even for two-byte types.
 template <class T>
 __device__ __forceinline__ void cut(Columns<T>& columns, i32 count) {
 #pragma unroll
@@ -67,8 +66,8 @@ __device__ __forceinline__ f32 column(const Columns<T>& columns, i32 i) {
   return value_in<T>(columns.word, i);
 }
 
-// Largest magnitude of 16 columns, as bits of T: these are ordered as the magnitudes are, and what is not finite is
-// above all.
+// Largest magnitude of 16 columns, as bits of T. Bits order as magnitudes do; infinity and NaN are above all finite
+// values.
 template <class T>
 __device__ __forceinline__ u32 largest(const Columns<T>& columns) {
   u32 most = columns.word[0] & 0x7FFF7FFF;
@@ -84,7 +83,7 @@ __device__ __forceinline__ u32 largest(const Columns<f32>& columns) {
   return most;
 }
 
-// Bits in fp32 of the largest finite one.
+// fp32 bits of the largest finite magnitude.
 template <class T>
 __device__ __forceinline__ u32 finite_largest(const Columns<T>& columns) {
   f32 value[kWideColumns];
@@ -101,8 +100,8 @@ __device__ __forceinline__ u32 widen_bits(u32 bits, f32) { return bits; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, bf16) { return bits << 16; }
 __device__ __forceinline__ u32 widen_bits(u32 bits, f16) { return __float_as_uint(widen(f16{static_cast<u16>(bits)})); }
 
-// most[j] of kAmong lanes -> their largest, in the lane j (mod the next power of two of N) of them. The first steps
-// halve what a lane carries.
+// Reduces most[j] over groups of kAmong lanes: lane j of a group (mod the next power of two of N) gets the largest
+// most[j]. The first steps halve the number of values per lane.
 template <i32 kAmong, i32 N>
 __device__ __forceinline__ u32 spread_largest(u32 (&most)[N]) {
   constexpr i32 kHalf = N > 8 ? 8 : N > 4 ? 4 : N > 2 ? 2 : N > 1 ? 1 : 0;
@@ -134,8 +133,8 @@ __device__ __forceinline__ Vec<u32, 4> encode(const Columns<T>& columns, f32 inv
   return q;
 }
 
-// Columns first .. past - 1, as many strides as go together, where something is not finite: one stride after the other.
-// Returns this lane's scale, as in_place has it.
+// in_place for columns first .. past - 1, at most kTogether strides, of which some are not finite: stride by stride.
+// Returns the scale of the block that this lane has in in_place.
 template <class T>
 __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, bool power_of_two) {
   f32 mine = 1.0f;
@@ -150,19 +149,19 @@ __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, b
     for (i32 step = 1; step < kLanes; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
     const f32 scale = scale_of(amax, power_of_two);
     if (lane_idx() % kLanes == stride) mine = scale;
-    __syncwarp();  // everybody has read what is written over
+    __syncwarp();  // all lanes have read what the stores overwrite
     const Vec<u32, 4> q = encode<T>(columns, __fdiv_rn(1.0f, scale), false);
     if (base < past) *reinterpret_cast<Vec<u32, 4>*>(stage + base) = q;
   }
   return mine;
 }
 
-// One warp: `count` columns of T at `stage` become fp8 there, padded to 16 bytes; keep(block, scale) is called by one
-// lane per block of 128.
+// Quantises `count` columns of T at `stage` in place, padded to 16 bytes. One warp; one lane per block of 128 calls
+// keep(block, scale).
 template <class T, class Keep>
 __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two, Keep keep) {
   constexpr i32 kStrides = kTogether<T>;
-  // This lane divides for block `group` of stride `turn`.
+  // This lane computes the scale of block `group` of stride `turn`.
   const i32 turn = lane_idx() % kLanes, group = lane_idx() / kLanes;
 #pragma unroll 1
   for (i32 first = 0; first < count; first += kStrides * kStride) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two
     } else {
       scale = scale_of(widen_bits(spread_largest<kLanes>(amax), T{}), power_of_two);
       const f32 inverse = __fdiv_rn(1.0f, scale);
-      __syncwarp();  // everybody has read what is written over
+      __syncwarp();  // all lanes have read what the stores overwrite
 #pragma unroll
       for (i32 j = 0; j < kStrides; ++j) {
         const Vec<u32, 4> q = encode<T>(columns[j], __shfl_sync(~0u, inverse, group * kLanes + j), true);

@@ -1,5 +1,5 @@
-// Which warp does which item: in turn, from a queue that the warps of a rank share, or by units that its blocks claim.
-// Ranks are served in turn, the next one first.
+// Distribution of work: static (Turn), by warps from a work counter (Queue, LL), by blocks from a work counter (Claims,
+// HT); and the order in which peers are served.
 #pragma once
 
 #include "common/block.cuh"
@@ -9,8 +9,8 @@
 
 namespace ep {
 
-// A warp's place among items (position, source, index), which the warps of a team take in turn, index fastest; it moves
-// on without division.
+// A work item (position, source, index), numbered with index fastest. Static distribution: warp w of a team takes every
+// num_items_at_once-th item; move_on advances without division.
 struct Turn {
   i32 position, source, index;
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void move_on(Turn& turn, Turn step, i32 items, i32 so
   }
 }
 
-// Ranks are served in turn, the next one first and this very one last: hop i is rank (this + 1 + i) % R.
+// Peer offset ("hop") i is rank (this rank + 1 + i) % R: peers are served from the next rank on, this rank last.
 __device__ __forceinline__ i32 hop_of_rank(const World& world, i32 rank) {
   const i32 hop = rank - world.rank - 1;
   return hop < 0 ? hop + world.size : hop;
@@ -48,47 +48,47 @@ __device__ __forceinline__ i32 rank_of_hop(const World& world, i32 hop) {
 __device__ __forceinline__ i32 first_item(Team team) { return team.block + team.num_blocks * warp_idx(); }
 __device__ __forceinline__ i32 num_items_at_once(Team team) { return team.num_blocks * num_warps(); }
 
-// Work that the warps of a rank take as they come to it, since the links serve some later than others. The first two
-// items of each warp are its own; later ones are asked for an item ahead. The last block to arrive resets `taken`.
+// Work counter of the warps of a rank: NVLink does not serve all SMs alike, so warps take items as they get to them.
+// The first two items of each warp are fixed; later ones are taken from the counter one item ahead. The last block to
+// arrive at the end of sending resets `taken`.
 struct Queue {
   Divisor items, sources;
-  i32 base;    // first item that is nobody's
-  u64* taken;  // of those, how many have been taken
-  u64 answer;  // lane 0: to what was asked last, perhaps on its way: base + answer comes after `turn`
-  Turn turn;   // what comes now
+  i32 base;    // first item that is taken from the counter
+  u64* taken;  // items taken from `base` on
+  u64 answer;  // lane 0: result of the last atomic, perhaps in flight; item base + answer follows `turn`
+  Turn turn;   // the present item
 };
 
-// Were `taken` known to be the same in all lanes, the compiler would ask for the whole warp at once and wait for the
-// answer there and then, 0.6 us per item: hence threadIdx.y, which is 0.
+// + threadIdx.y (= 0) hides that the address is uniform; otherwise the compiler aggregates the atomic over the warp and
+// blocks on its result (0.6 us per item).
 __device__ __forceinline__ Queue queue_of(Team team, i32 warps, Divisor items, Divisor sources, u64* taken) {
   const i32 first = first_item(team), step = team.num_blocks * warps;
   return {
       items, sources, 2 * step, taken + threadIdx.y, static_cast<u64>(first - step), turn_of(first, items, sources)};
 }
 
-// Goes on to what comes next, and asks for one more.
+// Advances to the next item and starts the atomic for the one after.
 __device__ __forceinline__ void refill(Queue& queue) {
   queue.turn = turn_of(queue.base + static_cast<i32>(__shfl_sync(~0u, queue.answer, 0)), queue.items, queue.sources);
   if (lane_idx() == 0) queue.answer = ptx::take_relaxed_gpu(queue.taken, 1);
 }
 
-// Units of work, numbered 0 .. total - 1, that the blocks of a rank take from a counter: links and memory do not serve
-// all of them equally well. The first of each block is its own, unit `block`; the counter knows of those after them.
-// One warp; it asks a unit ahead, so that the answer is there when it is needed, but from unit `late` on asks when it
-// has room. Each block that had one of its own takes until it hears of one that does not exist; the last to hear sets
-// the counter back for the next launch. A block that ends otherwise has a rank that was stopped, whose state is made
-// anew.
+// Work counter of the blocks of a rank, for units 0 .. total - 1: links and memory do not serve all blocks alike. Unit
+// `block` of each block is fixed; later ones are taken from the counter. One warp. It takes one unit ahead, so the
+// result is there when it is needed, but from unit `late` on only when it has room. Each block that had a fixed unit
+// takes until it gets one that does not exist; the last one to do so resets the counter for the next launch. Blocks of
+// a stopped rank may end without that: its state is made anew.
 struct Claims {
   u64* counter;
   i32 total, late, blocks;
-  bool asked;  // a unit ahead
-  u64 answer;  // of lane 0: to what was asked last; `blocks` before the unit
+  bool asked;  // one unit is taken ahead
+  u64 answer;  // lane 0: result of the last atomic; its unit is answer + blocks
 
   __device__ __forceinline__ void ask() {
     if (lane_idx() == 0) answer = ptx::take_relaxed_gpu(counter, 1);
   }
 
-  // The next unit; -1: there are no more, and this is not called again.
+  // The next unit; -1 = none is left, after which it must not be called again.
   __device__ __forceinline__ i32 next() {
     if (!asked) ask();
     const u64 unit = __shfl_sync(~0u, answer, 0) + blocks, most = static_cast<u64>(total);
@@ -102,8 +102,7 @@ struct Claims {
   }
 };
 
-// threadIdx.y is 0: were the counter known to be the same in all lanes, the compiler would wait for each answer there
-// and then (queue_of).
+// + threadIdx.y (= 0) hides that the address is uniform (queue_of).
 __device__ __forceinline__ Claims claims_of(Team team, u64* counter, i32 total, i32 late) {
   return {counter + threadIdx.y, total, late, team.num_blocks, true,
           static_cast<u64>(static_cast<i64>(team.block - team.num_blocks))};

@@ -1,12 +1,12 @@
-// The device end of the latency record: no event, no sync, survives graph replay, and no block waits for another on its
-// behalf. One record per operation, in a ring in device memory: op, mode, seq, tokens, start_ns, send_ns, the time at
-// which receiving began (0: in the launch that sent), the time at which the last block ended, parts; then the wait per
-// peer as the first receiving block had it. send_ns ends when the last block had sent.
+// Latency records, device side: no events, no extra synchronisation of blocks, valid under graph replay. One record per
+// operation, in a ring in device memory: op, mode, seq, tokens, start_ns, send_ns (until the last block has sent), time
+// at which receiving began (0: in the launch that sent), time at which the last block ended, parts; then the wait per
+// peer of the first receiving block.
 //
-// The last block to send fills the record in and moves on to the next; each receiving block adds its end. `parts` is
+// The last block to send fills in the record and advances the ring; each receiving block adds its end. `parts` reaches
 // kWholeRecord when all have: the sender adds kWholeRecord less the number of receiving blocks, each of these adds 1.
-// No fence orders them: the host (transports/nvlink/samples.py) looks once whether a record is whole and takes it from
-// a later look. A reader that lags a whole ring behind loses the oldest.
+// No fence orders them: the host (transports/nvlink/samples.py) copies the ring, and takes a record only from a copy
+// made after one in which it was whole. A reader that lags a whole ring behind loses the oldest.
 #pragma once
 
 #include "common/block.cuh"
@@ -24,13 +24,13 @@ __device__ __forceinline__ u64* record_at(const World& world, u64 number) {
   return world.samples + number % SAMPLE_CAPACITY * (SAMPLE_WORDS + world.size);
 }
 
-// Which record is this operation's. Any thread, before its block arrives at the end of sending.
+// Number of this operation's record. Any thread, before its block arrives at the end of sending.
 __device__ __forceinline__ u64 record_number(const World& world, u32 halves, const u64* words) {
   return ptx::load_cached(halves & kSend ? &world.state->sample_head : words + kOpRecord);
 }
 
-// The sending half has ended, well or not: its stores are issued, and peers that read SENT may know (barrier.cuh). One
-// thread of the last block; `receivers`: blocks that will call note_end.
+// End of the send phase, successful or not: its stores are issued, which SENT announces (barrier.cuh). One thread of
+// the last block; `receivers`: number of blocks that will call note_end.
 __device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, i32 num_tokens, u64 seq, u64 start,
                                           u64* words, i32 receivers) {
   const u64 number = ptx::load_volatile(&world.state->sample_head);
@@ -48,17 +48,17 @@ __device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, 
   ptx::add_relaxed_gpu(record + kParts, kWholeRecord - receivers);
 }
 
-// A warp of this block has waited so long for a peer.
+// Notes a warp's wait for a peer; the block keeps the longest.
 __device__ __forceinline__ void note_wait(u64* waits, i32 peer, u64 waited) { atomicMax(&waits[peer], waited); }
 
-// The receiving half begins; `start` is returned to time the waits.
+// Start of the receive phase. Returns the time, from which waits are counted.
 __device__ __forceinline__ u64 note_receive(const World& world, Team team, u32 halves, u64 number) {
   const u64 start = ptx::now_ns();
   if (halves == kReceive && team.block == 0 && threadIdx.x == 0) record_at(world, number)[kReceived] = start;
   return start;
 }
 
-// The operation has ended for this block; `waits`, in shared memory, are this block's. All threads.
+// End of the operation for this block; `waits` are its waits in shared memory. All threads.
 __device__ __forceinline__ void note_end(const World& world, Team team, u64 number, const u64* waits) {
   __syncthreads();
   if (warp_idx() != 0) return;

@@ -1,7 +1,6 @@
-// The only wait loop for peers and for the other blocks. Every wait has a deadline; on expiry the first waiter writes a
-// post-mortem record to host memory, sets the sticky abort word and returns false. Nothing traps, nothing hangs. A
-// kernel that finds the word set at its start touches nothing but its own outputs: a graph may outlive its
-// communicator.
+// The only wait loops for peers and for other blocks. Every wait has a deadline; on expiry the first waiter sets the
+// sticky abort word, writes a post-mortem record to host memory and returns false. Nothing traps, nothing hangs. A
+// kernel that finds the word set at its start touches only its own outputs: a graph may outlive its communicator.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -11,12 +10,12 @@
 namespace ep {
 
 constexpr u32 kWholeBits = 20;
-constexpr u64 kWhole = 1ull << kWholeBits;  // what an operation adds to a counter of shares, all blocks together
+constexpr u64 kWhole = 1ull << kWholeBits;  // what an operation adds to a normalized arrival counter
 
 namespace spin {
 
-constexpr u32 kLookAround = 64;       // polls between two looks at clock, abort word, and whether the peer left us out
-constexpr u32 kLookAtHost = 64 * 64;  // polls between two looks at host memory (a PCIe read)
+constexpr u32 kLookAround = 64;       // polls between checks of clock, abort word and the peer's LEFT_OUT flag
+constexpr u32 kLookAtHost = 64 * 64;  // polls between checks of host memory (a PCIe read)
 
 __device__ __noinline__ bool give_up(const World& world, u64 why, u32 op, u32 phase, u32 peer, u64 expected, u64 seen,
                                      u64 waited_ns) {
@@ -34,10 +33,10 @@ __device__ __noinline__ bool give_up(const World& world, u64 why, u32 op, u32 ph
 }
 
 struct Reason {
-  u64 why, seen;  // STOP_RUNNING = go on
+  u64 why, seen;  // STOP_RUNNING = continue
 };
 
-// Why a wait for `peer` that began at `start` must end now.
+// Whether a wait for `peer` that began at `start` must end now, and why.
 __device__ __noinline__ Reason reason_to_stop(const World& world, u32 polls, u64 start, u32 peer) {
   const u64 aborted = ptx::load_acquire_gpu(&world.state->aborted);
   if (aborted != STOP_RUNNING) return {aborted, 0};
@@ -49,8 +48,9 @@ __device__ __noinline__ Reason reason_to_stop(const World& world, u32 polls, u64
   return {ptx::load_relaxed_sys(&world.gone[peer]) != 0 ? STOP_GONE : STOP_RUNNING, 0};
 }
 
-// One warp: until poll() is true in all lanes, each of which names the peer it waits for (poll may change it). False
-// when the rank was stopped; a peer's last words count.
+// Polls until poll() is true in all lanes. One warp; each lane names the peer it waits for, which poll() may change.
+// False when the rank was stopped. After a reason to stop there is one more poll, so that data a dying peer still sent
+// counts.
 template <class Poll>
 __device__ __forceinline__ bool warp_wait(const World& world, u64 expected, u32 op, u32 phase, const i32& peer,
                                           Poll poll) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ bool warp_wait(const World& world, u64 expected, u32 
   }
 }
 
-// True once *flag >= expected, with everything that the peer wrote before visible to this thread. What is waited for in
-// PHASE_PAYLOAD are shares; a post-mortem speaks of whole operations.
+// Polls until *flag >= expected; everything that the peer wrote before is then visible to this thread. In PHASE_PAYLOAD
+// the flag is a normalized arrival counter; the post-mortem record has whole operations.
 __device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 expected, u32 op, u32 phase, u32 peer) {
   const u32 shift = phase == PHASE_PAYLOAD ? kWholeBits : 0;
   u64 seen = ptx::load_acquire_sys(flag);
@@ -92,7 +92,7 @@ __device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 e
     if (ptx::load_relaxed_sys(&world.host->abort) != 0)
       return give_up(world, STOP_ABORTED, op, phase, peer, whole, seen >> shift, waited);
     if (ptx::load_relaxed_sys(&world.gone[peer]) != 0) {
-      seen = ptx::load_acquire_sys(flag);  // its last words count
+      seen = ptx::load_acquire_sys(flag);  // the peer may have stored it just before it died
       return seen >= expected || give_up(world, STOP_GONE, op, phase, peer, whole, seen >> shift, waited);
     }
   }

@@ -1,22 +1,23 @@
-// Low-latency combine: each rank sums the rows that serve one (source, position) in fp32, in ascending k, rounds once
-// and sends the partial home as lines that carry the operation's seq (layout/ll128.cuh); home polls the lines of a
-// token's partials and sums them in ascending rank as they arrive.
+// Low-latency combine: each expert rank sums the rows that serve one (source, position) in fp32, in ascending k, rounds
+// once and sends the partial to the source rank as LL128 packets that carry the operation's seq as flag
+// (layout/ll128.cuh). The source rank polls the packets of a token's partials and sums them in ascending rank as they
+// arrive.
 //
-//   owner rank: send blocks                                     home rank: receive blocks
+//   expert rank: send blocks                                    source rank: receive blocks
 //   y[places[source][position][k]] * weight  ...
-//     fp32, ascending k -> combine dtype -> units ---------->   home_lines[owner][position]
+//     fp32, ascending k -> combine dtype -> packets -------->   home_lines[expert rank][position]
 //                                                               z[t] = sum over ranks ascending, fp32 -> output dtype
 //
-// KIND 0: rows per expert, combine weights them. 1: rows per rank, moved as they are. 2: exact: every routed row
-// travels to home_lines[token][k] and is weighted at home, in ascending k. Y is the output dtype, C the combine dtype
-// (e4m3: block-128 scales travel inside the unit).
+// KIND 0: rows per expert, weighted by combine. 1: rows per rank, moved unchanged. 2: exact: every routed row travels
+// to home_lines[token][k] and is weighted at the source, in ascending k. Y is the output dtype, C the combine dtype
+// (e4m3: block-128 scales travel inside the packet).
 //
 // Worked example: token 5 of rank 2 went to rank 0 (k = 0 and 3) as its position 1, and to rank 1 (k = 1). Rank 0
 // writes bf16(w0 * y0 + w3 * y3) to rank 2's home_lines[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in
-// its `home` table.
+// its routes.
 //
 // A partial whose rows were all dropped travels as +0. Memory order: none between lines. Reuse of a slot: a rank that
-// has started num_in_flight combines more has, in stream order, read the slot.
+// has started the combine num_in_flight later has, in stream order, read the slot.
 #pragma once
 
 #include "common/block.cuh"
@@ -24,6 +25,7 @@
 #include "common/ptx.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
+#include "common/status.cuh"
 #include "common/trace.cuh"
 #include "layout/ll128.cuh"
 #include "ll/combine_recv.cuh"
@@ -33,73 +35,77 @@
 
 namespace ep::ll {
 
-// One thread of a block. When the last comes here, every warp has its counters (is_stopped): the next operation's are
-// set at once.
-__device__ __forceinline__ void advance(const CombineArgs& args, i32 num_blocks, i32 receivers, u64 seq, u64 start) {
+// End of the send phase of a block; one thread. When the last block arrives, every warp has loaded its counters
+// (is_stopped), so those of the next operation may be set.
+__device__ __forceinline__ void finish_send(const CombineArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
+                                            u64 start) {
   if (!arrive(args.world, {0, num_blocks}, TICKET_COMBINE_SEND)) return;
   args.world.state->taken[16] = 0;
   args.world.state->combine_seq = seq;
   args.world.state->combine_slot_seq[args.slot] = seq;
-  note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, receivers);
+  note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, num_receivers);
 }
 
+// Roles of the N blocks of a rank; S = args.work.num_senders. Both phases in one launch: blocks 0 .. S - 1 send, the
+// others receive; S = N: every block sends, then receives. One phase alone: every block has it.
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
-  __shared__ i32 verdict;
-  __shared__ u64 start, number;  // of the operation; its record
+  __shared__ i32 status;
+  __shared__ u64 start, record;  // of the operation: time, and number of its latency record
   const World& world = args.world;
-  u8** homes = reinterpret_cast<u8**>(after_waits(world, shared));  // [R] where partials of all owners lie
+  u8** recv_buffers = reinterpret_cast<u8**>(after_waits(world, shared));  // [R] combine receive buffer of each rank
   u8* stages = shared + args.work.stage_offset + warp_idx() * 2 * args.work.piece_bytes + lane_idx() * kCopyBytes;
   const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
-  const i32 senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
-  const bool apart = senders < team.num_blocks, here = team.block < senders;
-  const Team sending = {team.block, max(1, senders)};
-  const Team receiving = apart ? Team{team.block - senders, team.num_blocks - senders} : team;
-  const Divisor items = divisor_of(units_per_row(world)), sources = divisor_of(world.size);
-  Queue queue = queue_of(sending, num_warps(), items, sources, world.state->taken + 16);
+  const i32 num_senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
+  const bool split = num_senders < team.num_blocks, is_sender = team.block < num_senders;
+  const Team send_team = {team.block, max(1, num_senders)};
+  const Team recv_team = split ? Team{team.block - num_senders, team.num_blocks - num_senders} : team;
+  const Divisor packets = divisor_of(packets_per_position(world)), sources = divisor_of(world.size);
+  Queue queue = queue_of(send_team, num_warps(), packets, sources, world.state->taken + 16);
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
-    homes[i] = home_lines_at(args, i);
+    recv_buffers[i] = combine_recv_at(args, i);
   }
-  if (threadIdx.x == 0) verdict = kSame;
+  if (threadIdx.x == 0) status = kOk;
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
-  // All is asked for before anything is looked at (owed_rows does, last): what is computed from an answer, above, would
-  // be waited for.
-  const u64 stop = ptx::load_cached(&world.state->aborted), origin = ptx::load_cached(args.origin);
+  // All loads are issued before any result is used (load_recv_counts, the last, uses its own): a computation in between
+  // would stall the later loads.
+  const u64 stop = ptx::load_cached(&world.state->aborted), routing_id = ptx::load_cached(args.origin);
   const u64 last = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq);
-  const u64 record = record_number(world, args.work.halves, args.op);
+  const u64 number = record_number(world, args.work.halves, args.op);
   Credit credit = {0, 0};
-  Owed owed = {0, 0, 0};
-  if (here) {
+  RecvCounts counts = {0, 0, 0};
+  if (is_sender) {
     credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
-    owed = owed_rows(args);
+    counts = load_recv_counts(args);
   }
   const u64 seq = last + sends;
   if (threadIdx.x == THREADS - 1) {
     start = ptx::now_ns();
-    number = record;
+    record = number;
   }
-  if (here) {
+  if (is_sender) {
     Task task = {};
-    const bool more = next_task(args, owed, queue, task);
-    const bool first = team.block == 0 && warp_idx() == num_warps() - 1;
-    if (first && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
+    const bool more = next_task(args, counts, queue, task);
+    const bool notifies = team.block == 0 && warp_idx() == num_warps() - 1;
+    if (notifies && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
     if (stop == STOP_RUNNING)
-      send_partials(args, homes, stages, owed, queue, task, more, seq, [&] {
+      send_partials(args, recv_buffers, stages, counts, queue, task, more, seq, [&] {
         const u64 needed = credit_needed(world, credit, seq);
         if (!warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE)) return false;
-        if (first) tell_origin(args, origin, seq);
+        if (notifies) send_routing_id(args, routing_id, seq);
         return true;
       });
   }
-  const bool reads = receives && (!apart || !here);
-  if (is_stopped(stop, last, ~0ull)) return reads ? poison_units(args, receiving) : void();  // `number` is stored
+  const bool is_receiver = receives && (!split || !is_sender);
+  // `number` was stored to shared memory above, so only `last` has to go through the barrier.
+  if (is_stopped(stop, last, ~0ull)) return is_receiver ? poison_packets(args, recv_team) : void();
   if (sends && threadIdx.x == THREADS - 1)
-    advance(args, team.num_blocks, receives ? receiving.num_blocks : team.num_blocks, seq, start);
-  if (reads) combine_receive(args, receiving, shared, &verdict, number, origin, seq);
+    finish_send(args, team.num_blocks, receives ? recv_team.num_blocks : team.num_blocks, seq, start);
+  if (is_receiver) combine_receive(args, recv_team, shared, &status, record, routing_id, seq);
 }
 
 }  // namespace ep::ll

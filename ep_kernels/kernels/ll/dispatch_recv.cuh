@@ -1,4 +1,4 @@
-// The receiving half of low-latency dispatch: units and records as they arrive, each to where it finally belongs.
+// Receive phase of LL dispatch: polls packets and token metadata, and writes each to its final place.
 #pragma once
 
 #include "common/block.cuh"
@@ -7,6 +7,7 @@
 #include "common/quantize.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
+#include "common/status.cuh"
 #include "common/trace.cuh"
 #include "common/wait.cuh"
 #include "layout/ll128.cuh"
@@ -20,28 +21,29 @@
 
 namespace ep::ll {
 
-// What a lane has to do with the scales of a fp8 unit: lane b with those of its block b, wherever the row goes; lanes
-// behind the last block pad packed words with zero bytes.
-struct UnitScale {
+// The scale that a lane writes for an fp8 packet: lane b that of block b, for every row to which the packet goes; lanes
+// past the last block pad packed words with zero bytes.
+struct LaneScale {
   u32 bits;
-  i64 offset;  // from the row's first scale, bytes
-  bool wanted;
+  i64 offset;  // bytes from the row's first scale
+  bool writes;
 };
 
-__device__ __forceinline__ UnitScale scale_in(const DispatchArgs& args, const Unit& unit, i32 index, i32 num_rows) {
+__device__ __forceinline__ LaneScale lane_scale(const DispatchArgs& args, const Packet& packet, i32 index,
+                                                i32 num_rows) {
   const i32 blocks = (args.world.hidden + quant::kBlock - 1) / quant::kBlock;
-  const i32 first = index * kUnitBlocks, block = first + lane_idx();
+  const i32 first = index * kPacketBlocks, block = first + lane_idx();
   const bool packed = args.power_of_two == quant::kPacked;
-  const bool real = lane_idx() < kUnitBlocks && block < blocks;
-  const bool pads = packed && first + kUnitBlocks >= blocks && block >= blocks && block < (blocks + 3) / 4 * 4;
-  const u32 bits = scale_of_block(unit, lane_idx());
+  const bool real = lane_idx() < kPacketBlocks && block < blocks;
+  const bool pads = packed && first + kPacketBlocks >= blocks && block >= blocks && block < (blocks + 3) / 4 * 4;
+  const u32 bits = scale_of_block(packet, lane_idx());
   const i64 column = args.scale_column_stride != 0 ? args.scale_column_stride : aligned(num_rows, 4);
   const i64 offset = !packed ? block * 4 : args.scale_row_stride == 0 ? block : block / 4 * column * 4 + block % 4;
   return {real ? bits : 0, offset, real || pads};
 }
 
-// Byte in out_scales of a row's first scale.
-__device__ __forceinline__ i64 scales_from(const DispatchArgs& args, i32 row) {
+// Byte offset in out_scales of a row's first scale.
+__device__ __forceinline__ i64 first_scale(const DispatchArgs& args, i32 row) {
   const World& world = args.world;
   if (args.scale_row_stride == 0) return static_cast<i64>(row) * world.scale_bytes;
   if (LAYOUT == GROUPED || LAYOUT == FLAT) return static_cast<i64>(row) * args.scale_row_stride * 4;
@@ -51,242 +53,248 @@ __device__ __forceinline__ i64 scales_from(const DispatchArgs& args, i32 row) {
          4;
 }
 
-// A unit of a received row to the final rows `rows` of this lane's that `placed` (a ballot) names.
-__device__ __forceinline__ void write_unit(const DispatchArgs& args, const Unit& unit, i32 index, i32 row_of_lane,
-                                           u32 placed, i32 num_rows) {
+// Writes packet `index` of a row to the final row `dst_row` of every lane in `row_mask`.
+__device__ __forceinline__ void write_packet(const DispatchArgs& args, const Packet& packet, i32 index, i32 dst_row,
+                                             u32 row_mask, i32 num_rows) {
   const World& world = args.world;
-  const i32 offset = first_offset() + index * (kQuantised ? kUnitColumns : kUnitData);
-  const bool first = offset < world.row_bytes && !(kQuantised && is_tag_lane());
-  const bool second = offset + kSecond < world.row_bytes && !is_tag_lane();
+  const i32 offset = first_offset() + index * (kQuantised ? kPacketColumns : kPacketData);
+  const bool first = offset < world.row_bytes && !(kQuantised && is_flag_lane());
+  const bool second = offset + kSecondOffset < world.row_bytes && !is_flag_lane();
   u8* to = row_at(args, world.rank, 0) + offset;
-  UnitScale scale = {};
+  LaneScale scale = {};
   i64 scales_of_lane = 0;
   if constexpr (kQuantised) {
-    scale = scale_in(args, unit, index, num_rows);
-    scales_of_lane = scales_from(args, row_of_lane);
+    scale = lane_scale(args, packet, index, num_rows);
+    scales_of_lane = first_scale(args, dst_row);
   }
 #pragma unroll 1
-  for (u32 left = placed; left != 0; left &= left - 1) {
-    const i32 leader = __ffs(left) - 1, row = __shfl_sync(~0u, row_of_lane, leader);
+  for (u32 left = row_mask; left != 0; left &= left - 1) {
+    const i32 leader = __ffs(left) - 1, row = __shfl_sync(~0u, dst_row, leader);
     u8* at = to + static_cast<i64>(row) * world.row_bytes;
-    if (first) *reinterpret_cast<Vector*>(at) = unit.first;
-    if (second) *reinterpret_cast<Vector*>(at + kSecond) = unit.second;
+    if (first) *reinterpret_cast<Vector*>(at) = packet.first;
+    if (second) *reinterpret_cast<Vector*>(at + kSecondOffset) = packet.second;
     if constexpr (kQuantised) {
       u8* one = args.out_scales + __shfl_sync(~0u, scales_of_lane, leader) + scale.offset;
-      if (scale.wanted && args.power_of_two == quant::kPacked) *one = static_cast<u8>(scale.bits >> 23);
-      else if (scale.wanted) *reinterpret_cast<u32*>(one) = scale.bits;
+      if (scale.writes && args.power_of_two == quant::kPacked) *one = static_cast<u8>(scale.bits >> 23);
+      else if (scale.writes) *reinterpret_cast<u32*>(one) = scale.bits;
       continue;
     }
     if (world.scale_bytes == 0) continue;
     u8* scales = args.out_scales + static_cast<i64>(row) * world.scale_bytes;
-    const i32 one = offset - world.row_bytes, two = one + kSecond;
-    if (one >= 0 && one < world.scale_bytes) store_bytes(scales + one, unit.first, world.scale_bytes - one);
-    if (two >= 0 && two < world.scale_bytes && !is_tag_lane())
-      store_bytes(scales + two, unit.second, world.scale_bytes - two);
+    const i32 one = offset - world.row_bytes, two = one + kSecondOffset;
+    if (one >= 0 && one < world.scale_bytes) store_bytes(scales + one, packet.first, world.scale_bytes - one);
+    if (two >= 0 && two < world.scale_bytes && !is_flag_lane())
+      store_bytes(scales + two, packet.second, world.scale_bytes - two);
   }
 }
 
-// What one warp looks at: a unit of a row, or (index = row_units) its records.
+// What a warp polls: a packet of a row, or (item.index = row_units) the metadata of its token.
 struct Arrival {
-  Turn turn;
-  const u8 *lines, *records;  // where they land
-  Unit unit;
-  Vector record;  // lane i: vector i of the first four lines of records
-  bool there;     // this lane's lines are
-  bool delivered; // before the counts were here
+  Turn item;
+  const u8 *packet_at, *metadata_at;
+  Packet packet;
+  Vector metadata;  // lane i: vector i of the first four metadata lines
+  bool ready;       // this lane's lines have arrived
+  bool delivered;   // before the counts had arrived
 };
 
-__device__ __forceinline__ bool is_records(const World& world, const Arrival& arrival) {
-  return arrival.turn.index == world.row_units;
+__device__ __forceinline__ bool is_metadata(const World& world, const Arrival& arrival) {
+  return arrival.item.index == world.row_units;
 }
 
-__device__ __forceinline__ i32 source_at(const World& world, Turn turn) {
-  const i32 source = turn.source + world.rank;
+__device__ __forceinline__ i32 source_of_item(const World& world, Turn item) {
+  const i32 source = item.source + world.rank;
   return source < world.size ? source : source - world.size;
 }
 
-// Where to look: found out once, for each address is a chain of loads. Units are fewer than 2^31, as they are of 1024
-// bytes.
-__device__ __forceinline__ void locate(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
+// Computes the addresses that an arrival is polled at: once, as each is a chain of loads. Packet numbers fit in 31
+// bits, as a packet is 1024 bytes.
+__device__ __forceinline__ void set_addresses(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
-  const i32 number = line_position(world, source_at(world, arrival.turn), arrival.turn.position);
-  arrival.lines = scratch.here[0] + static_cast<i64>(number * world.row_units + arrival.turn.index) * kUnitBytes;
-  arrival.records = scratch.here[1] + static_cast<i64>(number * world.meta_lines) * kLineBytes;
+  const i32 number = line_position(world, source_of_item(world, arrival.item), arrival.item.position);
+  arrival.packet_at =
+      scratch.recv_base[0] + static_cast<i64>(number * world.row_units + arrival.item.index) * kPacketBytes;
+  arrival.metadata_at = scratch.recv_base[1] + static_cast<i64>(number * world.meta_lines) * kLineBytes;
 }
 
-__device__ __forceinline__ void look(const DispatchArgs& args, Arrival& arrival, u64 seq) {
+__device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
-  arrival.there = is_records(world, arrival) || peek_unit(arrival.lines, seq, &arrival.unit);
-  if (kPerExpert || is_records(world, arrival))
-    arrival.there &= peek_lines(arrival.records, min(4, world.meta_lines), seq, &arrival.record);
+  arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
+  if (kPerExpert || is_metadata(world, arrival))
+    arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.meta_lines), seq, &arrival.metadata);
 }
 
-// This lane's record (k = lane) of an arrival that is there. K > 28: the fifth line is awaited here; false: in vain.
-__device__ __forceinline__ bool record_of(const DispatchArgs& args, const Arrival& arrival, u64 seq, Meta* record) {
+// Metadata entry k = lane of a ready arrival. The fifth line (K > 28) is awaited here; false: that wait failed.
+__device__ __forceinline__ bool read_metadata(const DispatchArgs& args, const Arrival& arrival, u64 seq, Meta* meta) {
   const World& world = args.world;
   const i32 k = lane_idx();
-  Vector got = shuffle(arrival.record, (k / kLineMetas * 8 + k % kLineMetas) & 31);
+  Vector mine = shuffle(arrival.metadata, (k / kLineMetas * 8 + k % kLineMetas) & 31);
   if (world.meta_lines > 4) {
-    Vector more = {};
-    const i32 source = source_at(world, arrival.turn);
-    const u8* at = arrival.records + 4 * kLineBytes;
-    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] { return peek_lines(at, 1, seq, &more); }))
+    Vector fifth = {};
+    const i32 source = source_of_item(world, arrival.item);
+    const u8* at = arrival.metadata_at + 4 * kLineBytes;
+    if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source,
+                         [&] { return poll_lines(at, 1, seq, &fifth); }))
       return false;
-    const Vector late = shuffle(more, (k - 4 * kLineMetas) & 31);
-    if (k >= 4 * kLineMetas) got = late;
+    const Vector of_fifth = shuffle(fifth, (k - 4 * kLineMetas) & 31);
+    if (k >= 4 * kLineMetas) mine = of_fifth;
   }
-  const i32 expert = k < world.topk ? static_cast<i32>(word_of(got, 0)) : -1;
-  *record = {expert, static_cast<i32>(word_of(got, 1)), __uint_as_float(word_of(got, 2)),
-             static_cast<i32>(word_of(got, 3))};
+  const i32 expert = k < world.topk ? static_cast<i32>(word_of(mine, 0)) : -1;
+  *meta = {expert, static_cast<i32>(word_of(mine, 1)), __uint_as_float(word_of(mine, 2)),
+           static_cast<i32>(word_of(mine, 3))};
   return true;
 }
 
 // Final row of a position, rank-wise layouts; kDropped past the capacity.
-__device__ __forceinline__ i32 row_of(const DispatchArgs& args, const LlScratch& scratch, i32 source, i32 position) {
+__device__ __forceinline__ i32 dst_row_of(const DispatchArgs& args, const LlScratch& scratch, i32 source,
+                                          i32 position) {
   return admit(first_row(args, scratch, source) + position, 0, args.world.capacity);
 }
 
-// Whether a warp adds up the counts of the sources before its own, where it needs them, instead of waiting for a
-// layout.
-__device__ __forceinline__ bool adds_up(const World& world) { return LAYOUT == EXPERT_MAJOR && world.size <= 16; }
+// Whether each warp sums the counts of earlier sources itself, instead of waiting for the block's layout of all rows.
+__device__ __forceinline__ bool sums_counts_itself(const World& world) {
+  return LAYOUT == EXPERT_MAJOR && world.size <= 16;
+}
 
-// Final row that serves this lane's k; -1 = none.
-__device__ __forceinline__ i32 place_of(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
-                                        i32 source, i32 position) {
+// Final row for (source, position, k = lane); -1 = not served here, kDropped past the capacity.
+__device__ __forceinline__ i32 dst_row_of_topk(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
+                                               i32 source, i32 position) {
   if (meta.local_expert < 0) return -1;
-  if (!kPerExpert) return row_of(args, scratch, source, position);
-  if (adds_up(args.world)) {
+  if (!kPerExpert) return dst_row_of(args, scratch, source, position);
+  if (sums_counts_itself(args.world)) {
     i32 row = meta.local_expert * args.world.capacity + meta.place;
 #pragma unroll 4
-    for (i32 s = 0; s < source; ++s) row += scratch.arrived[s * arrived_stride(args.world) + 1 + meta.local_expert];
+    for (i32 s = 0; s < source; ++s)
+      row += scratch.recv_counts[s * recv_counts_stride(args.world) + 1 + meta.local_expert];
     return admit(row, meta.local_expert, args.world.capacity);
   }
   return admit(first_row(args, scratch, source, meta.local_expert) + meta.place, meta.local_expert,
                args.world.capacity);
 }
 
-// What combine and the caller need of a received position. One warp; lane k has record k.
-__device__ __forceinline__ void record_row(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
-                                           i32 source, i32 position) {
+// Saves what combine and the caller need of a received position. One warp; lane k has entry k.
+__device__ __forceinline__ void save_metadata(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
+                                              i32 source, i32 position) {
   const World& world = args.world;
   const i32 topk = world.topk, k = lane_idx();
   const i32 at = source * world.max_tokens + position, entry = at * topk + k;  // 31 bits: plan.sizes_of
   if (k >= topk) return;
-  args.places[entry] = place_of(args, scratch, meta, source, position);
+  args.places[entry] = dst_row_of_topk(args, scratch, meta, source, position);
   args.weights[entry] = meta.weight;
   if (k == 0) args.tokens[at] = meta.token;
   if (kPerExpert) return;
-  const i32 row = row_of(args, scratch, source, position);
+  const i32 row = dst_row_of(args, scratch, source, position);
   if (row < 0) return;
   args.out_ids[row * topk + k] = meta.local_expert;
   args.out_weights[row * topk + k] = meta.weight;
 }
 
-// An arrival whose lines are here, to its final rows. False after a failed wait.
+// Writes a ready arrival to its final rows. False after a failed wait.
 __device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratch& scratch, const Arrival& arrival,
                                         i32 num_rows, u64 seq) {
   const World& world = args.world;
-  const i32 source = source_at(world, arrival.turn), position = arrival.turn.position;
-  Meta record = {-1, -1, 0.0f, 0};
-  if ((kPerExpert || is_records(world, arrival)) && !record_of(args, arrival, seq, &record)) return false;
-  if (is_records(world, arrival)) {
-    record_row(args, scratch, record, source, position);
+  const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
+  Meta meta = {-1, -1, 0.0f, 0};
+  if ((kPerExpert || is_metadata(world, arrival)) && !read_metadata(args, arrival, seq, &meta)) return false;
+  if (is_metadata(world, arrival)) {
+    save_metadata(args, scratch, meta, source, position);
   } else {
-    const i32 row =
-        kPerExpert ? place_of(args, scratch, record, source, position) : row_of(args, scratch, source, position);
-    const u32 placed = kPerExpert ? __ballot_sync(~0u, row >= 0) : row >= 0;
-    write_unit(args, arrival.unit, arrival.turn.index, row, placed, num_rows);
+    const i32 row = kPerExpert ? dst_row_of_topk(args, scratch, meta, source, position)
+                               : dst_row_of(args, scratch, source, position);
+    const u32 row_mask = kPerExpert ? __ballot_sync(~0u, row >= 0) : row >= 0;
+    write_packet(args, arrival.packet, arrival.item.index, row, row_mask, num_rows);
   }
   return true;
 }
 
-// All threads; ends with a block barrier. `verdict` is kHere before. Meanwhile a warp looks at its first item; a unit
-// whose place does not depend on the counts goes there at once, and `first` is then no item any more.
-__device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* verdict,
-                                            u64* heads_here, Arrival& first, u64 origin, u64 seq, u64 start,
+// Waits for the counts of all sources. All threads; ends with a block barrier; `status` is kOk before. Meanwhile each
+// warp polls its first arrival; a packet whose final row does not depend on the counts is delivered at once.
+__device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* status,
+                                            u64* counts_barrier, Arrival& first, u64 routing_id, u64 seq, u64 start,
                                             u64* waits) {
-  i32 found = kHere;
-  const i32 helper = num_warps() - 1 - warp_idx();  // in small steps items are the first warps'
-  const bool asks = helper == (kPerExpert ? min(args.world.size, num_warps() - 1) : 1);
-  const bool helps = asks || (kPerExpert && helper < args.world.size);
-  if (asks) found = await_heads(args, scratch, origin, seq, start, waits);
+  i32 found = kOk;
+  const i32 helper = num_warps() - 1 - warp_idx();  // from the last warp: in small steps the first ones have items
+  const bool reads_count_packets = helper == (kPerExpert ? min(args.world.size, num_warps() - 1) : 1);
+  const bool reads_counts = reads_count_packets || (kPerExpert && helper < args.world.size);
+  if (reads_count_packets) found = await_count_packets(args, scratch, routing_id, seq, start, waits);
   for (i32 source = helper; kPerExpert && source < args.world.size; source += num_warps())
-    if (!await_count_lines(args, scratch, source, seq)) found = kFailed;
-  if (found != kHere && lane_idx() == 0) atomicMax(verdict, found);
-  if (asks && lane_idx() == 0) ptx::barrier_arrive(heads_here);
-  if (first.turn.position < args.world.ll_tokens) {
-    locate(args, scratch, first);
-    look(args, first, seq);
-    while (!helps && !__all_sync(~0u, first.there || ptx::barrier_is_complete(heads_here, 0))) look(args, first, seq);
-    if (LAYOUT == RANK_MAJOR && !is_records(args.world, first) && __all_sync(~0u, first.there))
+    if (!await_expert_counts(args, scratch, source, seq)) found = kFailed;
+  if (found != kOk && lane_idx() == 0) atomicMax(status, found);
+  if (reads_count_packets && lane_idx() == 0) ptx::barrier_arrive(counts_barrier);
+  if (first.item.position < args.world.ll_tokens) {
+    set_addresses(args, scratch, first);
+    poll(args, first, seq);
+    while (!reads_counts && !__all_sync(~0u, first.ready || ptx::barrier_is_complete(counts_barrier, 0)))
+      poll(args, first, seq);
+    if (LAYOUT == RANK_MAJOR && !is_metadata(args.world, first) && __all_sync(~0u, first.ready))
       first.delivered = deliver(args, scratch, first, 0, seq);
   }
   __syncthreads();
-  return *verdict;
+  return *status;
 }
 
 // Whether the source sends this item.
-__device__ __forceinline__ bool is_sent(const World& world, const LlScratch& scratch, Turn turn) {
-  return turn.position < scratch.arrived[source_at(world, turn) * arrived_stride(world)];
+__device__ __forceinline__ bool is_sent(const World& world, const LlScratch& scratch, Turn item) {
+  return item.position < scratch.recv_counts[source_of_item(world, item) * recv_counts_stride(world)];
 }
 
 __device__ __forceinline__ void swap(Arrival& a, Arrival& b) {
-  const Arrival kept = a;
+  const Arrival old = a;
   a = b;
-  b = kept;
+  b = old;
 }
 
-// Goes on to the next item that arrives, in the order in which they are likely to: by position, then by source. False:
-// none is left.
-__device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlScratch& scratch, Turn& turn, Turn step,
-                                             i32 most, Arrival& next, u64 seq) {
+// Advances to the next item that is sent, and polls it once. Items are in the order in which they are likely to arrive:
+// by position, then by source. False: none is left.
+__device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlScratch& scratch, Turn& item, Turn step,
+                                             i32 max_rows, Arrival& next, u64 seq) {
   const World& world = args.world;
 #pragma unroll 1
-  while (turn.position < most) {
-    next.turn = turn;
-    move_on(turn, step, world.row_units + 1, world.size);
-    if (!is_sent(world, scratch, next.turn)) continue;
-    locate(args, scratch, next);
-    look(args, next, seq);
+  while (item.position < max_rows) {
+    next.item = item;
+    move_on(item, step, world.row_units + 1, world.size);
+    if (!is_sent(world, scratch, next.item)) continue;
+    set_addresses(args, scratch, next);
+    poll(args, next, seq);
     return true;
   }
   return false;
 }
 
-// Everything that arrives, to its place. A warp looks at its next item while it puts the present one where it belongs.
-// `next` is the first, which may not exist: it was looked at before the counts were here.
+// Delivers all items of this warp; it polls the next one while it writes the present one. `next` is the first item,
+// which was polled before the counts had arrived and may turn out not to be sent.
 __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlScratch& scratch, Arrival next,
                                              Turn step, u64 seq, u64 start, u64* waits) {
   const World& world = args.world;
-  Turn turn = next.turn;
-  move_on(turn, step, world.row_units + 1, world.size);
-  // Else no scales depend on it.
+  Turn item = next.item;
+  move_on(item, step, world.row_units + 1, world.size);
+  // Other layouts of scales do not depend on it.
   const i32 num_rows = LAYOUT == GROUPED || LAYOUT == FLAT ? rows_delivered(args, scratch) : 0;
-  i32 most = 0;
-  for (i32 source = lane_idx(); source < world.size && turn.position < world.ll_tokens; source += 32)
-    most = max(most, scratch.arrived[source * arrived_stride(world)]);
-  most = __reduce_max_sync(~0u, most);
-  bool more = !next.delivered && is_sent(world, scratch, next.turn);
-  if (!more) more = next_arrival(args, scratch, turn, step, most, next, seq);
+  i32 max_rows = 0;
+  for (i32 source = lane_idx(); source < world.size && item.position < world.ll_tokens; source += 32)
+    max_rows = max(max_rows, scratch.recv_counts[source * recv_counts_stride(world)]);
+  max_rows = __reduce_max_sync(~0u, max_rows);
+  bool more = !next.delivered && is_sent(world, scratch, next.item);
+  if (!more) more = next_arrival(args, scratch, item, step, max_rows, next, seq);
 #pragma unroll 1
   while (more) {
     Arrival now = next;
-    more = next_arrival(args, scratch, turn, step, most, next, seq);
-    if (!more) next.there = false;
-    if (!__all_sync(~0u, now.there)) {  // two are looked at together: rows overtake one another on their way
-      const i32 source = source_at(world, now.turn);
-      i32 looks = 0;  // the one before may be from long ago
+    more = next_arrival(args, scratch, item, step, max_rows, next, seq);
+    if (!more) next.ready = false;
+    if (!__all_sync(~0u, now.ready)) {  // poll both: rows overtake one another on their way
+      const i32 source = source_of_item(world, now.item);
+      i32 polls = 0;  // the poll before this wait may be old
       if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] {
-            if (more && __all_sync(~0u, next.there)) return true;
-            ++looks;
-            look(args, now, seq);
-            if (more) look(args, next, seq);
-            return now.there;
+            if (more && __all_sync(~0u, next.ready)) return true;
+            ++polls;
+            poll(args, now, seq);
+            if (more) poll(args, next, seq);
+            return now.ready;
           }))
         return false;
-      if (!__all_sync(~0u, now.there))
+      if (!__all_sync(~0u, now.ready))
         swap(now, next);
-      else if (looks > 1 && lane_idx() == 0 && source != world.rank)
+      else if (polls > 1 && lane_idx() == 0 && source != world.rank)
         note_wait(waits, source, ptx::now_ns() - start);
     }
     if (!deliver(args, scratch, now, num_rows, seq)) return false;
@@ -294,38 +302,39 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
   return true;
 }
 
-// Receives this team's items, from `turn` on. One block `keeps`: it also writes the counts that the caller gets.
-// Nothing may look delivered after a failed wait, whoever finds out first: the keeper looks for a failure after it has
-// written, and whoever fails zeroes the counts after it has said so. The fences between are sequentially consistent:
-// with weaker ones each could miss what the other did.
-__device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
-                                           i32* verdict, u64* heads_here, Turn turn, Turn step, bool keeps, u64 number,
-                                           u64 origin, u64 seq) {
+// Receives this team's items, from `item` on. One block is the finalizer: it also writes the caller's counts. After a
+// failed wait nothing may look delivered, whichever block fails: the finalizer checks for a failure after it has
+// written the counts, and a block that fails zeroes them after it has announced the failure (give_up). The fences
+// between are sequentially consistent: with acquire-release fences each side could miss the other's store.
+__device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
+                                                 i32* status, u64* counts_barrier, Turn item, Turn step,
+                                                 bool is_finalizer, u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
-  const u64 start = note_receive(world, team, args.work.halves, number);
+  const u64 start = note_receive(world, team, args.work.halves, record);
   u64* waits = waits_at(shared);
   Arrival first;
-  first.turn = turn;
+  first.item = item;
   first.delivered = false;
-  const i32 counts = await_counts(args, scratch, verdict, heads_here, first, origin, seq, start, waits);
+  const i32 counts = await_counts(args, scratch, status, counts_barrier, first, routing_id, seq, start, waits);
   bool ok = counts != kFailed;
-  if (counts == kHere) {
+  if (counts == kOk) {
     if (LAYOUT == RANK_MAJOR) {
-      if (keeps && warp_idx() == 0)
-        write_rank_counts(args, [&](i32 source) { return scratch.arrived[source * arrived_stride(world)]; });
-    } else if (keeps || !adds_up(world)) {
+      if (is_finalizer && warp_idx() == 0)
+        write_rank_counts(args, [&](i32 source) { return scratch.recv_counts[source * recv_counts_stride(world)]; });
+    } else if (is_finalizer || !sums_counts_itself(world)) {
       lay_out(args, scratch, kPerExpert, false,
-              [&](i32 source, i32 e) { return scratch.arrived[source * arrived_stride(world) + 1 + e]; });
-      if (keeps) write_counts(args, scratch);
+              [&](i32 source, i32 e) { return scratch.recv_counts[source * recv_counts_stride(world) + 1 + e]; });
+      if (is_finalizer) write_counts(args, scratch);
     }
     ok = receive_rows(args, scratch, first, step, seq, start, waits);
-  } else if (counts == kDiffers && keeps) {
+  } else if (counts == kRoutingMismatch && is_finalizer) {
     write_no_counts(args);
     if (threadIdx.x == 0)
-      report_difference(world, OP_DISPATCH, origin,
-                        [&](i32 peer) { return origin_told(ptx::load_pair<Vector>(head_at(args, world.rank, peer))); });
+      report_difference(world, OP_DISPATCH, routing_id, [&](i32 peer) {
+        return routing_id_in(ptx::load_pair<Vector>(count_packet_at(args, world.rank, peer)));
+      });
   }
-  if (keeps) {
+  if (is_finalizer) {
     ptx::fence_sc_gpu();
     ok &= ptx::load_volatile(&world.state->aborted) == STOP_RUNNING;
   }
@@ -333,7 +342,7 @@ __device__ __forceinline__ void ll_receive(const DispatchArgs& args, Team team, 
     ptx::fence_sc_gpu();
     write_no_counts(args);
   }
-  note_end(world, team, number, waits);
+  note_end(world, team, record, waits);
 }
 
 }  // namespace ep::ll

@@ -1,4 +1,4 @@
-// The sending half of low-latency dispatch: what travels beside a token's row, and the rows, unit by unit.
+// Send phase of LL dispatch: token metadata, and rows as LL128 packets.
 #pragma once
 
 #include "common/block.cuh"
@@ -15,13 +15,13 @@
 
 namespace ep::ll {
 
-// ---- records ----
+// ---- token metadata ----
 
-// What a lane knows of (token, k = lane).
+// The entry (token, k = lane) as the caller, or a previous handle, has it.
 struct Entry {
   i32 id;
   f32 weight;
-  Home home;  // of a routing used again
+  Home route;  // with a previous handle
 };
 
 __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token) {
@@ -29,71 +29,76 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
   if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
   const i32 at = token * args.world.topk + lane_idx();
   entry.weight = args.topk_weights[at];
-  if (args.cached) entry.home = args.home[at];
+  if (args.cached) entry.route = args.home[at];
   else entry.id = args.topk_ids[at];
   return entry;
 }
 
-// What this rank keeps of a token: where its rows go.
-__device__ __forceinline__ void keep_home(const DispatchArgs& args, const Stops& stops, i32 key, i32 place, i32 token) {
+// Saves a token's routes in the handle, and whether all of its experts have an active copy.
+__device__ __forceinline__ void save_routes(const DispatchArgs& args, const Destinations& dst, i32 key, i32 place,
+                                            i32 token) {
   const i32 topk = args.world.topk, k = lane_idx(), at = token * topk + k;
-  const i32 mine = of_hop(args.world, stops.low, stops.high, hop_of_rank(args.world, max(key, 0) >> 16));
+  const i32 position = value_at_offset(args.world, dst.position_low, dst.position_high,
+                                       hop_of_rank(args.world, max(key, 0) >> 16));
   if (k < topk && !args.cached)
-    args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, mine, key & 0xFFFF, place};
+    args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, position, key & 0xFFFF, place};
   const bool valid = __all_sync(~0u, key != kGone);
   if (k == 0) args.valid[token] = valid;
 }
 
-// The token's records to one of its ranks.
-__device__ __forceinline__ void send_records(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
-                                             i32 key, i32 place, i32 token, i32 hop, i32 position, u64 seq) {
+// A token's metadata to one of its ranks, an entry per k. One warp.
+__device__ __forceinline__ void send_metadata(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
+                                              i32 key, i32 place, i32 token, i32 peer_offset, i32 position, u64 seq) {
   const World& world = args.world;
-  const bool here = key >= 0 && key >> 16 == rank_of_hop(world, hop);
-  const Vector record =
-      vector_of(here ? key & 0xFFFF : ~0u, here ? place : ~0u, here ? __float_as_uint(entry.weight) : 0, token);
-  u8* to = scratch.records_to[hop] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
+  const bool served = key >= 0 && key >> 16 == rank_of_hop(world, peer_offset);
+  const Vector meta =
+      vector_of(served ? key & 0xFFFF : ~0u, served ? place : ~0u, served ? __float_as_uint(entry.weight) : 0, token);
+  u8* to = scratch.metadata_dst[peer_offset] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
 #pragma unroll 1
   for (i32 line = 0; line < world.meta_lines; line += 4) {
-    const i32 from = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
-    Vector value = shuffle(record, from & 31);
-    if (from >= world.topk) value = vector_of(~0u, ~0u, 0, token);
+    const i32 k = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
+    Vector value = shuffle(meta, k & 31);
+    if (k >= world.topk) value = vector_of(~0u, ~0u, 0, token);
     store_lines(to + line * kLineBytes, min(4, world.meta_lines - line), value, seq);
   }
 }
 
-// This team's share of all records, one (token, rank) after the other; `entry` is of its first token.
-__device__ __forceinline__ void send_all_records(const DispatchArgs& args, Team team, const LlScratch& scratch,
-                                                 Entry entry, Divisor ranks, u64 seq) {
+// This team's part of all metadata: a (token, peer offset) per warp at a time. `entry` is of the warp's first token.
+__device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team team, const LlScratch& scratch,
+                                                  Entry entry, Divisor ranks, u64 seq) {
   const World& world = args.world;
-  Walk walk = start_walk(world, scratch);
+  TokenMaskScan scan = start_scan(world, scratch);
   const i32 step = num_items_at_once(team);
-  i32 item = first_item(team), token = divide(item, ranks);
+  i32 item = first_item(team), next_token = divide(item, ranks);
 #pragma unroll 1
-  while (token < args.num_tokens) {
-    const Entry now = entry;
-    const i32 current = token, hop = item - token * ranks.value;
+  while (next_token < args.num_tokens) {
+    const Entry current = entry;
+    const i32 token = next_token, peer_offset = item - next_token * ranks.value;
     item += step;
-    token = divide(item, ranks);
-    if (token != current) entry = load_entry(args, token);
-    walk_to(world, scratch, current >> 5, walk);
-    const Stops stops = stops_of(world, walk, current);
-    const bool goes = (hop < 32 ? stops.hops_low : stops.hops_high) >> (hop & 31) & 1;
-    if (!goes && hop != 0) continue;
-    const i32 key = args.cached ? key_of(world, now.home) : key_of(world, scratch.table, now.id, current);
-    i32 place = now.home.place;
+    next_token = divide(item, ranks);
+    if (next_token != token) entry = load_entry(args, next_token);
+    scan_to(world, scratch, token >> 5, scan);
+    const Destinations dst = destinations_of(world, scan, token);
+    const bool is_dst = (peer_offset < 32 ? dst.mask_low : dst.mask_high) >> (peer_offset & 31) & 1;
+    if (!is_dst && peer_offset != 0) continue;
+    const i32 key =
+        args.cached ? key_of(world, current.route) : key_of(world, scratch.expert_table, current.id, token);
+    i32 place = current.route.place;
     if (kPerExpert && !args.cached)
-      place = scratch.seen == nullptr || *scratch.twice ? rows_counted(args, scratch.table, current, key)
-                                                        : rows_noted(world, scratch, current, key);
-    if (goes)
-      send_records(args, scratch, now, key, place, current, hop, of_hop(world, stops.low, stops.high, hop), seq);
-    if (hop == 0) keep_home(args, stops, key, place, current);
+      place = scratch.expert_masks == nullptr || *scratch.has_duplicates
+                  ? place_by_entries(args, scratch.expert_table, token, key)
+                  : place_by_masks(world, scratch, token, key);
+    if (is_dst)
+      send_metadata(args, scratch, current, key, place, token, peer_offset,
+                    value_at_offset(world, dst.position_low, dst.position_high, peer_offset), seq);
+    if (peer_offset == 0) save_routes(args, dst, key, place, token);
   }
 }
 
 // ---- rows ----
 
-// 16 bytes of what travels for a token: the row, then the caller's scales.
-__device__ __forceinline__ Vector load_raw(const DispatchArgs& args, i32 token, i32 offset) {
+// 16 bytes of a token's row as it travels: x, then the caller's scales, then zeros.
+__device__ __forceinline__ Vector load_row_vector(const DispatchArgs& args, i32 token, i32 offset) {
   const World& world = args.world;
   const i64 row = static_cast<i64>(token) * world.row_bytes;
   if (offset < world.row_bytes) return *reinterpret_cast<const Vector*>(args.x + row + offset);
@@ -103,78 +108,81 @@ __device__ __forceinline__ Vector load_raw(const DispatchArgs& args, i32 token, 
                                 : Vector{0, 0};
 }
 
-// This lane's part of a unit as it lies in x, perhaps on its way. Not words where bytes travel: the compiler would take
-// loads apart, and so wait for them, as soon as they are under way.
+// This lane's part of a packet as x has it, perhaps in flight. Bytes that are not quantised stay 64-bit vectors: of
+// 32-bit words the compiler would wait at once, to take the loads apart.
 template <class T>
-struct LoadedOf {
+struct LoadedPacketOf {
   quant::Columns<T> first, second;
 };
 template <>
-struct LoadedOf<u8> : Unit {};
-using Loaded = LoadedOf<X>;
-constexpr bool kMakesFirst = sizeof(X) == 4;  // before the next is asked for: registers do not hold two
+struct LoadedPacketOf<u8> : Packet {};
+using LoadedPacket = LoadedPacketOf<X>;
+constexpr bool kMakeBeforeLoad = sizeof(X) == 4;  // make a packet before the next load: registers do not hold two
 
-// Asks for unit `index` of a token's row.
+// Starts the loads of packet `index` of a token's row.
 template <class T>
-__device__ __forceinline__ LoadedOf<T> load_unit(const DispatchArgs& args, i32 token, i32 index) {
+__device__ __forceinline__ LoadedPacketOf<T> load_packet(const DispatchArgs& args, i32 token, i32 index) {
   const World& world = args.world;
   const i32 at = first_offset();
-  LoadedOf<T> loaded = {};
+  LoadedPacketOf<T> loaded = {};
   if constexpr (sizeof(T) > 1) {
     const T* row = reinterpret_cast<const T*>(args.x) + static_cast<i64>(token) * world.hidden;
-    if (!is_tag_lane()) {
-      loaded.first = quant::columns_of<T>(load_words<T, 16>(row, index * kUnitColumns + at, world.hidden).at);
+    if (!is_flag_lane()) {
+      loaded.first = quant::columns_of<T>(load_words<T, 16>(row, index * kPacketColumns + at, world.hidden).at);
       loaded.second =
-          quant::columns_of<T>(load_words<T, 16>(row, index * kUnitColumns + at + kSecond, world.hidden).at);
+          quant::columns_of<T>(load_words<T, 16>(row, index * kPacketColumns + at + kSecondOffset, world.hidden).at);
     }
   } else {
-    const i32 offset = index * kUnitData + at;
-    loaded.first = load_raw(args, token, offset);
-    if (!is_tag_lane()) loaded.second = load_raw(args, token, offset + kSecond);
+    const i32 offset = index * kPacketData + at;
+    loaded.first = load_row_vector(args, token, offset);
+    if (!is_flag_lane()) loaded.second = load_row_vector(args, token, offset + kSecondOffset);
   }
   return loaded;
 }
 
-// The unit as it travels.
+// The packet as it travels.
 template <class T>
-__device__ __forceinline__ Unit make_unit(const DispatchArgs& args, const LoadedOf<T>& loaded) {
-  if constexpr (sizeof(T) > 1) return quantize_unit(loaded.first, loaded.second, args.power_of_two != quant::kFp32);
-  else return loaded;
+__device__ __forceinline__ Packet make_packet(const DispatchArgs& args, const LoadedPacketOf<T>& loaded) {
+  if constexpr (sizeof(T) > 1)
+    return quantize_packet(loaded.first, loaded.second, args.power_of_two != quant::kFp32);
+  else
+    return loaded;
 }
 
-// Of a block that sends, so many warps carry rows. Half, where the links are what limits: more fill them no better, and
-// hold what others could have sent when the queue runs dry. Of two ranks' rows half stay at home, and warps limit; but
-// rows that become fp8 are few bytes.
-__device__ __forceinline__ i32 num_carriers(const World& world) {
+// Send warps per block. Half of them saturate NVLink; more only hold rows in flight when the queue runs dry. With 2
+// ranks half of the rows stay on this GPU and warps are the bottleneck, so all send, except for fp8, which has few
+// bytes.
+__device__ __forceinline__ i32 num_send_warps(const World& world) {
   return kQuantised || world.size > 2 ? num_warps() / 2 : num_warps();
 }
 
-// The rows, unit by unit; this warp's first has been asked for.
+// Sends packets from the queue to all ranks of their tokens. `prefetched` is the packet of queue.turn.
 __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue,
-                                          Loaded asked, u64 seq) {
+                                          LoadedPacket prefetched, u64 seq) {
   const World& world = args.world;
-  Walk walk = start_walk(world, scratch);
-  const i32 lane = min(lane_idx(), world.size - 1), other = min(lane_idx() + 32, world.size - 1);
+  TokenMaskScan scan = start_scan(world, scratch);
+  const i32 low = min(lane_idx(), world.size - 1), high = min(lane_idx() + 32, world.size - 1);
 #pragma unroll 1
   while (queue.turn.position < args.num_tokens) {
-    const Turn now = queue.turn;
-    const Loaded loaded = asked;
-    Unit row;
-    if (kMakesFirst) row = make_unit(args, loaded);
+    const Turn item = queue.turn;
+    const LoadedPacket loaded = prefetched;
+    Packet packet;
+    if (kMakeBeforeLoad) packet = make_packet(args, loaded);
     refill(queue);
-    if (queue.turn.position < args.num_tokens) asked = load_unit<X>(args, queue.turn.position, queue.turn.index);
-    walk_to(world, scratch, now.position >> 5, walk);
-    const Stops stops = stops_of(world, walk, now.position);
-    if (!kMakesFirst) row = make_unit(args, loaded);
-    auto send_to = [&](u32 hops, const u8* lines, i32 position) {  // lane i: of its hop
-      const i64 number = position * world.row_units + now.index;  // fewer than 2^31, as a unit is of 1024 bytes
-      const u64 to = reinterpret_cast<u64>(lines) + number * kUnitBytes;
+    if (queue.turn.position < args.num_tokens)
+      prefetched = load_packet<X>(args, queue.turn.position, queue.turn.index);
+    scan_to(world, scratch, item.position >> 5, scan);
+    const Destinations dst = destinations_of(world, scan, item.position);
+    if (!kMakeBeforeLoad) packet = make_packet(args, loaded);
+    auto send_to = [&](u32 mask, const u8* row_dst, i32 position) {  // lane i: of peer offset i
+      const i64 number = position * world.row_units + item.index;  // 31 bits, as a packet is 1024 bytes
+      const u64 to = reinterpret_cast<u64>(row_dst) + number * kPacketBytes;
 #pragma unroll 1
-      for (u32 left = hops; left != 0; left &= left - 1)
-        store_unit(reinterpret_cast<u8*>(__shfl_sync(~0u, to, __ffs(left) - 1)), row, seq);
+      for (u32 left = mask; left != 0; left &= left - 1)
+        store_packet(reinterpret_cast<u8*>(__shfl_sync(~0u, to, __ffs(left) - 1)), packet, seq);
     };
-    send_to(stops.hops_low, scratch.lines_to[lane], stops.low);
-    if (world.size > 32) send_to(stops.hops_high, scratch.lines_to[other], stops.high);
+    send_to(dst.mask_low, scratch.row_dst[low], dst.position_low);
+    if (world.size > 32) send_to(dst.mask_high, scratch.row_dst[high], dst.position_high);
   }
 }
 
