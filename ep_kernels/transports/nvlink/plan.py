@@ -15,7 +15,7 @@ from ep_kernels import jit, quant
 from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import rings
+from ep_kernels.transports.nvlink import pipeline_stages
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
 STATIC_BYTES = 1024
@@ -145,7 +145,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
         num_partials=c.topk if c.exact_combine else ranks,
-        home_row_bytes=combine_rings(c).home_row_bytes,
+        home_row_bytes=combine_stages(c).home_row_bytes,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
@@ -316,7 +316,7 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, block_b
         launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
         return replace(launch, stage_offset=offset, piece_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
-    found = combine_rings(c)
+    found = combine_stages(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
 
 
@@ -353,7 +353,7 @@ def combine_blocks(c: MoEConfig) -> int:
     Over the links go the partials of other ranks. With more blocks nothing is gained, with fewer the links idle.
     """
     size: int = c.group.size
-    found, output = combine_rings(c), c.resolved_output_dtype.itemsize
+    found, output = combine_stages(c), c.resolved_output_dtype.itemsize
     ranks = _ranks_of_a_token(c)
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
@@ -369,14 +369,15 @@ def combine_blocks(c: MoEConfig) -> int:
     return _enough_blocks(block_ns, over_links)
 
 
-def combine_rings(c: MoEConfig) -> rings.Rings:
-    """What a block of an HT combine holds in shared memory."""
+def combine_stages(c: MoEConfig) -> pipeline_stages.PipelineStages:
+    """The pipelines of a block of an HT combine in shared memory."""
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
     in_place = single and (_copies(c) or moved.itemsize == 1)
-    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.most_items(in_place)
-    control += rings.ASKED_BYTES if _copies(c) else 0
-    return rings.rings_of(
+    control = _head_bytes(c) + -(-c.group.size // 4) * 16
+    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(in_place)
+    control += pipeline_stages.LOAD_REQUEST_BYTES if _copies(c) else 0
+    return pipeline_stages.plan_stages(
         c.hidden_size, output.itemsize, moved.itemsize, _copies(c), in_place, control, SHARED_BYTES
     )  # fmt: skip
 
