@@ -183,7 +183,7 @@ __device__ __forceinline__ void write_partial(Acc& acc, const Rings& sizes, i32 
 // are numbered in the order of their rows, and teams take them in rotation. The load warp publishes a ticket per
 // partial: the stage of its first row, as soon as that stage is acquired.
 constexpr u32 kTickets = 32;
-// A ticket: a stage, plus kPhaseBit; or instead: no more partials, and the same for the team that comes first.
+// A ticket: a stage and perhaps kPhaseBit; or: no more partials; or: the same for the team that ends `partials`.
 constexpr u32 kPhaseBit = 0x40, kNoMore = 0x80, kFirstNoMore = 0xC0;
 static_assert(kTickets >= 2 * kMaxRowStages,
               "ticket n + kTickets is published only after the stage of ticket n was released");

@@ -22,7 +22,7 @@ constexpr u32 kPendingRowReads = 3, kPendingPartialReads = 1,
 constexpr u32 kPendingStores = 3;   // stores in flight before the send thread waits for the oldest
 constexpr i32 kNumTailChunks = 3;   // last chunks per block: taken when their stages are free, not one ahead
 constexpr i32 kMaxOpenChunks = 64;  // chunks that are loaded and not yet notified
-constexpr u32 kAllDone = 1u << 31;  // in chunks_done: the count is final; in chunks_notified: the notify warp is gone
+constexpr u32 kAllDone = 1u << 31;  // in chunks_done: the count is final; in chunks_notified: no credit, do not wait
 
 extern "C" {  // see common/block.cuh
 __shared__ u64 chunk_words[kMaxOpenChunks];  // by the load warp, in its order: address of a chunk's progress flag
