@@ -85,7 +85,7 @@ __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* 
   state.routing_id = ptx::load_volatile(args.origin);
   state.seq = sends ? ptx::load_volatile(&world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
   const u64 number = record_number(world, args.work.halves, args.op);
-  if (sends && warp_idx() == kNotifyWarp)
+  if (sends && role_of(warp_idx()) == Role::kNotify)
     state.credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
   const i32 num_rows = sends && peer < world.size ? args.source_rows[peer] : 0;
   load_active(world);
@@ -95,6 +95,11 @@ __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* 
     rows[peer] = is_active(peer) ? num_rows : 0;
   }
   return state;
+}
+
+__device__ __forceinline__ void run_reduce_warp(const CombineArgs& args, const Pipelines& pipelines) {
+  if constexpr (kConverts) convert_rows(args, pipelines.rows, pipelines.partials);
+  else if constexpr (!kCopies) reduce_rows(args, pipelines.rows, pipelines.partials);
 }
 
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
@@ -115,24 +120,27 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   }
   const u64 seq = state.seq, routing_id = state.routing_id;
   const u64 start = note_receive(world, team, args.work.halves, record);
-  if (warp == kRowLoadWarp) {
-    if (sends) load_rows(args, team, rows, pipelines.rows);
-  } else if (warp == kSendWarp) {
-    if (sends && lane_idx() == 0) send_segments(args, kCopies ? pipelines.rows : pipelines.partials);
-  } else if (warp == kNotifyWarp) {
-    if (sends) notify(args, team, publish_credit(args, team, state.credit, seq), seq, routing_id, start);
-  } else if (warp == kRecvLoadWarp) {
-    if (receives) load_recv(args, team, pipelines.recv, queue, seq, routing_id, start, waited);
-  } else if (kCopies && warp == kLoadIssueWarp) {
-    if (receives) issue_loads(args, queue, pipelines.recv);
-  } else if (warp < kFirstRecvReducer) {
-    if constexpr (kConverts) {
-      if (sends) convert_rows(args, pipelines.rows, pipelines.partials);
-    } else if constexpr (!kCopies) {
-      if (sends) reduce_rows(args, pipelines.rows, pipelines.partials);
-    }
-  } else if (receives && warp < kFirstRecvReducer + num_recv_reducers(args.rings)) {
-    reduce_recv(args, pipelines.recv);
+  switch (role_of(warp)) {
+    case Role::kLoadRows:
+      if (sends) load_rows(args, team, rows, pipelines.rows);
+      break;
+    case Role::kSend:
+      if (sends && lane_idx() == 0) send_segments(args, kCopies ? pipelines.rows : pipelines.partials);
+      break;
+    case Role::kNotify:
+      if (sends) notify(args, team, publish_credit(args, team, state.credit, seq), seq, routing_id, start);
+      break;
+    case Role::kLoadRecv:
+      if (receives) load_recv(args, team, pipelines.recv, queue, seq, routing_id, start, waited);
+      break;
+    default:  // roles of several warps; as cases of this switch they would compile to other code
+      if (kCopies && role_of(warp) == Role::kIssueLoads) {
+        if (receives) issue_loads(args, queue, pipelines.recv);
+      } else if (warp < kFirstRecvReducer) {
+        if (sends) run_reduce_warp(args, pipelines);
+      } else if (receives && warp < kFirstRecvReducer + num_recv_reducers(args.rings)) {
+        reduce_recv(args, pipelines.recv);
+      }
   }
   if (!receives) return;
   __syncthreads();

@@ -1,4 +1,4 @@
-// A block of HT combine: the role of each warp, the layout of shared memory, the lanes of a warp over (position, k).
+// A block of HT combine: the roles of its warps, the layout of shared memory, the lanes of a warp over (position, k).
 #pragma once
 
 #include "common/block.cuh"
@@ -14,9 +14,10 @@ constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows are copied, f
 constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // single rows become fp8 in the stage in which they lie
 constexpr bool kReduces = !kCopies && !kConverts;          // reduce warps sum rows into partials
 
-// Roles by warp: single warps first, then the reduce warps, then the receive reducers.
-constexpr i32 kRowLoadWarp = 0, kSendWarp = 1, kNotifyWarp = 2, kRecvLoadWarp = 3, kLoadIssueWarp = 4,
-              kFirstReduceWarp = kCopies ? 5 : 4;
+// Roles of the first warps, one warp each; kIssueLoads only where rows are copied. Then come the reduce warps, then the
+// receive reducers.
+enum class Role : i32 { kLoadRows, kSend, kNotify, kLoadRecv, kIssueLoads };
+constexpr i32 kFirstReduceWarp = kCopies ? 5 : 4;
 constexpr i32 kNumReduceWarps = kCopies ? 0 : kConverts ? 4 : 8;
 constexpr i32 kFirstRecvReducer = kFirstReduceWarp + kNumReduceWarps,
               kMaxRecvReducers = THREADS / 32 - kFirstRecvReducer;
@@ -27,6 +28,9 @@ constexpr u32 kMaxRowStages = kReduces ? kMaxReduceStages : kMaxSendStages,
               kMaxStages = kMaxRowStages + kMaxPartialStages + kMaxRecvStages;
 constexpr u32 kPartialBarriers = kReduces ? 2 * kMaxPartialStages : kMaxRowStages;
 static_assert(8 * (2 * kMaxRowStages + kPartialBarriers + 2 * kMaxRecvStages) <= kBarrierBytes, "mbarriers");
+
+// Of a warp before kFirstReduceWarp.
+__device__ __forceinline__ Role role_of(i32 warp) { return static_cast<Role>(warp); }
 
 struct Pipelines {
   Pipeline rows, partials, recv;
