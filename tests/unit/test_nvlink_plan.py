@@ -393,8 +393,7 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
 @pytest.mark.parametrize("hidden", [16, 272, 2880, 7168, 16384])
 def test_rows_are_loaded_as_they_lie_and_quantised_in_place(hidden: int, dtype: torch.dtype, width: int) -> None:
-    """A stage holds a piece of x before it is fp8; pieces are whole blocks of columns that share a scale, whose scales
-    fit behind it."""
+    """A stage holds a segment of x before it is fp8; segments are whole scale blocks, whose scales fit behind them."""
     c = config(hidden_size=hidden, dtype=dtype, quantize=True, max_tokens_per_rank=4096)
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     columns, rest = divmod(launch.piece_bytes, width)
