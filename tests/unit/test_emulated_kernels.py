@@ -193,8 +193,8 @@ SUMMED += [(hidden, FP8) for hidden in (208, 2880, 4096, 7168, 8208)]
 
 @pytest.mark.parametrize(("hidden", "moved"), SUMMED)
 def test_rows_that_are_summed_by_teams(hidden: int, moved: torch.dtype) -> None:
-    """Reduce teams of HT combine, four or two; more sums than tickets; one segment and two. Few groups of columns per warp
-    and the maximum."""
+    """Reduce teams of HT combine, four or two; more sums than tickets; one segment and two. Few groups of columns per
+    warp, and the maximum."""
     case = RoutingCase(12, 8, hidden, (90, 0, 33), "uniform", draw_seed(), max_tokens=90)
     for blocks in (1, 3):
         run([case], Mode.HT, Layout.GROUPED, blocks=blocks, combine_dtype=moved)

@@ -96,14 +96,14 @@ __device__ __forceinline__ i32 segments_per_row(const DispatchArgs& args) {
 // State of a send warp. A work item is token * segments per row + segment.
 struct Sender {
   WarpStages stages;
-  u32 num_staged;  // stages used so far
-  i32 item;        // loaded or in flight; negative: none is left
-  TokenRange mine;   // tokens of this block
-  Divisor segments;  // of a row
+  u32 num_staged;          // stages used so far
+  i32 item;                // loaded or in flight; negative: none is left
+  TokenRange mine;         // tokens of this block
+  Divisor segments;        // of a row
   Divisor topk;
-  TokenSplit split;  // of all tokens
-  Divisor blocks;    // of the rank
-  bool ready;        // the item is in its stage, in the payload dtype
+  TokenSplit split;        // of all tokens
+  Divisor blocks;          // of the rank
+  bool ready;              // the item is in its stage, in the payload dtype
   bool uses_rank_counter;  // the block's own items are used up
 };
 

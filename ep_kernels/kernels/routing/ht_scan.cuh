@@ -39,14 +39,14 @@ constexpr u32 kStoppedWarp = 1 << 16;
 // Shared memory of a block; the stages follow at work.stage_offset. total, offset, row_start: of the rows that arrive.
 struct DispatchScratch : Scratch {
   RouteTile* tile;
-  u16* parts;         // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
-  i32* counters;      // [num_counters] rows of this block's tiles before the last
-  i32* block_prefix;  // [num_counters] rows of the blocks before this one
-  i32* first;         // [num_counters] rows of this block; then the rank's first final row at the destination
-  i32* all;           // [num_counters] rows of all sources
-  i32* rows;          // [R] rows that each source sends to this rank
-  i32* table;         // [E] table of experts (routing/experts.cuh)
-  i32* capacities;    // [R] capacity of each rank
+  u16* parts;          // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
+  i32* counters;       // [num_counters] rows of this block's tiles before the last
+  i32* block_prefix;   // [num_counters] rows of the blocks before this one
+  i32* first;          // [num_counters] rows of this block; then the rank's first final row at the destination
+  i32* all;            // [num_counters] rows of all sources
+  i32* rows;           // [R] rows that each source sends to this rank
+  i32* table;          // [E] table of experts (routing/experts.cuh)
+  i32* capacities;     // [R] capacity of each rank
   u32* next_segment;   // work counter of the block: its own segments to send
   u32* next_arrival;   // likewise: rows that arrive
   u32* next_metadata;  // likewise: groups of positions whose metadata are read
