@@ -380,11 +380,11 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
     c = config(size=size, num_experts=experts, layout=layout, topk=topk)
     stride = c.resolved_expert_map.stride
     n, groups = size * stride + size, stride if layout.per_expert else 0
-    parts, counters, block_prefix, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
-    rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
+    part_counts, tile_prefix, block_prefix, dst_offset, all_sources = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
+    source_rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
     table, capacities = 4 * experts, 4 * size
-    tables = table + capacities + plan.TILE_BYTES + parts + counters + block_prefix + first + total
-    tables += rows + row_start + offset + words
+    tables = table + capacities + plan.TILE_BYTES + part_counts + tile_prefix + block_prefix + dst_offset
+    tables += all_sources + source_rows + row_start + offset + words
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
     assert launch.cooperative

@@ -65,24 +65,24 @@ enum Status { kFailed, kRoutingMismatch, kOk };  // kFailed: a wait failed
 // Receives the counts of all sources and derives all offsets from them. Count warps.
 __device__ __forceinline__ Status receive_offsets(const DispatchArgs& args, DispatchScratch& scratch, u64 seq) {
   bool differs = false;
-  const bool ok = receive_counts(args, scratch.first, scratch.all, scratch.rows, seq, &differs);
+  const bool ok = receive_counts(args, scratch.dst_offset, scratch.all_sources, scratch.source_rows, seq, &differs);
   if (any_count_thread(!ok)) return kFailed;
   if (any_count_thread(differs)) return kRoutingMismatch;
   finalize_offsets(args, scratch);
   return kOk;
 }
 
-// The count exchange; `first` = rows of this block. Count warps.
+// The count exchange; dst_offset = rows of this block. Count warps.
 __device__ __forceinline__ Status exchange_counts(const DispatchArgs& args, Team team, DispatchScratch& scratch,
                                                   Credit credit, u64 seq) {
   const World& world = args.world;
-  send_block_counts(world, team, scratch.first, seq);
+  send_block_counts(world, team, scratch.dst_offset, seq);
   if (any_count_thread(!sum_block_prefix(world, team, scratch.block_prefix, seq))) return kFailed;
   if (team.block == team.num_blocks - 1) {
     for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32)
-      scratch.all[i] = scratch.block_prefix[i] + scratch.first[i];
+      scratch.all_sources[i] = scratch.block_prefix[i] + scratch.dst_offset[i];
     sync_count_warps();
-    send_counts(args, credit, scratch.all, scratch.origin, seq);
+    send_counts(args, credit, scratch.all_sources, scratch.origin, seq);
   }
   sync_count_warps();
   return receive_offsets(args, scratch, seq);
@@ -220,7 +220,7 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
                    divisor_of(world.topk), split, divisor_of(team.num_blocks), false, false};
   if (is_send_warp(phases)) load_first_segment(args, sender, warp_idx());
   clear_tile(world, scratch);
-  for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
+  for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.tile_prefix[i] = 0;
   if (threadIdx.x == 0) {
     *scratch.next_segment = num_send_warps(phases);
     *scratch.next_arrival = *scratch.next_metadata = *scratch.warps_done = *scratch.incomplete = 0;

@@ -39,12 +39,12 @@ constexpr u32 kStoppedWarp = 1 << 16;
 // Shared memory of a block; the stages follow at work.stage_offset. total, offset, row_start: of the rows that arrive.
 struct DispatchScratch : Scratch {
   RouteTile* tile;
-  u16* parts;          // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
-  i32* counters;       // [num_counters] rows of this block's tiles before the last
+  u16* part_counts;    // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
+  i32* tile_prefix;    // [num_counters] rows of this block's tiles before the last
   i32* block_prefix;   // [num_counters] rows of the blocks before this one
-  i32* first;          // [num_counters] rows of this block; then the rank's first final row at the destination
-  i32* all;            // [num_counters] rows of all sources
-  i32* rows;           // [R] rows that each source sends to this rank
+  i32* dst_offset;     // [num_counters] rows of this block; of the sources before; the first final row of this block
+  i32* all_sources;    // [num_counters] rows of all sources
+  i32* source_rows;    // [R] rows that each source sends to this rank
   i32* table;          // [E] table of experts (routing/experts.cuh)
   i32* capacities;     // [R] capacity of each rank
   u32* next_segment;   // work counter of the block: its own segments to send
@@ -59,15 +59,15 @@ __device__ __forceinline__ DispatchScratch make_scratch(const World& world, u8* 
   const i32 n = num_counters(world), groups = kPerExpert ? world.local_stride : 0;
   scratch.origin = 0;
   scratch.tile = reinterpret_cast<RouteTile*>(after_waits(world, shared));
-  scratch.parts = reinterpret_cast<u16*>(scratch.tile + 1);
-  scratch.counters = reinterpret_cast<i32*>(scratch.parts + kTileParts * n);
-  scratch.block_prefix = scratch.counters + n;
-  scratch.first = scratch.block_prefix + n;
-  scratch.all = scratch.first + n;
-  scratch.total = scratch.all + world.rank * world.local_stride;
+  scratch.part_counts = reinterpret_cast<u16*>(scratch.tile + 1);
+  scratch.tile_prefix = reinterpret_cast<i32*>(scratch.part_counts + kTileParts * n);
+  scratch.block_prefix = scratch.tile_prefix + n;
+  scratch.dst_offset = scratch.block_prefix + n;
+  scratch.all_sources = scratch.dst_offset + n;
+  scratch.total = scratch.all_sources + world.rank * world.local_stride;
   scratch.start = nullptr;
-  scratch.rows = scratch.all + n;
-  scratch.row_start = scratch.rows + world.size;
+  scratch.source_rows = scratch.all_sources + n;
+  scratch.row_start = scratch.source_rows + world.size;
   scratch.offset = scratch.row_start + world.size + 1;
   scratch.table = scratch.offset + groups + 1;
   scratch.capacities = scratch.table + world.num_experts;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void number_tile(const World& world, const DispatchSc
   if constexpr (kPerExpert) {
     find_duplicates(world, tile, count);
     __syncthreads();
-    number_part(world, tile, scratch.parts + warp_idx() * num_counters(world), count);
+    number_part(world, tile, scratch.part_counts + warp_idx() * num_counters(world), count);
   }
   __syncthreads();
 }
@@ -208,12 +208,12 @@ __device__ __forceinline__ i32 rows_for_rank(const RouteTile& tile, i32 rank, i3
   return rows;
 }
 
-// Rows of a numbered tile for counter i; afterwards `parts` holds, per expert, the rows of the parts before.
+// Rows of a numbered tile for counter i; afterwards `part_counts` holds, per expert, the rows of the parts before.
 __device__ __forceinline__ i32 rows_of_counter(const World& world, const DispatchScratch& scratch, i32 i) {
   if (i >= num_keys(world)) return rows_for_rank(*scratch.tile, i - num_keys(world));
   u32 sum = 0;
   for (i32 part = 0; part < kTileParts; ++part) {
-    u16* rows = scratch.parts + part * num_counters(world) + i;
+    u16* rows = scratch.part_counts + part * num_counters(world) + i;
     const u32 mine = *rows;
     *rows = static_cast<u16>(sum);
     sum += mine;
@@ -228,11 +228,11 @@ __device__ __forceinline__ Home route_in_block(const World& world, const Dispatc
   const i32 key = tile.key[e];
   if (key < 0) return {key, -1, -1, -1};
   const i32 token = divide(e, topk), rank = key >> 16;
-  Home route = {rank, scratch.counters[num_keys(world) + rank] + rows_for_rank(tile, rank, token), key & 0xFFFF, 0};
+  Home route = {rank, scratch.tile_prefix[num_keys(world) + rank] + rows_for_rank(tile, rank, token), key & 0xFFFF, 0};
   if (!kPerExpert) return route;
   const i32 by_expert = expert_counter(world, key);
-  route.place = scratch.counters[by_expert] + scratch.parts[part_of(count, token) * num_counters(world) + by_expert] +
-                tile.index[e];
+  route.place = scratch.tile_prefix[by_expert] +
+                scratch.part_counts[part_of(count, token) * num_counters(world) + by_expert] + tile.index[e];
   return route;
 }
 
@@ -241,7 +241,8 @@ __device__ __forceinline__ Home route_in_block(const World& world, const Dispatc
 __device__ __forceinline__ void clear_tile(const World& world, const DispatchScratch& scratch) {
   scratch.tile->dst_mask[threadIdx.x] = 0;
 #pragma unroll 1
-  for (i32 i = threadIdx.x; kPerExpert && i < kTileParts * num_counters(world); i += THREADS) scratch.parts[i] = 0;
+  for (i32 i = threadIdx.x; kPerExpert && i < kTileParts * num_counters(world); i += THREADS)
+    scratch.part_counts[i] = 0;
 }
 
 // The tokens of the last tile of a range. That tile stays in shared memory until its routes are final.
@@ -250,8 +251,8 @@ __device__ __forceinline__ TokenRange last_tile(const World& world, TokenRange t
   return {tokens.first + (tiles - 1) * size, tokens.end};
 }
 
-// first = rows of this block's tokens; args.home = routes of all tiles but the last, relative to the block's first row.
-// The first tile is clear, and `ids` has its first ids. All threads; ends with a block barrier.
+// dst_offset = rows of this block's tokens; args.home = routes of all tiles but the last, relative to the block's first
+// row. The first tile is clear, and `ids` has its first ids. All threads; ends with a block barrier.
 __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const DispatchScratch& scratch,
                                             TokenRange tokens, TokenRange last, Ids ids, Divisor topk) {
   const World& world = args.world;
@@ -261,7 +262,7 @@ __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const Disp
     fill_tile(args, scratch, token, count, ids, topk);
     number_tile(world, scratch, count);
     for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
-      scratch.first[i] = scratch.counters[i] + rows_of_counter(world, scratch, i);
+      scratch.dst_offset[i] = scratch.tile_prefix[i] + rows_of_counter(world, scratch, i);
     __syncthreads();
     if (__builtin_expect(token == last.first, 1)) return;
 #pragma unroll 1
@@ -269,15 +270,16 @@ __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const Disp
       args.home[static_cast<i64>(token) * topk.value + e] = route_in_block(world, scratch, e, count, topk);
     __syncthreads();
     for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
-      scratch.counters[i] = scratch.first[i];
+      scratch.tile_prefix[i] = scratch.dst_offset[i];
     clear_tile(world, scratch);
     ids = prefetch_ids(args, token + count, min(tile_tokens(world), tokens.end - token - count), threadIdx.x);
     __syncthreads();
   }
 }
 
-// first[counter] = first final row, at the destination, of this block's rows; total, offset and row_start of the rows
-// that arrive. From `first` = rows of the sources before, `all`, `rows` and `block_prefix`. Count warps.
+// dst_offset[counter] = first final row, at the destination, of this block's rows; total, offset and row_start of the
+// rows that arrive. From dst_offset = rows of the sources before, all_sources, source_rows and block_prefix. Count
+// warps.
 __device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, DispatchScratch& scratch) {
   const World& world = args.world;
   const i32 stride = world.local_stride, keys = num_keys(world);
@@ -287,27 +289,29 @@ __device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, Dispa
     i32 carried = 0;
 #pragma unroll 1
     for (i32 base = 0; base < stride; base += 32) {
-      const i32 e = base + lane_idx(), mine = e < stride ? aligned(scratch.all[rank * stride + e], world.alignment) : 0;
+      const i32 e = base + lane_idx(),
+                mine = e < stride ? aligned(scratch.all_sources[rank * stride + e], world.alignment) : 0;
       i32 sum = mine;
 #pragma unroll
       for (i32 step = 1; step < 32; step *= 2) {
         const i32 below = __shfl_up_sync(~0u, sum, step);
         if (lane_idx() >= step) sum += below;
       }
-      if (e < stride) scratch.first[rank * stride + e] += carried + sum - mine;
+      if (e < stride) scratch.dst_offset[rank * stride + e] += carried + sum - mine;
       if (rank == world.rank && e < world.num_local) scratch.offset[e] = carried + sum - mine;
       carried += __shfl_sync(~0u, sum, 31);
     }
     if (rank == world.rank && lane_idx() == 0) scratch.offset[world.num_local] = carried;
   }
   if (warp_idx() == num_warps() - 1)
-    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.rows[s]; });
+    scratch.row_start[world.size] =
+        prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.source_rows[s]; });
   sync_count_warps();
 #pragma unroll 1
   for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32) {
-    i32 row = scratch.first[i] + scratch.block_prefix[i];
+    i32 row = scratch.dst_offset[i] + scratch.block_prefix[i];
     if (LAYOUT == EXPERT_MAJOR && i < keys) row += i % stride * scratch.capacities[i / stride];
-    scratch.first[i] = row;
+    scratch.dst_offset[i] = row;
   }
 }
 
@@ -319,8 +323,9 @@ __device__ __forceinline__ Home final_route(const DispatchArgs& args, const Disp
   const i32 in_block = route.position;
   route.position += scratch.block_prefix[by_rank];
   if (LAYOUT == RANK_MAJOR) route.place = world.rank * world.max_tokens + route.position;
-  else if (LAYOUT == FLAT) route.place = admit(scratch.first[by_rank] + in_block, 0, scratch.capacities[route.rank]);
-  else route.place = admit(scratch.first[by_expert] + route.place, route.slot, scratch.capacities[route.rank]);
+  else if (LAYOUT == FLAT)
+    route.place = admit(scratch.dst_offset[by_rank] + in_block, 0, scratch.capacities[route.rank]);
+  else route.place = admit(scratch.dst_offset[by_expert] + route.place, route.slot, scratch.capacities[route.rank]);
   return route;
 }
 
