@@ -97,11 +97,6 @@ __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* 
   return state;
 }
 
-__device__ __forceinline__ void run_reduce_warp(const CombineArgs& args, const Pipelines& pipelines) {
-  if constexpr (kConverts) convert_rows(args, pipelines.rows, pipelines.partials);
-  else if constexpr (!kCopies) reduce_rows(args, pipelines.rows, pipelines.partials);
-}
-
 __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
@@ -137,7 +132,11 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
       if (kCopies && role_of(warp) == Role::kIssueLoads) {
         if (receives) issue_loads(args, queue, pipelines.recv);
       } else if (warp < kFirstRecvReducer) {
-        if (sends) run_reduce_warp(args, pipelines);
+        if constexpr (kConverts) {
+          if (sends) convert_rows(args, pipelines.rows, pipelines.partials);
+        } else if constexpr (!kCopies) {
+          if (sends) reduce_rows(args, pipelines.rows, pipelines.partials);
+        }
       } else if (receives && warp < kFirstRecvReducer + num_recv_reducers(args.rings)) {
         reduce_recv(args, pipelines.recv);
       }
