@@ -89,8 +89,8 @@ def test_payloads(mode: Mode, layout: Layout, payload: str) -> None:
 @pytest.mark.parametrize("moved", [FP8, None])
 @pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
 def test_wide_rows(layout: Layout, moved: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Rows of several pieces, pieces of several rounds of the quantiser, last ones short; some values not finite. HT
-    combine's makers in teams of two and of four, with few groups of columns and with many."""
+    """Rows of several segments, segments of several quantiser rounds, short last ones; some values not finite. Reduce
+    teams of HT combine with two and four warps, few and many groups of columns."""
     overrides = {"mode": Mode.HT, "layout": layout, "dtype": dtype, "combine_dtype": moved}
     for hidden in (8336, 8192, 7168, 4608, 4096, 2880, 1024 + 16 // dtype.itemsize):
         case = RoutingCase(7, 3, hidden, (5, 1), "single_none", draw_seed())

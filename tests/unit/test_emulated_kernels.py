@@ -165,7 +165,7 @@ def test_sequence_numbers_past_32_bits(mode: Mode) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_chunks_and_tiles_of_rank_wise_routing(blocks: int) -> None:
-    """Chunks that are not full, tiles of a block, tokens twice at a rank; warps without a first piece."""
+    """Partial chunks, several tiles per block, tokens with two experts on a rank; warps without a first segment."""
     case = RoutingCase(24, 8, 64, (530, 0, 97), "uniform", draw_seed(), max_tokens=530)
     few = replace(case, tokens=(33, 1, 5), kind="repeated", max_tokens=33, topk=5)
     for shape in (case, few):
@@ -174,14 +174,14 @@ def test_chunks_and_tiles_of_rank_wise_routing(blocks: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_long_rows_as_they_are(blocks: int) -> None:
-    """HT combine takes their chunks, several per block, when it has room, and has fewer stores under way."""
+    """HT combine takes their chunks, several per block, when stages are free, and has fewer stores in flight."""
     case = RoutingCase(6, 3, 4104, (70, 0, 33), "single_none", draw_seed(), max_tokens=70)
     run([case, replace(case, seed=draw_seed())], Mode.HT, Layout.RANK_MAJOR, blocks=blocks)
 
 
 @pytest.mark.parametrize("hidden", [208, 7168, 8208])
 def test_rows_that_become_fp8_one_by_one(hidden: int) -> None:
-    """HT combine's makers take turns at stages, which are filled in any order; short rows, long ones, in two pieces."""
+    """Reduce warps of HT combine take stages in rotation, filled in any order; short and long rows, two segments."""
     case = RoutingCase(6, 3, hidden, (110, 0, 33), "uniform", draw_seed(), max_tokens=110)
     for blocks in (1, 3):
         run([case], Mode.HT, Layout.RANK_MAJOR, blocks=blocks, combine_dtype=FP8)
@@ -193,12 +193,12 @@ SUMMED += [(hidden, FP8) for hidden in (208, 2880, 4096, 7168, 8208)]
 
 @pytest.mark.parametrize(("hidden", "moved"), SUMMED)
 def test_rows_that_are_summed_by_teams(hidden: int, moved: torch.dtype) -> None:
-    """HT combine's makers: four teams or two, more sums than there are numbers of turns; in two pieces, one by one.
-    With few groups of columns for a warp and with as many as there may be."""
+    """Reduce teams of HT combine, four or two; more sums than tickets; one segment and two. Few groups of columns per
+    warp, and the maximum."""
     case = RoutingCase(12, 8, hidden, (90, 0, 33), "uniform", draw_seed(), max_tokens=90)
     for blocks in (1, 3):
         run([case], Mode.HT, Layout.GROUPED, blocks=blocks, combine_dtype=moved)
-    if hidden == 208:  # a sum for each stage
+    if hidden == 208:  # a sum per stage
         run([replace(case, topk=1)], Mode.HT, Layout.GROUPED, blocks=1, combine_dtype=moved)
 
 
@@ -215,7 +215,7 @@ def test_many_tokens_in_few_blocks() -> None:
 def test_more_ranks_than_lanes_and_several_chunks(mode: Mode, layout: Layout) -> None:
     """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once.
 
-    A lane of HT combine's loading warp stands for two sources, which have more chunks and fewer.
+    A lane of HT combine's load warp stands for two sources, with different numbers of chunks.
     """
     tokens = (140, 33, *(0,) * 31, 70)
     case = RoutingCase(70, 8, 16, tokens, "uniform", draw_seed(), max_tokens=140)

@@ -311,7 +311,7 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     assert 0 < flat <= plan.HT_BLOCKS
     assert 0 < grouped <= plan.HT_BLOCKS
     assert size > 8 or flat < grouped
-    assert flat * plan.SENT_GBPS >= plan.LINK_GBPS
+    assert flat * plan.SEND_GBPS >= plan.LINK_GBPS
     assert flat < blocks(layout=Layout.FLAT, combine_dtype=torch.float8_e4m3fn) <= plan.HT_BLOCKS
     assert {n % plan.BLOCK_UNIT for n in (flat, grouped)} == {0}
     assert blocks(layout=Layout.FLAT, num_sms=132) == 132
@@ -319,20 +319,20 @@ def test_combine_takes_the_blocks_that_its_bytes_need(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "blocks"), [(2, 44), (4, 32), (8, 28), (64, 24)])
 def test_combine_of_short_rows_takes_the_blocks_that_their_number_needs(size: int, blocks: int) -> None:
-    """What a token's row to each of its ranks costs at home is no longer than the links take for it."""
+    """Receiving a token's rows takes a block no longer than the links take to carry them."""
     c = config(size=size, mode=Mode.HT, layout=Layout.FLAT, hidden_size=2048, topk=8)
     ranks = size * (1 - (1 - 1 / size) ** 8)
-    assert ranks * plan.SUMMED_NS / blocks <= ranks * (size - 1) / size * 4096 / plan.LINK_GBPS
+    assert ranks * plan.RECV_PARTIAL_NS / blocks <= ranks * (size - 1) / size * 4096 / plan.LINK_GBPS
     assert plan.combine_blocks(c) == blocks
 
 
 @pytest.mark.parametrize(("hidden", "size", "blocks"), [(2048, 4, 64), (2048, 8, 48), (2880, 8, 32), (7168, 8, 28)])
 def test_combine_of_short_rows_that_are_summed_takes_more(hidden: int, size: int, blocks: int) -> None:
-    """A block takes its time for each, however short; rows of 7168 columns take what their bytes need."""
+    """The time per row does not depend on its length; rows of 7168 columns are bound by their bytes."""
     c = config(size=size, mode=Mode.HT, layout=Layout.GROUPED, hidden_size=hidden, topk=8)
     ranks = size * (1 - (1 - 1 / size) ** 8)
     links_ns = ranks * (size - 1) / size * hidden * 2 / plan.LINK_GBPS
-    assert blocks == plan.HT_BLOCKS or (8 + 2 * ranks) * plan.MADE_NS / blocks <= links_ns
+    assert blocks == plan.HT_BLOCKS or (8 + 2 * ranks) * plan.REDUCE_ROW_NS / blocks <= links_ns
     assert plan.combine_blocks(c) == blocks
 
 
@@ -340,7 +340,7 @@ def test_combine_of_short_rows_that_are_summed_takes_more(hidden: int, size: int
     ("layout", "size", "blocks"), [(Layout.FLAT, 4, 48), (Layout.FLAT, 8, 40), (Layout.GROUPED, 8, 48)]
 )
 def test_combine_of_fp8_partials_takes_more(layout: Layout, size: int, blocks: int) -> None:
-    """A block makes and takes them apart more slowly than it moves bytes, and the links have half of the bytes."""
+    """A block converts fp8 more slowly than it moves bytes, and the links carry half the bytes."""
     c = config(size=size, mode=Mode.HT, layout=layout, hidden_size=7168, topk=8, combine_dtype=torch.float8_e4m3fn)
     ranks = size * (1 - (1 - 1 / size) ** 8)
     rows, moved = 8 if layout.per_expert else ranks, 7168 + 7168 // 128 * 4
@@ -376,16 +376,15 @@ def test_a_lone_rank_has_no_links_to_wait_for() -> None:
 @pytest.mark.parametrize(("size", "experts", "topk"), [(1, 8, 8), (4, 15, 3), (8, 256, 8), (abi.MAX_RANKS, 300, 32)])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: int, topk: int) -> None:
-    """The arrays of `carve_ht` (routing/ht_scan.cuh), one by one, behind barriers and waits, in front of the stages."""
+    """The arrays of `make_scratch` (routing/ht_scan.cuh), one by one, between barriers and waits and the stages."""
     c = config(size=size, num_experts=experts, layout=layout, topk=topk)
     stride = c.resolved_expert_map.stride
     n, groups = size * stride + size, stride if layout.per_expert else 0
-    parts, counters, before, first, total = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
-    rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
-    table, room = 4 * experts, 4 * size
-    tables = (
-        table + room + plan.TILE_BYTES + parts + counters + before + first + total + rows + row_start + offset + words
-    )
+    part_counts, tile_prefix, block_prefix, dst_offset, all_sources = 2 * plan.WARPS * n, 4 * n, 4 * n, 4 * n, 4 * n
+    source_rows, row_start, offset, words = 4 * size, 4 * (size + 1), 4 * (groups + 1), 4 * 4
+    table, capacities = 4 * experts, 4 * size
+    tables = table + capacities + plan.TILE_BYTES + part_counts + tile_prefix + block_prefix + dst_offset
+    tables += all_sources + source_rows + row_start + offset + words
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     assert launch.stage_offset == -(-(512 + -(-8 * size // 16) * 16 + tables) // 128) * 128
     assert launch.cooperative
@@ -394,8 +393,7 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
 @pytest.mark.parametrize("hidden", [16, 272, 2880, 7168, 16384])
 def test_rows_are_loaded_as_they_lie_and_quantised_in_place(hidden: int, dtype: torch.dtype, width: int) -> None:
-    """A stage holds a piece of x before it is fp8; pieces are whole blocks of columns that share a scale, whose scales
-    fit behind it."""
+    """A stage holds a segment of x before it is fp8; segments are whole scale blocks, whose scales fit behind them."""
     c = config(hidden_size=hidden, dtype=dtype, quantize=True, max_tokens_per_rank=4096)
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
     columns, rest = divmod(launch.piece_bytes, width)

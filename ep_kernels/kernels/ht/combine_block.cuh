@@ -1,4 +1,4 @@
-// A block of HT combine: which warp has which task, how its shared memory is divided, what a lane of a warp looks at.
+// A block of HT combine: the roles of its warps, the layout of shared memory, the lanes of a warp over (position, k).
 #pragma once
 
 #include "common/block.cuh"
@@ -10,62 +10,70 @@
 namespace ep::ht {
 
 constexpr bool kFp8 = sizeof(C) == 1;
-constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows travel as they are
-constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // each becomes fp8 by itself, in the stage in which it lies
-constexpr bool kSums = !kCopies && !kConverts;             // makers sum them
+constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows are copied, from stage to store
+constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // single rows become fp8 in the stage in which they lie
+constexpr bool kReduces = !kCopies && !kConverts;          // reduce warps sum rows into partials
 
-// Tasks by warp; the rest of the block adds.
-constexpr i32 kRowLoader = 0, kStorer = 1, kTeller = 2, kHomeLoader = 3, kAsker = 4, kFirstMaker = kCopies ? 5 : 4;
-constexpr i32 kMakers = kCopies ? 0 : kConverts ? 4 : 8;
-constexpr i32 kFirstSummer = kFirstMaker + kMakers, kSummers = THREADS / 32 - kFirstSummer;
+// Roles of the first warps, one warp each; kIssueLoads only where rows are copied. Then come the reduce warps, then the
+// receive reducers.
+enum class Role : i32 { kLoadRows, kSend, kNotify, kLoadRecv, kIssueLoads };
+constexpr i32 kFirstReduceWarp = kCopies ? 5 : 4;
+constexpr i32 kNumReduceWarps = kCopies ? 0 : kConverts ? 4 : 8;
+constexpr i32 kFirstRecvReducer = kFirstReduceWarp + kNumReduceWarps,
+              kMaxRecvReducers = THREADS / 32 - kFirstRecvReducer;
 
-// Stages at most: of rows that are sent, of rows that are summed, of partials, of what comes home.
-constexpr u32 kMostSent = 12, kMostSummed = 16, kMostMade = 4, kMostHome = 12;
-constexpr u32 kMostRows = kSums ? kMostSummed : kMostSent, kMostItems = kMostRows + kMostMade + kMostHome;
-constexpr u32 kMadeBarriers = kSums ? 2 * kMostMade : kMostRows;
-static_assert(8 * (2 * kMostRows + kMadeBarriers + 2 * kMostHome) <= kBarrierBytes, "mbarriers");
+// Maximum stages: of rows that are sent, of rows that are reduced, of partials, of received partials.
+constexpr u32 kMaxSendStages = 12, kMaxReduceStages = 16, kMaxPartialStages = 4, kMaxRecvStages = 12;
+constexpr u32 kMaxRowStages = kReduces ? kMaxReduceStages : kMaxSendStages,
+              kMaxStages = kMaxRowStages + kMaxPartialStages + kMaxRecvStages;
+constexpr u32 kPartialBarriers = kReduces ? 2 * kMaxPartialStages : kMaxRowStages;
+static_assert(8 * (2 * kMaxRowStages + kPartialBarriers + 2 * kMaxRecvStages) <= kBarrierBytes, "mbarriers");
 
-struct Rooms {
-  Ring rows, made, home;
+// Of a warp before kFirstReduceWarp.
+__device__ __forceinline__ Role role_of(i32 warp) { return static_cast<Role>(warp); }
+
+struct Pipelines {
+  Pipeline rows, partials, recv;
 };
 
-// The rings of a block; every warp gets a copy, and goes its own way through it.
-__device__ __forceinline__ Rooms carve_rooms(const Rings& rings, u8* shared, u8* stages, Item* items) {
+// The pipelines of a block; every warp has its own copy with its own position.
+__device__ __forceinline__ Pipelines make_pipelines(const Rings& sizes, u8* shared, u8* stages, SegmentInfo* infos) {
   u64* barriers = reinterpret_cast<u64*>(shared);
-  u8* made = stages + rings.num_rows * rings.row_bytes;
-  u8* home = made + rings.num_made * rings.made_bytes;
-  u64 *rows_empty = barriers + kMostRows, *made_full = barriers + 2 * kMostRows;
-  const Ring in_place = {stages, items, made_full, rows_empty, rings.row_bytes, rings.num_rows, 0, 0};
-  return {carve_ring(stages, rings.row_bytes, rings.num_rows, items, barriers, kMostRows),
-          rings.num_made == 0
-              ? in_place
-              : carve_ring(made, rings.made_bytes, rings.num_made, items + kMostRows, made_full, kMostMade),
-          carve_ring(home, rings.made_bytes, rings.num_home, items + kMostRows + kMostMade, made_full + kMadeBarriers,
-                     kMostHome)};
+  u8* partials = stages + sizes.num_rows * sizes.row_bytes;
+  u8* recv = partials + sizes.num_made * sizes.made_bytes;
+  u64 *rows_empty = barriers + kMaxRowStages, *partials_full = barriers + 2 * kMaxRowStages;
+  const Pipeline in_place = {stages, infos, partials_full, rows_empty, sizes.row_bytes, sizes.num_rows, 0, 0};
+  return {make_pipeline(stages, sizes.row_bytes, sizes.num_rows, infos, barriers, kMaxRowStages),
+          sizes.num_made == 0 ? in_place
+                              : make_pipeline(partials, sizes.made_bytes, sizes.num_made, infos + kMaxRowStages,
+                                              partials_full, kMaxPartialStages),
+          make_pipeline(recv, sizes.made_bytes, sizes.num_home, infos + kMaxRowStages + kMaxPartialStages,
+                        partials_full + kPartialBarriers, kMaxRecvStages)};
 }
 
-// Rows of so few bytes cost their warps latency.
-constexpr u32 kShortBytes = 8192;
-__device__ __forceinline__ bool short_rows(const Rings& rings) {
-  return rings.num_pieces == 1 && rings.row_bytes <= kShortBytes;
+// Short rows are bound by latency, not by bandwidth.
+constexpr u32 kShortRowBytes = 8192;
+__device__ __forceinline__ bool has_short_rows(const Rings& sizes) {
+  return sizes.num_pieces == 1 && sizes.row_bytes <= kShortRowBytes;
 }
 
-// Rows of this very rank stay where they are.
-__device__ __forceinline__ bool reads_own(const CombineArgs& args) {
+// This rank's own rows are not copied; the receive half reads y.
+__device__ __forceinline__ bool reads_own_rows(const CombineArgs& args) {
   return kCopies && args.work.halves == (kSend | kReceive);
 }
 
-// A warp looks at several (position, k), or (token, k), at once: a lane for each.
+// Lanes of a warp over several (position, k), or (token, k).
 struct Lanes {
-  i32 width, count;  // lanes of a position; positions at once, CHUNK at most
-  i32 index, k;      // this lane's
+  i32 width, count;  // lanes per position; positions per warp, CHUNK at most
+  i32 index, k;      // of this lane: position and k
 
-  __device__ __forceinline__ u32 of(i32 position) const {
+  // The lanes of a position.
+  __device__ __forceinline__ u32 mask_of(i32 position) const {
     return (width == 32 ? ~0u : (1u << width) - 1) << (position * width);
   }
 
-  // Bits of this lane and of those of its position that come before it. All lanes.
-  __device__ __forceinline__ u64 up_to(u64 bits) const {
+  // Inclusive prefix OR over the lanes of a position. All lanes.
+  __device__ __forceinline__ u64 prefix_or(u64 bits) const {
 #pragma unroll 1
     for (i32 step = 1; step < width; step *= 2) {
       const u64 before = __shfl_up_sync(~0u, bits, step);

@@ -1,5 +1,6 @@
-// The receiving half of HT combine: this rank as home of tokens. One warp waits for what makes up a token and loads it,
-// the summing warps add. Where rows travel as they are there are no makers, and a warp of its own does the loading.
+// Receive half of HT combine, on the source rank. One warp polls the progress flags of a batch of tokens and loads
+// their partials, the receive reducers add them. Where rows are copied there are no reduce warps, and a load-issue warp
+// starts the loads.
 #pragma once
 
 #include "common/block.cuh"
@@ -19,330 +20,342 @@
 
 namespace ep::ht {
 
-// ---- partials to z ----
+// ---- partials into z ----
 
-constexpr i32 kHomeColumns = kColumns<Y>;
+constexpr i32 kRecvColumns = kColumns<Y>;
 
 // Columns of a partial as they lie in a stage.
-template <class Moved>
-struct Landed {
-  Words<Moved, kHomeColumns> values;
+template <class T>
+struct PartialColumns {
+  Words<T, kRecvColumns> values;
   f32 scale;
 };
 
-template <class Moved>
-__device__ __forceinline__ void widen_landed(const Landed<Moved>& landed, f32 (&value)[kHomeColumns]) {
-  if constexpr (sizeof(Moved) == 1) {
+template <class T>
+__device__ __forceinline__ void widen_partial(const PartialColumns<T>& partial, f32 (&value)[kRecvColumns]) {
+  if constexpr (sizeof(T) == 1) {
 #pragma unroll
-    for (i32 i = 0; i < kHomeColumns; i += quant::kLaneColumns) {
+    for (i32 i = 0; i < kRecvColumns; i += quant::kLaneColumns) {
       f32 four[quant::kLaneColumns];
-      quant::widen4(landed.values.at[i / quant::kLaneColumns], four);
+      quant::widen4(partial.values.at[i / quant::kLaneColumns], four);
 #pragma unroll
-      for (i32 j = 0; j < quant::kLaneColumns; ++j) value[i + j] = __fmul_rn(four[j], landed.scale);
+      for (i32 j = 0; j < quant::kLaneColumns; ++j) value[i + j] = __fmul_rn(four[j], partial.scale);
     }
   } else {
 #pragma unroll
-    for (i32 i = 0; i < kHomeColumns; ++i) value[i] = value_in<Moved>(landed.values.at, i);
+    for (i32 i = 0; i < kRecvColumns; ++i) value[i] = value_in<T>(partial.values.at, i);
   }
 }
 
-template <bool kWeighted, i32 kRows, class Totals>
-__device__ __forceinline__ void add_partials(Totals& sums, const Rings& rings, const Item (&items)[kRows],
+template <bool kWeighted, i32 kRows, class Acc>
+__device__ __forceinline__ void add_partials(Acc& acc, const Rings& sizes, const SegmentInfo (&infos)[kRows],
                                              u8* const (&stages)[kRows]) {
-  sums.template add<Landed<C>, kWeighted>(
-      items,
+  acc.template add<PartialColumns<C>, kWeighted>(
+      infos,
       [&](i32 row, i32 column) {
-        Landed<C> landed;
-        landed.values = *reinterpret_cast<const decltype(landed.values)*>(stages[row] + column * sizeof(C));
+        PartialColumns<C> partial;
+        partial.values = *reinterpret_cast<const decltype(partial.values)*>(stages[row] + column * sizeof(C));
         if constexpr (kFp8) {
-          const f32* scales = reinterpret_cast<const f32*>(stages[row] + padded16(rings.columns * sizeof(C)));
-          landed.scale = scales[column / quant::kBlock];
+          const f32* scales = reinterpret_cast<const f32*>(stages[row] + padded16(sizes.columns * sizeof(C)));
+          partial.scale = scales[column / quant::kBlock];
         }
-        return landed;
+        return partial;
       },
-      [](const Landed<C>& landed, f32(&value)[kHomeColumns]) { widen_landed(landed, value); });
+      [](const PartialColumns<C>& partial, f32(&value)[kRecvColumns]) { widen_partial(partial, value); });
 }
 
-// ---- tokens ----
+// ---- waits for peers ----
 
-enum Verdict : i32 { kSame, kFailed, kDiffers };  // one routing; a wait failed; ranks bring different routings
+enum Status : i32 { kOk, kFailed, kRoutingMismatch };  // kFailed: a wait failed
 extern "C" {  // see common/block.cuh
-__shared__ i32 verdict;                           // of this block
+__shared__ i32 block_status;
 }
 
-// One warp: every lane waits until the word of its peer is there, if it waits at all. False where the rank was stopped.
-__device__ __forceinline__ bool await_words(const World& world, bool waits, i32 peer, const u64* word, u64 seq,
+// One warp: every lane with `waits` set polls its peer's flag until it is ready. False where the rank was stopped.
+__device__ __forceinline__ bool await_flags(const World& world, bool waits, i32 peer, const u64* flag, u64 seq,
                                             u64 start, u64* waited) {
-  bool there = !waits, late = false;
+  bool ready = !waits, late = false;
   return spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, peer, [&] {
-    if (there) return true;
-    there = ptx::load_acquire_sys(word) >= seq;
-    if (there && late && peer != world.rank) note_wait(waited, peer, ptx::now_ns() - start);
-    late = !there;
-    return there;
+    if (ready) return true;
+    ready = ptx::load_acquire_sys(flag) >= seq;
+    if (ready && late && peer != world.rank) note_wait(waited, peer, ptx::now_ns() - start);
+    late = !ready;
+    return ready;
   });
 }
 
-// One warp: waits for all owners to say which routing they combine. False where one says another, or none.
-__device__ __forceinline__ bool agree(const CombineArgs& args, u64 seq, u64 origin, u64 start, u64* waited) {
+// One warp: waits for the routing_id of every expert rank. False where one differs, or does not come.
+__device__ __forceinline__ bool routings_agree(const CombineArgs& args, u64 seq, u64 routing_id, u64 start,
+                                               u64* waited) {
   const World& world = args.world;
   bool differs = false;
 #pragma unroll 1
   for (i32 base = 0; base < world.size; base += 32) {
     const i32 peer = min(base + lane_idx(), world.size - 1);
-    const bool asked = is_active(peer);
-    if (!await_words(world, asked, peer, flag_at(world, world.rank, FLAG_COMBINE, peer), seq, start, waited)) {
-      if (lane_idx() == 0) verdict = kFailed;
+    const bool active = is_active(peer);
+    if (!await_flags(world, active, peer, flag_at(world, world.rank, FLAG_COMBINE, peer), seq, start, waited)) {
+      if (lane_idx() == 0) block_status = kFailed;
       return false;
     }
-    differs |= asked && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != origin;
+    differs |= active && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != routing_id;
   }
   differs = __any_sync(~0u, differs);
-  if (differs && lane_idx() == 0) verdict = kDiffers;
+  if (differs && lane_idx() == 0) block_status = kRoutingMismatch;
   return !differs;
 }
 
-// Units of tokens: batches of as many as a warp looks at, and after them, kLone for each block, single ones: what is
-// left to be done when the last rows have come is then little, and shared by all blocks.
-constexpr i32 kLone = 3;
+// ---- batches of tokens ----
 
-struct Tokens {
+// Work items: batches of as many tokens as a warp has lanes for, then kNumTailTokens single tokens per block, so that
+// little work is left after the last arrival, and all blocks share it.
+constexpr i32 kNumTailTokens = 3;
+
+struct TokenBatch {
   i32 first, count;
 };
 
-struct TokenUnits {
-  i32 each, batches, total;  // tokens of a batch; batches; units
+struct TokenBatches {
+  i32 batch_size, num_batches, total;  // total: batches and single tokens
 
-  // None of them: no tokens.
-  __device__ __forceinline__ Tokens at(i32 unit) const {
-    return {unit + min(unit, batches) * (each - 1), unit < 0 ? 0 : unit < batches ? each : 1};
+  // Item -1: no tokens.
+  __device__ __forceinline__ TokenBatch at(i32 item) const {
+    return {item + min(item, num_batches) * (batch_size - 1), item < 0 ? 0 : item < num_batches ? batch_size : 1};
   }
 };
 
-__device__ __forceinline__ TokenUnits units_of(i32 num_tokens, i32 each, i32 blocks) {
-  const i32 batches = max(num_tokens - kLone * blocks, 0) / each;
-  return {each, batches, num_tokens - batches * (each - 1)};
+__device__ __forceinline__ TokenBatches batches_of(i32 num_tokens, i32 batch_size, i32 num_blocks) {
+  const i32 num_batches = max(num_tokens - kNumTailTokens * num_blocks, 0) / batch_size;
+  return {batch_size, num_batches, num_tokens - num_batches * (batch_size - 1)};
 }
 
-// Of the lane's (token, k), if it has one. Only fields that are used: what is loaded beside them would have to arrive
-// before its register served for something else.
-__device__ __forceinline__ Home load_home(const CombineArgs& args, const Lanes& lanes, Tokens tokens) {
-  Home home = {-1, -1, -1, -1};
-  if (lanes.index >= tokens.count || lanes.k >= args.world.topk) return home;
-  const Home* at = args.home + static_cast<i64>(tokens.first + lanes.index) * args.world.topk + lanes.k;
-  home.rank = at->rank;
-  home.position = at->position;
-  if (kCopies) home.place = *const_cast<const volatile i32*>(&at->place);
-  return home;
+// The route of this lane's (token, k), if it has one. Loads only the fields that are used: an unread load register is
+// reused, and its reuse waits for the load.
+__device__ __forceinline__ Home load_route(const CombineArgs& args, const Lanes& lanes, TokenBatch batch) {
+  Home route = {-1, -1, -1, -1};
+  if (lanes.index >= batch.count || lanes.k >= args.world.topk) return route;
+  const Home* at = args.home + static_cast<i64>(batch.first + lanes.index) * args.world.topk + lanes.k;
+  route.rank = at->rank;
+  route.position = at->position;
+  if (kCopies) route.place = *const_cast<const volatile i32*>(&at->place);
+  return route;
 }
 
-// The row that a lane knows of those that make up its token.
+// One term of a token's sum: the partial or row of this lane.
 struct Term {
-  bool present, zeros;  // zeros: nothing is there to load but zeros
-  i32 index, count;     // its place in the sum, and of how many
+  bool present, zeros;  // zeros: the row of zeros is loaded
+  i32 index, count;     // index in the sum, terms of the sum
   f32 weight;
-  const u8* from;
+  const u8* src;
 };
 
-// A token that no row serves has one of zeros.
-__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& home, Tokens tokens) {
+// A token without any term gets one of zeros.
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& route,
+                                        TokenBatch batch) {
   const World& world = args.world;
-  const bool served = home.rank >= 0;
-  Term term = {served, true, 0, 0, 1.0f, world.zeros};
+  const bool routed = route.rank >= 0;
+  Term term = {routed, true, 0, 0, 1.0f, world.zeros};
   if (KIND == EXACT) {
-    const u32 here = __ballot_sync(~0u, served) & lanes.of(lanes.index);
-    term.index = __popc(here & ((1u << lane_idx()) - 1));
-    term.count = __popc(here);
+    const u32 mask = __ballot_sync(~0u, routed) & lanes.mask_of(lanes.index);
+    term.index = __popc(mask & ((1u << lane_idx()) - 1));
+    term.count = __popc(mask);
   } else {
-    const u64 mine = served ? 1ull << home.rank : 0, ranks = lanes.up_to(mine);
+    const u64 mine = routed ? 1ull << route.rank : 0, ranks = lanes.prefix_or(mine);
     const u64 all = __shfl_sync(~0u, ranks, lane_idx() | (lanes.width - 1)), before = __shfl_up_sync(~0u, ranks, 1);
-    term.present = served && (lanes.k == 0 || (before & mine) == 0);
+    term.present = routed && (lanes.k == 0 || (before & mine) == 0);
     term.index = __popcll(all & (mine - 1));
     term.count = __popcll(all);
   }
   if (term.count == 0) {
-    term.present = lanes.k == 0 && lanes.index < tokens.count;
+    term.present = lanes.k == 0 && lanes.index < batch.count;
     term.count = 1;
   }
-  if (!served || !term.present) return term;
-  const i64 token = static_cast<i64>(tokens.first) + lanes.index;
+  if (!routed || !term.present) return term;
+  const i64 token = static_cast<i64>(batch.first) + lanes.index;
   if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
-  if (reads_own(args) && home.rank == world.rank) {
-    term.zeros = home.place < 0;
-    if (!term.zeros) term.from = args.y + static_cast<i64>(home.place) * world.hidden * sizeof(Y);
+  if (reads_own_rows(args) && route.rank == world.rank) {
+    term.zeros = route.place < 0;
+    if (!term.zeros) term.src = args.y + static_cast<i64>(route.place) * world.hidden * sizeof(Y);
   } else {
-    const i64 row = KIND == EXACT ? token * world.topk + lanes.k : position_of(world, home.rank, home.position);
+    const i64 row = KIND == EXACT ? token * world.topk + lanes.k : position_of(world, route.rank, route.position);
     term.zeros = false;
-    term.from = home_at(args, world.rank, row);
+    term.src = home_at(args, world.rank, row);
   }
   return term;
 }
 
-// What a lane is to load, if anything: its row's number among those of the unit, and its place in the sum.
+// ---- loads of received partials ----
+
+// A lane's load: address, weight, index among the loads of the batch.
 constexpr u32 kZeros = 4, kNumberShift = 8;
 
-struct alignas(16) Ask {
-  const u8* from;
+struct alignas(16) LoadRequest {
+  const u8* src;
   f32 weight;
-  u32 what;  // kFirst, kLast, kZeros, and above them the number + 1, 0 = nothing
+  u32 flags;  // kFirstRow, kLastRow, kZeros, index + 1 << kNumberShift; index + 1 = 0: no load
 };
-static_assert(sizeof(Ask) == 16, "the plan reserves so much per lane: ASKED_BYTES of transports/nvlink/rings.py");
+static_assert(sizeof(LoadRequest) == 16, "LOAD_REQUEST_BYTES of transports/nvlink/pipeline_stages.py");
 
-__device__ __forceinline__ Ask ask_of(const Lanes& lanes, const Term& term) {
+__device__ __forceinline__ LoadRequest request_of(const Lanes& lanes, const Term& term) {
   const u32 present = __ballot_sync(~0u, term.present), before = (1u << (lanes.index * lanes.width)) - 1;
   const u32 number = term.present ? __popc(present & before) + term.index + 1 : 0;
-  const u32 place_in_sum = (term.index == 0 ? kFirst : 0) | (term.index == term.count - 1 ? kLast : 0);
-  return {term.from, term.weight, place_in_sum | (term.zeros ? kZeros : 0) | number << kNumberShift};
+  const u32 in_sum = (term.index == 0 ? kFirstRow : 0) | (term.index == term.count - 1 ? kLastRow : 0);
+  return {term.src, term.weight, in_sum | (term.zeros ? kZeros : 0) | number << kNumberShift};
 }
 
-// The rows of a unit's tokens to stages, piece by piece, each token's in the order of its sum. Words of progress have
-// been acquired.
-__device__ __forceinline__ void load_tokens(const CombineArgs& args, const Lanes& lanes, Ring& ring, const Ask& ask,
-                                            i32 first) {
-  const Rings& rings = args.rings;
-  const i32 number = static_cast<i32>(ask.what >> kNumberShift) - 1, count = __popc(__ballot_sync(~0u, number >= 0));
+// The partials of a batch into stages, segment by segment, each token's in the order of its sum. Their progress flags
+// have been acquired.
+__device__ __forceinline__ void load_partials(const CombineArgs& args, const Lanes& lanes, Pipeline& recv,
+                                              const LoadRequest& request, i32 first) {
+  const Rings& sizes = args.rings;
+  const i32 number = static_cast<i32>(request.flags >> kNumberShift) - 1,
+            count = __popc(__ballot_sync(~0u, number >= 0));
   u8* z = args.z + (static_cast<i64>(first) + lanes.index) * args.world.hidden * sizeof(Y);
   ptx::fence_proxy_global();
 #pragma unroll 1
-  for (i32 piece = 0; piece < rings.num_pieces; ++piece) {
-    const i32 columns = piece_columns(args.world, rings, piece);
-    const Item item = {ask.weight, (ask.what & (kFirst | kLast)) | static_cast<u32>(columns) << kColumnsShift,
-                       z + static_cast<i64>(piece) * rings.columns * sizeof(Y)};
-    const u8* from = ask.what & kZeros ? ask.from : ask.from + static_cast<i64>(piece) * rings.home_bytes;
-    load_stages(ring, number, count, item, from, home_bytes_of(rings, columns), half_of(ring));
+  for (i32 segment = 0; segment < sizes.num_pieces; ++segment) {
+    const i32 columns = segment_columns(args.world, sizes, segment);
+    const SegmentInfo info = {request.weight,
+                              (request.flags & (kFirstRow | kLastRow)) | static_cast<u32>(columns) << kColumnsShift,
+                              z + static_cast<i64>(segment) * sizes.columns * sizeof(Y)};
+    const u8* src = request.flags & kZeros ? request.src : request.src + static_cast<i64>(segment) * sizes.home_bytes;
+    load_next_stages(recv, number, count, info, src, sent_bytes(sizes, columns), half_of_stages(recv));
   }
 }
 
-// From the warp that awaits words to the one that loads: a unit at a time. Every lane of either arrives for itself,
-// which racecheck understands.
-struct Desk {
-  Ask* asks;  // [32] a lane's
-  u32 turn;   // units so far
+// Single-slot queue from the warp that polls flags to the load-issue warp; an entry is a batch. Every lane of either
+// warp arrives by itself, because racecheck understands only that.
+struct LoadQueue {
+  LoadRequest* requests;  // [32], by lane
+  u32 num_entries;        // so far
 };
 
 extern "C" {  // see common/block.cuh
-__shared__ u64 desk_full, desk_empty;  // mbarriers
-__shared__ i32 desk_first;             // the unit's first token, -1 = no more
+__shared__ u64 load_queue_full, load_queue_empty;  // mbarriers
+__shared__ i32 load_queue_first;                   // first token of the batch, -1 = end
 }
 
-// The warp that awaits.
-__device__ __forceinline__ void put_down(Desk& desk, const Ask& ask, i32 first) {
-  ptx::bulk_load_wait(&desk_empty, (desk.turn & 1) ^ 1);
-  desk.asks[lane_idx()] = ask;
-  if (lane_idx() == 0) desk_first = first;
-  ptx::barrier_arrive(&desk_full);
-  ++desk.turn;
+// The warp that polls.
+__device__ __forceinline__ void push(LoadQueue& queue, const LoadRequest& request, i32 first) {
+  ptx::bulk_load_wait(&load_queue_empty, (queue.num_entries & 1) ^ 1);
+  queue.requests[lane_idx()] = request;
+  if (lane_idx() == 0) load_queue_first = first;
+  ptx::barrier_arrive(&load_queue_full);
+  ++queue.num_entries;
 }
 
-// The warp that loads, from the first unit to the last.
-__device__ __forceinline__ void load_what_is_asked(const CombineArgs& args, Desk desk, Ring ring) {
+// The load-issue warp, from the first batch to the end.
+__device__ __forceinline__ void issue_loads(const CombineArgs& args, LoadQueue queue, Pipeline recv) {
   const Lanes lanes = lanes_for(args.world.topk);
 #pragma unroll 1
-  for (;; ++desk.turn) {
-    ptx::bulk_load_wait(&desk_full, desk.turn & 1);
-    const Ask ask = desk.asks[lane_idx()];
-    const i32 first = desk_first;
-    ptx::barrier_arrive(&desk_empty);
+  for (;; ++queue.num_entries) {
+    ptx::bulk_load_wait(&load_queue_full, queue.num_entries & 1);
+    const LoadRequest request = queue.requests[lane_idx()];
+    const i32 first = load_queue_first;
+    ptx::barrier_arrive(&load_queue_empty);
     if (first < 0) break;
-    load_tokens(args, lanes, ring, ask, first);
+    load_partials(args, lanes, recv, request, first);
   }
-  close_ring(ring);
+  producer_tail(recv);
 }
 
-// The numbers that came home beside a unit's rows.
-__device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Home& home,
-                                                Tokens tokens) {
+// Weights that arrived beside the rows of a batch.
+__device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Home& route,
+                                                TokenBatch batch) {
   const World& world = args.world;
-  if (lanes.index >= tokens.count || lanes.k >= world.topk) return;
+  if (lanes.index >= batch.count || lanes.k >= world.topk) return;
   f32 weight = 0.0f;
-  if (home.rank == world.rank && reads_own(args)) {
-    const i64 index = KIND == PER_RANK ? static_cast<i64>(home.place) * world.topk + lanes.k : home.place;
-    if (home.place >= 0) weight = args.row_weights[index];
-  } else if (home.rank >= 0) {
-    weight = home_weights_at(args, world.rank, position_of(world, home.rank, home.position))[lanes.k];
+  if (route.rank == world.rank && reads_own_rows(args)) {
+    const i64 index = KIND == PER_RANK ? static_cast<i64>(route.place) * world.topk + lanes.k : route.place;
+    if (route.place >= 0) weight = args.row_weights[index];
+  } else if (route.rank >= 0) {
+    weight = home_weights_at(args, world.rank, position_of(world, route.rank, route.position))[lanes.k];
   }
-  args.z_weights[static_cast<i64>(tokens.first + lanes.index) * world.topk + lanes.k] = weight;
+  args.z_weights[static_cast<i64>(batch.first + lanes.index) * world.topk + lanes.k] = weight;
 }
 
-// One warp, a few tokens: waits for their rows; loads may follow. False where the rank was stopped.
-__device__ __forceinline__ bool await_rows(const CombineArgs& args, const Home& home, u64 seq, u64 start, u64* waited) {
+// One warp: waits for the partials of a batch; loads may follow. False where the rank was stopped.
+__device__ __forceinline__ bool await_partials(const CombineArgs& args, const Home& route, u64 seq, u64 start,
+                                               u64* waited) {
   const World& world = args.world;
-  const bool comes = home.rank >= 0 && !(reads_own(args) && home.rank == world.rank);
-  const i32 from = max(home.rank, 0);
-  const u64* word = progress_at(world, world.rank, from, max(home.position, 0));
-  return await_words(world, comes, from, word, seq, start, waited);
+  const bool waits = route.rank >= 0 && !(reads_own_rows(args) && route.rank == world.rank);
+  const i32 peer = max(route.rank, 0);
+  const u64* flag = progress_at(world, world.rank, peer, max(route.position, 0));
+  return await_flags(world, waits, peer, flag, seq, start, waited);
 }
 
-// One warp: the tokens that this block takes, loaded here or asked for at the desk.
-__device__ __forceinline__ void load_all_home(const CombineArgs& args, Team team, Ring ring, Desk desk, u64 seq,
-                                              u64 origin, u64 start, u64* waited) {
+// The receive load warp: the batches of this block, loaded here or pushed to the load-issue warp.
+__device__ __forceinline__ void load_recv(const CombineArgs& args, Team team, Pipeline recv, LoadQueue queue, u64 seq,
+                                          u64 routing_id, u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
-  const TokenUnits units = units_of(args.num_tokens, lanes.count, team.num_blocks);
-  Claims claims = claims_of(team, &args.world.state->tokens_taken, units.total, units.total);
-  Tokens tokens = units.at(claims.next());
-  Home home = load_home(args, lanes, tokens);
-  bool ok = agree(args, seq, origin, start, waited);
+  const TokenBatches batches = batches_of(args.num_tokens, lanes.count, team.num_blocks);
+  Claims token_counter = claims_of(team, &args.world.state->tokens_taken, batches.total, batches.total);
+  TokenBatch next = batches.at(token_counter.next());
+  Home next_route = load_route(args, lanes, next);
+  bool ok = routings_agree(args, seq, routing_id, start, waited);
 #pragma unroll 1
-  while (ok && tokens.count != 0) {
-    const Tokens now = tokens;
-    const Home here = home;
-    tokens = units.at(claims.next());
-    home = load_home(args, lanes, tokens);  // on its way, as the next claim is, while words of progress are looked at
-    const Term term = term_of(args, lanes, here, now);
-    ok = await_rows(args, here, seq, start, waited);
+  while (ok && next.count != 0) {
+    const TokenBatch batch = next;
+    const Home route = next_route;
+    next = batches.at(token_counter.next());
+    next_route = load_route(args, lanes, next);  // in flight, as the next item is, while progress flags are polled
+    const Term term = term_of(args, lanes, route, batch);
+    ok = await_partials(args, route, seq, start, waited);
     if (!ok) {
-      if (lane_idx() == 0) verdict = kFailed;
+      if (lane_idx() == 0) block_status = kFailed;
       break;
     }
-    if (args.z_weights != nullptr) receive_weights(args, lanes, here, now);
-    const Ask ask = ask_of(lanes, term);
-    if constexpr (kCopies) put_down(desk, ask, now.first);
-    else load_tokens(args, lanes, ring, ask, now.first);
+    if (args.z_weights != nullptr) receive_weights(args, lanes, route, batch);
+    const LoadRequest request = request_of(lanes, term);
+    if constexpr (kCopies) push(queue, request, batch.first);
+    else load_partials(args, lanes, recv, request, batch.first);
   }
-  while (tokens.count != 0) tokens = units.at(claims.next());
-  if constexpr (kCopies) put_down(desk, {nullptr, 0.0f, 0}, -1);
-  else close_ring(ring);
+  while (next.count != 0) next = batches.at(token_counter.next());
+  if constexpr (kCopies) push(queue, {nullptr, 0.0f, 0}, -1);
+  else producer_tail(recv);
 }
 
-// So many warps sum. Where rows travel as they are, no more than hold all columns: each has its part in handing over
-// every stage.
-constexpr i32 kSummed = 32 * kHomeColumns * kSummers;  // columns at a time
-using HomeSums = Sums<kHomeColumns, (kMostColumns + kSummed - 1) / kSummed>;
+// ---- receive reducers ----
 
-__device__ __forceinline__ i32 num_summers(const Rings& rings) {
-  constexpr i32 kEach = 32 * kHomeColumns * HomeSums::kGroups;
-  return kCopies ? (rings.columns + kEach - 1) / kEach : kSummers;
+// Number of receive reducers. For copied rows: just enough to cover the row, because every warp must arrive on every
+// stage.
+constexpr i32 kRecvReduceColumns = 32 * kRecvColumns * kMaxRecvReducers;  // per group of all warps
+using RecvAccumulator =
+    Accumulator<kRecvColumns, (kMaxSegmentColumns + kRecvReduceColumns - 1) / kRecvReduceColumns>;
+
+__device__ __forceinline__ i32 num_recv_reducers(const Rings& sizes) {
+  constexpr i32 kWarpColumns = 32 * kRecvColumns * RecvAccumulator::kGroups;
+  return kCopies ? (sizes.columns + kWarpColumns - 1) / kWarpColumns : kMaxRecvReducers;
 }
 
-// The summing warps: stages to z. Where rows travel as they are, two of a token at a time, for a step is mostly
-// latency.
-__device__ __forceinline__ void sum_home(const CombineArgs& args, Ring ring) {
-  HomeSums sums = sums_of<HomeSums>(warp_idx() - kFirstSummer, num_summers(args.rings), args.rings.columns);
+// Stages into z. Copied rows: two of a token per step, because a step is mostly latency.
+__device__ __forceinline__ void reduce_recv(const CombineArgs& args, Pipeline recv) {
+  RecvAccumulator acc = make_accumulator<RecvAccumulator>(warp_idx() - kFirstRecvReducer,
+                                                          num_recv_reducers(args.rings), args.rings.columns);
 #pragma unroll 1
   while (true) {
-    Item item = take_stage(ring);
-    if (item.what & kNoMore) return;
-    if (kCopies && (item.what & kLast) == 0) {
-      const Ring next = ring.ahead(1);
-      const Item second = take_stage(next);
-      add_partials<KIND == EXACT, 2>(sums, args.rings, {item, second}, {ring.stage(), next.stage()});
-      give_back(ring);
-      item = second;
+    SegmentInfo info = consumer_wait(recv);
+    if (info.flags & kEnd) return;
+    if (kCopies && (info.flags & kLastRow) == 0) {
+      const Pipeline next = recv.ahead(1);
+      const SegmentInfo second = consumer_wait(next);
+      add_partials<KIND == EXACT, 2>(acc, args.rings, {info, second}, {recv.stage(), next.stage()});
+      consumer_release(recv);
+      info = second;
     } else {
-      add_partials<KIND == EXACT, 1>(sums, args.rings, {item}, {ring.stage()});
+      add_partials<KIND == EXACT, 1>(acc, args.rings, {info}, {recv.stage()});
     }
-    give_back(ring);
-    if (item.what & kLast) write_rounded<Y>(sums, item.columns(), item.to);
+    consumer_release(recv);
+    if (info.flags & kLastRow) write_rounded<Y>(acc, info.columns(), info.dst);
   }
 }
 
-// NaN in every token, in every output dtype: this block's share, or all of them.
-__device__ __forceinline__ void poison(const CombineArgs& args, Team team) {
-  const i64 halves = static_cast<i64>(args.num_tokens) * args.world.hidden * (sizeof(Y) / 2);
+// NaN in every output dtype, in this block's part of z or in all of it.
+__device__ __forceinline__ void fill_with_nan(const CombineArgs& args, Team team) {
+  const i64 halfwords = static_cast<i64>(args.num_tokens) * args.world.hidden * (sizeof(Y) / 2);
   const i64 weights = args.z_weights == nullptr ? 0 : static_cast<i64>(args.num_tokens) * args.world.topk;
   const i64 first = static_cast<i64>(team.block) * THREADS + threadIdx.x,
             step = static_cast<i64>(team.num_blocks) * THREADS;
-  for (i64 i = first; i < halves; i += step) reinterpret_cast<u16*>(args.z)[i] = 0xFFFF;
+  for (i64 i = first; i < halfwords; i += step) reinterpret_cast<u16*>(args.z)[i] = 0xFFFF;
   for (i64 i = first; i < weights; i += step) args.z_weights[i] = __uint_as_float(~0u);
 }
 

@@ -1,8 +1,8 @@
-// Sums of HT combine, from rows in shared memory: of expert rows into a partial as it travels, and of partials into z.
-// Several warps share a row, each a span of its columns, 32 x N at a time. A lane keeps its columns' sums in registers
-// from the first row to the last.
+// Sums of HT combine, from segments in shared memory: expert rows into a partial, partials into z. Several warps share
+// a row, each a span of its columns, 32 x N columns per step. A lane keeps the sums of its columns in registers from
+// the first row to the last.
 //
-// A piece of a partial as it travels: its columns, padded to 16 bytes; fp8: then its scales, fp32, one per 128 columns.
+// A segment of a partial as sent: its columns, padded to 16 bytes; fp8: then its scales, fp32, one per 128 columns.
 #pragma once
 
 #include "common/block.cuh"
@@ -16,269 +16,270 @@
 
 namespace ep::ht {
 
-constexpr i32 kMostOfFp8 = 14336, kMostBytes = 16384;  // of a piece, as y and as it travels
-constexpr i32 kMostColumns =
-    (kFp8 ? kMostOfFp8 : kMostBytes) / static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
+constexpr i32 kMaxFp8SegmentBytes = 14336, kMaxSegmentBytes = 16384;  // of a segment, both of y and as sent
+constexpr i32 kMaxSegmentColumns = (kFp8 ? kMaxFp8SegmentBytes : kMaxSegmentBytes) /
+                                   static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
 
 __device__ __forceinline__ u32 padded16(u32 num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
-// Bytes of a piece as it travels.
-__device__ __forceinline__ u32 home_bytes_of(const Rings& rings, i32 columns) {
-  return kFp8 ? rings.home_bytes : padded16(columns * sizeof(C));
+// Bytes of a segment as sent.
+__device__ __forceinline__ u32 sent_bytes(const Rings& sizes, i32 columns) {
+  return kFp8 ? sizes.home_bytes : padded16(columns * sizeof(C));
 }
 
-__device__ __forceinline__ i32 piece_columns(const World& world, const Rings& rings, i32 piece) {
-  return min(rings.columns, world.hidden - piece * rings.columns);
+__device__ __forceinline__ i32 segment_columns(const World& world, const Rings& sizes, i32 segment) {
+  return min(sizes.columns, world.hidden - segment * sizes.columns);
 }
 
-// N columns of a lane in each of G groups at most.
+// The sums of a warp: N columns per lane in each of at most G groups.
 template <i32 N, i32 G>
-struct Sums {
+struct Accumulator {
   static constexpr i32 kColumns = N, kGroups = G;
-  f32 at[G][N];
-  i32 begin, end;  // this warp's columns, of those that there are
+  f32 value[G][N];
+  i32 begin, end;  // columns of this warp; end may lie past the row
 
   __device__ __forceinline__ i32 group(i32 g) const { return begin + g * 32 * N; }
   __device__ __forceinline__ i32 column(i32 g) const { return group(g) + lane_idx() * N; }
 
-  // Adds rows, one after the other: load(row, column) -> Values; widen_values(Values, f32[N]) makes numbers of them.
-  // The first row of a sum sets it, so that -0 stays -0; columns that are not there are 0 or, weighted, anything.
+  // Adds rows in order: load(row, column) -> Values; widen_values(Values, f32[N]) converts them. The first row of a sum
+  // overwrites, so that -0 stays -0. Columns past the end of the row hold 0 or, weighted, anything.
   template <class Values, bool kWeighted, i32 kRows, class Load, class Widen>
-  __device__ __forceinline__ void add(const Item (&items)[kRows], Load load, Widen widen_values) {
-    if (items[0].what & kFirst)
-      add_rows<Values, kWeighted, true>(items, load, widen_values);
+  __device__ __forceinline__ void add(const SegmentInfo (&infos)[kRows], Load load, Widen widen_values) {
+    if (infos[0].flags & kFirstRow)
+      add_rows<Values, kWeighted, true>(infos, load, widen_values);
     else
-      add_rows<Values, kWeighted, false>(items, load, widen_values);
+      add_rows<Values, kWeighted, false>(infos, load, widen_values);
   }
 
-  template <class Values, bool kWeighted, bool kSets, i32 kRows, class Load, class Widen>
-  __device__ __forceinline__ void add_rows(const Item (&items)[kRows], Load load, Widen widen_values) {
-    const i32 columns = min(items[0].columns(), end);
-    constexpr i32 kAhead = G < 4 ? G : 4;
+  template <class Values, bool kWeighted, bool kOverwrites, i32 kRows, class Load, class Widen>
+  __device__ __forceinline__ void add_rows(const SegmentInfo (&infos)[kRows], Load load, Widen widen_values) {
+    const i32 columns = min(infos[0].columns(), end);
+    constexpr i32 kUnroll = G < 4 ? G : 4;
 #pragma unroll
-    for (i32 base = 0; base < G; base += kAhead) {
+    for (i32 base = 0; base < G; base += kUnroll) {
       if (group(base) >= columns) break;
-      Values values[kRows][kAhead] = {};
+      Values values[kRows][kUnroll] = {};
 #pragma unroll
       for (i32 row = 0; row < kRows; ++row)
 #pragma unroll
-        for (i32 j = 0; j < kAhead; ++j)
+        for (i32 j = 0; j < kUnroll; ++j)
           if (base + j < G && column(base + j) < columns) values[row][j] = load(row, column(base + j));
 #pragma unroll
-      for (i32 j = 0; j < kAhead; ++j) {
+      for (i32 j = 0; j < kUnroll; ++j) {
         if (base + j >= G || (N > quant::kLaneColumns && group(base + j) >= columns)) break;
 #pragma unroll
         for (i32 row = 0; row < kRows; ++row) {
-          f32 value[N];
-          widen_values(values[row][j], value);
+          f32 widened[N];
+          widen_values(values[row][j], widened);
 #pragma unroll
           for (i32 i = 0; i < N; ++i) {
-            const f32 term = kWeighted ? __fmul_rn(value[i], items[row].weight) : value[i];
-            at[base + j][i] = kSets && row == 0 ? term : __fadd_rn(at[base + j][i], term);
+            const f32 term = kWeighted ? __fmul_rn(widened[i], infos[row].weight) : widened[i];
+            value[base + j][i] = kOverwrites && row == 0 ? term : __fadd_rn(value[base + j][i], term);
           }
         }
       }
     }
   }
 
-  // visit(g) for every group of 32 x N columns that has any; all lanes.
+  // visit(g) for every non-empty group of 32 x N columns; all lanes.
   template <class Visit>
-  __device__ __forceinline__ void for_groups(i32 columns, Visit visit) {
+  __device__ __forceinline__ void for_each_group(i32 columns, Visit visit) {
 #pragma unroll
     for (i32 g = 0; g < G; ++g)
       if (group(g) < columns) visit(g);
   }
 };
 
-// Of `warps` warps that share `columns`, number `warp`.
-template <class Totals>
-__device__ __forceinline__ Totals sums_of(i32 warp, i32 warps, i32 columns) {
-  constexpr i32 kGroup = 32 * Totals::kColumns;
-  const i32 groups = (columns + kGroup - 1) / kGroup, span = (groups + warps - 1) / warps * kGroup;
-  Totals sums;
-  sums.begin = warp * span;
-  sums.end = sums.begin + span;
-  return sums;
+// For warp `warp` of `num_warps` that share `columns`.
+template <class Acc>
+__device__ __forceinline__ Acc make_accumulator(i32 warp, i32 num_warps, i32 columns) {
+  constexpr i32 kGroup = 32 * Acc::kColumns;
+  const i32 groups = (columns + kGroup - 1) / kGroup, span = (groups + num_warps - 1) / num_warps * kGroup;
+  Acc acc;
+  acc.begin = warp * span;
+  acc.end = acc.begin + span;
+  return acc;
 }
 
 // The sums, rounded to T.
-template <class T, class Totals>
-__device__ __forceinline__ void write_rounded(Totals& sums, i32 num_columns, u8* to) {
-  const i32 columns = min(num_columns, sums.end);
-  sums.for_groups(columns, [&](i32 g) {
-    Vec<T, Totals::kColumns> rounded;
+template <class T, class Acc>
+__device__ __forceinline__ void write_rounded(Acc& acc, i32 num_columns, u8* dst) {
+  const i32 columns = min(num_columns, acc.end);
+  acc.for_each_group(columns, [&](i32 g) {
+    Vec<T, Acc::kColumns> rounded;
 #pragma unroll
-    for (i32 i = 0; i < Totals::kColumns; ++i) rounded.at[i] = narrow<T>(sums.at[g][i]);
-    const i32 column = sums.column(g);
-    if (column < columns) *reinterpret_cast<Vec<T, Totals::kColumns>*>(to + column * sizeof(T)) = rounded;
+    for (i32 i = 0; i < Acc::kColumns; ++i) rounded.at[i] = narrow<T>(acc.value[g][i]);
+    const i32 column = acc.column(g);
+    if (column < columns) *reinterpret_cast<Vec<T, Acc::kColumns>*>(dst + column * sizeof(T)) = rounded;
   });
 }
 
-// ---- rows of y, weighted, to a partial as it travels ----
+// ---- rows of y, weighted, into a partial as sent ----
 
-constexpr i32 kMadeColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
+constexpr i32 kReduceColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
 
-template <bool kWeighted, class Totals>
-__device__ __forceinline__ void add_row(Totals& sums, const Item& item, const u8* stage) {
-  using Values = Words<Y, kMadeColumns>;
-  const Item items[] = {item};
-  sums.template add<Values, kWeighted>(
-      items, [&](i32, i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
-      [](const Values& values, f32(&value)[kMadeColumns]) {
+template <bool kWeighted, class Acc>
+__device__ __forceinline__ void add_row(Acc& acc, const SegmentInfo& info, const u8* stage) {
+  using Values = Words<Y, kReduceColumns>;
+  const SegmentInfo infos[] = {info};
+  acc.template add<Values, kWeighted>(
+      infos, [&](i32, i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
+      [](const Values& values, f32(&value)[kReduceColumns]) {
 #pragma unroll
-        for (i32 i = 0; i < kMadeColumns; ++i) value[i] = value_in<Y>(values.at, i);
+        for (i32 i = 0; i < kReduceColumns; ++i) value[i] = value_in<Y>(values.at, i);
       });
 }
 
-// A warp's share of a partial as fp8, up to eight groups at a time. A lane divides for a group, and nothing branches
-// group by group: the groups' latencies overlap.
-template <class Totals>
-__device__ __forceinline__ void write_quantised(Totals& sums, i32 num_columns, u8* stage, f32* scales) {
-  constexpr i32 kRounds = (Totals::kGroups + 7) / 8, kTogether = Totals::kGroups / kRounds;
-  static_assert(kRounds * kTogether == Totals::kGroups);
-  const i32 columns = min(num_columns, sums.end);
+// This warp's columns of a partial as fp8, up to eight groups per round. One lane divides for each group, and no branch
+// separates the groups of a round, so their latencies overlap.
+template <class Acc>
+__device__ __forceinline__ void write_quantised(Acc& acc, i32 num_columns, u8* stage, f32* scales) {
+  constexpr i32 kRounds = (Acc::kGroups + 7) / 8, kUnroll = Acc::kGroups / kRounds;
+  static_assert(kRounds * kUnroll == Acc::kGroups);
+  const i32 columns = min(num_columns, acc.end);
 #pragma unroll
-  for (i32 base = 0; base < Totals::kGroups; base += kTogether) {
-    if (base != 0 && sums.group(base) >= columns) break;
-    u32 most[kTogether], all = 0;
+  for (i32 base = 0; base < Acc::kGroups; base += kUnroll) {
+    if (base != 0 && acc.group(base) >= columns) break;
+    u32 largest[kUnroll], all = 0;
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) {
-      most[j] = sums.column(base + j) < columns ? quant::amax(sums.at[base + j]) : 0;
-      all = max(all, most[j]);
+    for (i32 j = 0; j < kUnroll; ++j) {
+      largest[j] = acc.column(base + j) < columns ? quant::amax(acc.value[base + j]) : 0;
+      all = max(all, largest[j]);
     }
     if (__any_sync(~0u, all >= quant::kInfinity)) {
 #pragma unroll
-      for (i32 j = 0; j < kTogether; ++j) {
-        most[j] = sums.column(base + j) < columns ? quant::finite_amax(sums.at[base + j]) : 0;
-        quant::make_nan(sums.at[base + j]);
+      for (i32 j = 0; j < kUnroll; ++j) {
+        largest[j] = acc.column(base + j) < columns ? quant::finite_amax(acc.value[base + j]) : 0;
+        quant::make_nan(acc.value[base + j]);
       }
     }
-    const f32 scale = quant::scale_of(quant::spread_largest<32>(most), false), inverse = __fdiv_rn(1.0f, scale);
+    const f32 scale = quant::scale_of(quant::spread_largest<32>(largest), false), inverse = __fdiv_rn(1.0f, scale);
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j) {
-      const f32 by = __shfl_sync(~0u, inverse, j);
-      const f32(&sum)[4] = sums.at[base + j];
-      const u32 q = quant::encode4_finite(sum[0], sum[1], sum[2], sum[3], by);
-      if (sums.column(base + j) < columns) *reinterpret_cast<u32*>(stage + sums.column(base + j)) = q;
+    for (i32 j = 0; j < kUnroll; ++j) {
+      const f32 factor = __shfl_sync(~0u, inverse, j);
+      const f32(&sum)[4] = acc.value[base + j];
+      const u32 q = quant::encode4_finite(sum[0], sum[1], sum[2], sum[3], factor);
+      if (acc.column(base + j) < columns) *reinterpret_cast<u32*>(stage + acc.column(base + j)) = q;
     }
-    const i32 mine = sums.group(base + lane_idx());
-    if (lane_idx() < kTogether && mine < columns) scales[mine / quant::kBlock] = scale;
+    const i32 mine = acc.group(base + lane_idx());
+    if (lane_idx() < kUnroll && mine < columns) scales[mine / quant::kBlock] = scale;
   }
 }
 
-template <class Totals>
-__device__ __forceinline__ void write_partial(Totals& sums, const Rings& rings, i32 columns, u8* stage) {
+template <class Acc>
+__device__ __forceinline__ void write_partial(Acc& acc, const Rings& sizes, i32 columns, u8* stage) {
   if constexpr (kFp8) {
-    write_quantised(sums, columns, stage, reinterpret_cast<f32*>(stage + padded16(rings.columns * sizeof(C))));
+    write_quantised(acc, columns, stage, reinterpret_cast<f32*>(stage + padded16(sizes.columns * sizeof(C))));
   } else {
-    write_rounded<C>(sums, columns, stage);
+    write_rounded<C>(acc, columns, stage);
   }
 }
 
-// ---- makers ----
+// ---- reduce warps ----
 //
-// The makers of HT combine, between the loading warp and the storing one: rows to partials, where rows are summed, or
-// become fp8.
-
-// Where rows are summed the makers are teams, each with a sum of its own: most of a row's time is latency, which so
-// overlaps. Sums are numbered in the order of their rows, and teams take turns. The loader says where a sum's rows
-// begin once the first has a stage.
-constexpr u32 kTurns = 32;
-// kPhase beside the stage; instead of it: no more sums, and the first to hear of it.
-constexpr u32 kPhase = 0x40, kOver = 0x80, kFirstOver = 0xC0;
-static_assert(kTurns >= 2 * kMostRows,
-              "a turn is told when its row has a stage: the turn kTurns before it is over by then");
-static_assert(kMostRows < kPhase, "what is told holds a stage");
+// Between the load warp and the send thread: rows into partials, or single rows into fp8.
+//
+// Reduce warps form 2 or 4 teams; each team owns one partial, so the latencies of several partials overlap. Partials
+// are numbered in the order of their rows, and teams take them in rotation. The load warp publishes a ticket per
+// partial: the stage of its first row, as soon as that stage is acquired.
+constexpr u32 kTickets = 32;
+// A ticket: a stage and perhaps kPhaseBit; or: no more partials; or: the same for the team that ends `partials`.
+constexpr u32 kPhaseBit = 0x40, kNoMore = 0x80, kFirstNoMore = 0xC0;
+static_assert(kTickets >= 2 * kMaxRowStages,
+              "ticket n + kTickets is published only after the stage of ticket n was released");
+static_assert(kMaxRowStages < kPhaseBit, "a ticket holds a stage");
 
 extern "C" {  // see common/block.cuh
-__shared__ u64 turn_told[kTurns];  // mbarriers
-__shared__ u8 turns[kTurns];
+__shared__ u64 ticket_ready[kTickets];  // mbarriers
+__shared__ u8 tickets[kTickets];
 }
 
-constexpr i32 kMostOfTeam = 4, kFewOfTeam = 2;  // warps: as few as can have all columns
-constexpr i32 kMadeGroup = 32 * kMadeColumns,
-              kMostGroups = (kMostColumns + kMostOfTeam * kMadeGroup - 1) / (kMostOfTeam * kMadeGroup);
+constexpr i32 kMaxTeamWarps = 4, kMinTeamWarps = 2;  // the fewest that can hold all columns
+constexpr i32 kReduceGroup = 32 * kReduceColumns,
+              kMaxGroups = (kMaxSegmentColumns + kMaxTeamWarps * kReduceGroup - 1) / (kMaxTeamWarps * kReduceGroup);
 
-__device__ __forceinline__ i32 num_of_team(const Rings& rings) {
-  return rings.columns <= kFewOfTeam * kMostGroups * kMadeGroup ? kFewOfTeam : kMostOfTeam;
+__device__ __forceinline__ i32 num_team_warps(const Rings& sizes) {
+  return sizes.columns <= kMinTeamWarps * kMaxGroups * kReduceGroup ? kMinTeamWarps : kMaxTeamWarps;
 }
 
-__device__ __forceinline__ void tell_turn(u32 number, u32 what) {
-  turns[number % kTurns] = what;
-  ptx::barrier_arrive(turn_told + number % kTurns);
+__device__ __forceinline__ void publish_ticket(u32 number, u32 ticket) {
+  tickets[number % kTickets] = ticket;
+  ptx::barrier_arrive(ticket_ready + number % kTickets);
 }
 
-// The makers, in teams of kEach, a warp for kGroups groups of columns at most: rows to partials, a team one at a time.
-template <i32 kEach, i32 kGroups>
-__device__ __forceinline__ void make_partials(const CombineArgs& args, Ring rows, Ring made) {
-  constexpr i32 kTeams = kMakers / kEach;
-  const i32 maker = warp_idx() - kFirstMaker;
-  auto sums = sums_of<Sums<kMadeColumns, kGroups>>(maker % kEach, kEach, args.rings.columns);
-  u32 turn = maker / kEach;
-  made = made.ahead(turn);
+// Teams of kTeamWarps warps, at most kGroups groups of columns per warp: each team reduces one partial at a time.
+template <i32 kTeamWarps, i32 kGroups>
+__device__ __forceinline__ void reduce_in_teams(const CombineArgs& args, Pipeline rows, Pipeline partials) {
+  constexpr i32 kTeams = kNumReduceWarps / kTeamWarps;
+  const i32 warp = warp_idx() - kFirstReduceWarp;
+  auto acc =
+      make_accumulator<Accumulator<kReduceColumns, kGroups>>(warp % kTeamWarps, kTeamWarps, args.rings.columns);
+  u32 number = warp / kTeamWarps;
+  partials = partials.ahead(number);
 #pragma unroll 1
-  for (;; turn += kTeams) {
-    ptx::bulk_load_wait(turn_told + turn % kTurns, turn / kTurns & 1);
-    const u32 told = turns[turn % kTurns];
-    if (told == kOver) return;
-    Item item = {0.0f, kNoMore, nullptr};
-    rows.at = told & (kPhase - 1);
-    rows.phase = (told & kPhase) != 0;
-    while ((told & kOver) == 0) {
-      // Other teams' rows lie between, and the load of a lap ago may not have ended (convert_rows).
-      if (kTeams > 1) rows.await_empty();
-      item = take_stage(rows);
-      add_row<KIND == PER_EXPERT>(sums, item, rows.stage());
-      give_back(rows);
-      if (item.what & kLast) break;
+  for (;; number += kTeams) {
+    ptx::bulk_load_wait(ticket_ready + number % kTickets, number / kTickets & 1);
+    const u32 ticket = tickets[number % kTickets];
+    if (ticket == kNoMore) return;
+    SegmentInfo info = {0.0f, kEnd, nullptr};
+    rows.stage_idx = ticket & (kPhaseBit - 1);
+    rows.phase = (ticket & kPhaseBit) != 0;
+    while ((ticket & kNoMore) == 0) {
+      // Rows of other teams lie between, and the load of a lap ago may not have ended (convert_rows).
+      if (kTeams > 1) rows.wait_empty();
+      info = consumer_wait(rows);
+      add_row<KIND == PER_EXPERT>(acc, info, rows.stage());
+      consumer_release(rows);
+      if (info.flags & kLastRow) break;
     }
-    made.await_empty();
-    if (item.what & kLast) write_partial(sums, args.rings, item.columns(), made.stage());
-    if (sums.begin == 0 && lane_idx() == 0) made.items[made.at] = item;
+    producer_acquire(partials);
+    if (info.flags & kLastRow) write_partial(acc, args.rings, info.columns(), partials.stage());
+    if (acc.begin == 0 && lane_idx() == 0) partials.infos[partials.stage_idx] = info;
     ptx::fence_proxy_shared();
-    __syncwarp();
-    if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
-    if (item.what & kNoMore) return;
-    made = made.ahead(kTeams);
+    producer_commit(partials);
+    if (info.flags & kEnd) return;
+    partials = partials.ahead(kTeams);
   }
 }
 
-// A loop's code is for as many groups as there may be, whether a row has them or not, and what is not near costs time.
-template <i32 kEach>
-__device__ __forceinline__ void make_partials_of(const CombineArgs& args, const Ring& rows, const Ring& made) {
-  constexpr i32 kFew = kMostGroups > 8 ? 8 : kMostGroups - 1;  // groups; of 7168 columns of bf16 7
-  if (args.rings.columns <= kEach * kFew * kMadeGroup) make_partials<kEach, kFew>(args, rows, made);
-  else make_partials<kEach, kMostGroups>(args, rows, made);
+// Unrolled for the maximum row width. A second copy for narrow rows keeps the loop inside the instruction cache.
+template <i32 kTeamWarps>
+__device__ __forceinline__ void reduce_with_teams_of(const CombineArgs& args, const Pipeline& rows,
+                                                     const Pipeline& partials) {
+  constexpr i32 kFewGroups = kMaxGroups > 8 ? 8 : kMaxGroups - 1;  // 7168 columns of bf16 have 7
+  if (args.rings.columns <= kTeamWarps * kFewGroups * kReduceGroup)
+    reduce_in_teams<kTeamWarps, kFewGroups>(args, rows, partials);
+  else
+    reduce_in_teams<kTeamWarps, kMaxGroups>(args, rows, partials);
 }
 
-__device__ __forceinline__ void make_all_partials(const CombineArgs& args, const Ring& rows, const Ring& made) {
-  if (num_of_team(args.rings) == kMostOfTeam) make_partials_of<kMostOfTeam>(args, rows, made);
-  else make_partials_of<kFewOfTeam>(args, rows, made);
+__device__ __forceinline__ void reduce_rows(const CombineArgs& args, const Pipeline& rows, const Pipeline& partials) {
+  if (num_team_warps(args.rings) == kMaxTeamWarps) reduce_with_teams_of<kMaxTeamWarps>(args, rows, partials);
+  else reduce_with_teams_of<kMinTeamWarps>(args, rows, partials);
 }
 
-// The makers, where each row by itself becomes fp8: every one takes every kMakers-th stage, so their latencies overlap.
-__device__ __forceinline__ void convert_rows(const CombineArgs& args, Ring rows, Ring made) {
-  const auto move_on = [&](i32 stages) {
+// Single rows become fp8 in place: each reduce warp takes every kNumReduceWarps-th stage, so their latencies overlap.
+__device__ __forceinline__ void convert_rows(const CombineArgs& args, Pipeline rows, Pipeline partials) {
+  const auto advance = [&](i32 stages) {
     for (i32 i = 0; i < stages; ++i) {
-      rows.move_on();
-      made.move_on();
+      rows.advance();
+      partials.advance();
     }
   };
-  move_on(warp_idx() - kFirstMaker);
+  advance(warp_idx() - kFirstReduceWarp);
 #pragma unroll 1
   while (true) {
-    // Loads end in any order: the stage may not have been filled a lap ago, which has the same parity as now.
-    rows.await_empty();
-    const Item item = take_stage(rows);
-    if ((item.what & kNoMore) == 0) {
+    // Loads complete in any order: without this wait the stage may be one whole lap behind, with the same parity.
+    rows.wait_empty();
+    const SegmentInfo info = consumer_wait(rows);
+    if ((info.flags & kEnd) == 0) {
       f32* scales = reinterpret_cast<f32*>(rows.stage() + padded16(args.rings.columns * sizeof(C)));
-      quant::in_place<Y>(rows.stage(), item.columns(), false, [&](i32 block, f32 scale) { scales[block] = scale; });
+      quant::in_place<Y>(rows.stage(), info.columns(), false, [&](i32 block, f32 scale) { scales[block] = scale; });
       ptx::fence_proxy_shared();
     }
-    __syncwarp();
-    if (lane_idx() == 0) ptx::barrier_arrive(made.full + made.at);
-    if (item.what & kNoMore) return;
-    move_on(kMakers);
+    producer_commit(partials);
+    if (info.flags & kEnd) return;
+    advance(kNumReduceWarps);
   }
 }
 

@@ -1,26 +1,27 @@
-// High-throughput dispatch: counts travel first, inside the same launch; then every row goes once to each rank that
-// holds one of its experts, straight to its final place in that rank's output. No ring, no epilogue copy: only a row
-// that several experts of one rank share is replicated there, from its first place, while others are still under way.
+// High-throughput dispatch: counts are exchanged first, inside the same launch; then every row goes once to each rank
+// that holds one of its experts, straight to its final place in that rank's output. No ring, no epilogue copy: only a
+// row that several experts of one rank share is replicated there, from its first place, while others are in flight.
 //
 //   every rank                                        memory
-//   route own tokens: numbers from 0, counts     -->  block_counts: tagged pairs to the blocks after
-//   last block: totals to all peers              -->  counts[source]: tagged pairs
-//   every block reads all counts; final rows     -->  home
-//   clerk warps: records                         ===> meta[source], RECORDS[source] += share
-//   other warps: x[t] --quantise?--> one row per rank  -->  rows[final row] at the destination; scales
-//                per expert: row by row          ===> arrivals[source][position] = seq
-//   clerk warps, when RECORDS is whole: places, weights, tokens, ids
-//   per expert: some warps copy rows that have arrived
-//   every block: PAYLOAD[source] += share        ===> wait for all sources; scales
+//   routing scan of own tokens: indices from 0, counts  -->  block_counts: flagged pairs to the blocks after
+//   last block: totals to all peers                     -->  counts[source]: flagged pairs
+//   every block reads all counts; final rows            -->  args.home, the routing table
+//   metadata warps: token metadata                      ===> meta[source], RECORDS[source] += part of kWhole
+//   send warps: x[t] --quantise?--> one row per rank    -->  rows[final row] at the destination; scales
+//                per expert: row by row                 ===> arrivals[source][position] = seq
+//   metadata warps, when RECORDS is whole: places, weights, tokens, ids
+//   per expert: copy warps replicate rows that have arrived
+//   every block: PAYLOAD[source] += part of kWhole      ===> wait for all sources; scales
 //
-// With a previous handle there is no counting and no exchange: the source has every row's final place in it.
+// RECORDS and PAYLOAD are normalized arrival counters: an operation adds kWhole, whatever the number of blocks. A
+// cached routing (previous handle) has the final place of every row: nothing is counted, no counts are exchanged.
 //
-// Worked example: ranks 0 and 1 send 2 and 3 rows to rank 0 (FLAT). Both learn [2, 3], so rank 1 writes its rows to
-// rank 0's rows 2, 3, 4 while rank 0 writes 0, 1; nobody asks anybody for a slot.
+// Worked example: ranks 0 and 1 send 2 and 3 rows to rank 0 (FLAT). Both receive the counts [2, 3], so rank 1 writes
+// its rows to rank 0's rows 2, 3, 4 while rank 0 writes 0, 1; no rank requests a slot.
 //
-// Memory order: a warp's stores -> their completion -> warp barrier -> (the block's last warp to end:) one release at
-// system scope per peer (RECORDS, PAYLOAD; arrivals: per row); the receiver acquires the flag, then reads; the copy
-// engine's accesses stand behind a proxy fence on either side. A peer's counts of this op also prove that it has
+// Memory order: a warp's stores -> their completion -> warp barrier -> (the last warp of the block to finish:) one
+// release at system scope per peer (RECORDS, PAYLOAD; arrivals: per row); the receiver acquires the flag, then reads; a
+// proxy fence on either side precedes the copy engine's accesses. A peer's counts of this op also prove that it has
 // started the op, so its output slot is free (credit); before the counts themselves are written, the slot's credit is
 // awaited.
 #pragma once
@@ -44,67 +45,73 @@
 
 namespace ep::ht {
 
-constexpr i32 kCopiers = kPerExpert ? 2 : 0;  // warps that look after arrivals while others send; the clerk joins them
+// Warps that only replicate arrived rows while others send; the metadata warp joins them.
+constexpr i32 kNumCopyWarps = kPerExpert ? 2 : 0;
 
-struct Halves {
+struct Phases {
   bool sends, receives;
 };
 
-// Warps that send rows from the start, the block's first.
-__device__ __forceinline__ i32 num_senders(Halves halves) { return num_warps() - 1 - (halves.receives ? kCopiers : 0); }
-__device__ __forceinline__ bool is_sender(Halves halves) { return halves.sends && warp_idx() < num_senders(halves); }
+// Send warps: the first of the block.
+__device__ __forceinline__ i32 num_send_warps(Phases phases) {
+  return num_warps() - 1 - (phases.receives ? kNumCopyWarps : 0);
+}
+__device__ __forceinline__ bool is_send_warp(Phases phases) {
+  return phases.sends && warp_idx() < num_send_warps(phases);
+}
 
-enum Outcome { FAILED, DIFFERS, READY };
+enum Status { kFailed, kRoutingMismatch, kOk };  // kFailed: a wait failed
 
-// Everybody's counts, and what follows from them. The crew.
-__device__ __forceinline__ Outcome ht_learn(const DispatchArgs& args, HtScratch& scratch, u64 seq) {
+// Receives the counts of all sources and derives all offsets from them. Count warps.
+__device__ __forceinline__ Status receive_offsets(const DispatchArgs& args, DispatchScratch& scratch, u64 seq) {
   bool differs = false;
-  const bool ok = read_counts(args, scratch.first, scratch.all, scratch.rows, seq, &differs);
-  if (crew_any(!ok)) return FAILED;
-  if (crew_any(differs)) return DIFFERS;
-  lay_out_rows(args, scratch);
-  return READY;
+  const bool ok = receive_counts(args, scratch.dst_offset, scratch.all_sources, scratch.source_rows, seq, &differs);
+  if (any_count_thread(!ok)) return kFailed;
+  if (any_count_thread(differs)) return kRoutingMismatch;
+  finalize_offsets(args, scratch);
+  return kOk;
 }
 
-// Tells, and learns, counts: `first` = rows of this block. The crew.
-__device__ __forceinline__ Outcome ht_exchange(const DispatchArgs& args, Team team, HtScratch& scratch, Credit credit,
-                                               u64 seq) {
-  const World& world = args.world;
-  tell_blocks(world, team, scratch.first, seq);
-  if (crew_any(!sum_blocks_before(world, team, scratch.before, seq))) return FAILED;
-  if (team.block == team.num_blocks - 1) {
-    for (i32 i = first_told(world) + crew_thread(); i < num_counters(world); i += crew_warps() * 32)
-      scratch.all[i] = scratch.before[i] + scratch.first[i];
-    crew_sync();
-    tell_ranks(args, credit, scratch.all, scratch.origin, seq);
-  }
-  crew_sync();
-  return ht_learn(args, scratch, seq);
-}
-
-// With a previous handle: all rows are placed already. Rows go to their final places, so a peer must be in this very
-// operation, not only past the slot's last use: one that goes on without this rank takes that back (barrier.cuh). All
-// warps; the clerk knows.
-__device__ __forceinline__ Outcome ht_route_again(const DispatchArgs& args, Team team, HtScratch& scratch,
+// The count exchange; dst_offset = rows of this block. Count warps.
+__device__ __forceinline__ Status exchange_counts(const DispatchArgs& args, Team team, DispatchScratch& scratch,
                                                   Credit credit, u64 seq) {
-  if (team.block == team.num_blocks - 1 && in_crew()) tell_ranks(args, credit, nullptr, scratch.origin, seq);
-  const bool started = !is_clerk() || warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
-  return started ? READY : FAILED;
+  const World& world = args.world;
+  send_block_counts(world, team, scratch.dst_offset, seq);
+  if (any_count_thread(!sum_block_prefix(world, team, scratch.block_prefix, seq))) return kFailed;
+  if (team.block == team.num_blocks - 1) {
+    for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32)
+      scratch.all_sources[i] = scratch.block_prefix[i] + scratch.dst_offset[i];
+    sync_count_warps();
+    send_counts(args, credit, scratch.all_sources, scratch.origin, seq);
+  }
+  sync_count_warps();
+  return receive_offsets(args, scratch, seq);
 }
 
-// A warp has sent what it had to; the last of the block's adds the block's shares, the last of the rank's moves the
-// counters on.
-__device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, const HtScratch& scratch, u32 warps,
-                                         u64 seq, u64 start, u64 num_ops, bool sent) {
+// A cached routing: every row has its final place. A peer must be in this very operation, not only past the slot's last
+// use, because rows go to their final places; a rank that continues without this one revokes that (barrier.cuh). All
+// warps; only the metadata warp's status counts.
+__device__ __forceinline__ Status reuse_routing(const DispatchArgs& args, Team team, DispatchScratch& scratch,
+                                                Credit credit, u64 seq) {
+  if (team.block == team.num_blocks - 1 && is_count_warp()) send_counts(args, credit, nullptr, scratch.origin, seq);
+  const bool started =
+      !is_metadata_warp() || warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
+  return started ? kOk : kFailed;
+}
+
+// A warp has sent all its rows. The last warp of the block adds the block's part to the arrival counters, the last
+// block of the rank advances the sequence numbers.
+__device__ __forceinline__ void finish_send(const DispatchArgs& args, Team team, const DispatchScratch& scratch,
+                                            u32 warps, u64 seq, u64 start, u64 num_ops, bool sent) {
   const World& world = args.world;
-  u32 ended = 0;
+  u32 done = 0;
   __syncwarp();
   if (lane_idx() == 0)
-    ended = ptx::add_acq_rel_block(scratch.warps_sent, sent ? 1 : 1 + kBroken) + (sent ? 1 : 1 + kBroken);
-  ended = __shfl_sync(~0u, ended, 0);
-  if (ended % kBroken != warps) return;
+    done = ptx::add_acq_rel_block(scratch.warps_done, sent ? 1 : 1 + kStoppedWarp) + (sent ? 1 : 1 + kStoppedWarp);
+  done = __shfl_sync(~0u, done, 0);
+  if (done % kStoppedWarp != warps) return;
   __syncwarp();
-  if (ended == warps) warp_add_share(world, team, FLAG_PAYLOAD, num_ops);
+  if (done == warps) warp_add_share(world, team, FLAG_PAYLOAD, num_ops);
   if (lane_idx() != 0 || !arrive(world, team, TICKET_DISPATCH_SEND)) return;
   note_sent(world, OP_DISPATCH, 1, args.num_tokens, seq, start, args.op, team.num_blocks);
   State* state = world.state;
@@ -115,134 +122,138 @@ __device__ __forceinline__ void end_send(const DispatchArgs& args, Team team, co
   state->invalid_ids = 0;
 }
 
-// What each warp does once this block knows where its rows go: the clerk tells records, works up those that come in,
-// and sends; others send first and then help with the records, or in per-expert layouts with the arrivals, which the
-// rest looks after. Each part stands here once: code that is not in a cache comes slowly.
-__device__ __forceinline__ void ht_work(const DispatchArgs& args, Team team, const HtScratch& scratch, Sender& sender,
-                                        Halves halves, u64 seq, u64 num_ops, u64 start, Outcome outcome) {
+// The work of each warp once this block has its routes. The metadata warp sends metadata, reads received metadata, then
+// sends rows; send warps send first and then help with metadata, or in per-expert layouts replicate arrived rows, as
+// the remaining warps do from the start. Two steps in a loop, so that each part is in the code once: code that is not
+// in a cache is slow.
+__device__ __forceinline__ void send_and_read(const DispatchArgs& args, Team team, const DispatchScratch& scratch,
+                                              Sender& sender, Phases phases, u64 seq, u64 num_ops, u64 start,
+                                              Status status) {
   const World& world = args.world;
-  const bool clerk = halves.sends && is_clerk(), shares = clerk || is_sender(halves);
-  if (clerk && outcome == READY) tell_records(args, sender.mine);
-  if (clerk && outcome != FAILED) warp_add_share(world, team, FLAG_RECORDS, num_ops);
-  bool here = halves.receives && outcome == READY, sent = outcome != FAILED;
+  const bool metadata = phases.sends && is_metadata_warp(), finishes = metadata || is_send_warp(phases);
+  if (metadata && status == kOk) send_metadata(args, sender.mine);
+  if (metadata && status != kFailed) warp_add_share(world, team, FLAG_RECORDS, num_ops);
+  bool ready = phases.receives && status == kOk, sent = status != kFailed;
 #pragma unroll 1
-  for (i32 turn = 0; turn < 2; ++turn) {
-    if (turn == is_sender(halves)) {
-      if (here) here = await_records(args, scratch.origin, seq);
-      if (here && (!kPerExpert || clerk || !halves.sends)) record_rows(args, team, scratch);
+  for (i32 step = 0; step < 2; ++step) {
+    if (step == is_send_warp(phases)) {
+      if (ready) ready = await_metadata(args, scratch.origin, seq);
+      if (ready && (!kPerExpert || metadata || !phases.sends)) read_metadata(args, team, scratch);
     } else {
-      if (outcome != READY) drop_unit(sender);
-      else if (is_sender(halves) || (clerk && !(kPerExpert && halves.receives)))
+      if (status != kOk) drain_load(sender);
+      else if (is_send_warp(phases) || (metadata && !(kPerExpert && phases.receives)))
         sent = send_rows(args, team, scratch, sender, seq);
-      if (shares)
-        end_send(args, team, scratch, num_warps() - (halves.receives ? kCopiers : 0), seq, start, num_ops, sent);
+      if (finishes)
+        finish_send(args, team, scratch, num_warps() - (phases.receives ? kNumCopyWarps : 0), seq, start, num_ops,
+                    sent);
     }
   }
   if constexpr (kPerExpert) {
-    if (here) here = look_after_rows(args, team, scratch, sender, seq);
+    if (ready) ready = replicate_rows(args, team, scratch, sender, seq);
   }
-  if (halves.receives && !here) *scratch.lacking = 1;
+  if (phases.receives && !ready) *scratch.incomplete = 1;
 }
 
-__device__ __forceinline__ void ht_receive(const DispatchArgs& args, Team team, const HtScratch& scratch, u8* shared,
-                                           u64 number, u64 seq, Outcome outcome) {
+__device__ __forceinline__ void finish_receive(const DispatchArgs& args, Team team, const DispatchScratch& scratch,
+                                               u8* shared, u64 number, u64 seq, Status status) {
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.halves, number);
-  if (team.block == 0 && outcome == READY && !args.cached) write_counts(args, scratch);
+  if (team.block == 0 && status == kOk && !args.cached) write_counts(args, scratch);
   const bool arrived =
       await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
-  if (arrived && outcome == READY && *scratch.lacking == 0) {  // whoever awaited the records looked at their origins
+  if (arrived && status == kOk && *scratch.incomplete == 0) {  // await_metadata has compared the routing_ids
     if (team.block == 0 && args.cached) write_kept_counts(args);
-    if (!kPerExpert && args.out_scales != nullptr && !scales_land(args)) place_all_scales(args, team, scratch);
+    if (!kPerExpert && args.out_scales != nullptr && !scales_at_final_row(args)) copy_all_scales(args, team, scratch);
   } else {
-    const bool differs = outcome == DIFFERS || (arrived && origin_differs(world, origins_at(args), scratch.origin));
+    const bool differs =
+        status == kRoutingMismatch || (arrived && origin_differs(world, origins_at(args), scratch.origin));
     deliver_nothing(args, team, scratch, __syncthreads_or(differs) != 0 && arrived);
   }
   note_end(world, team, number, waits_at(shared));
 }
 
-// Where the rows go, before the first one leaves. Meanwhile warps that have no part in counting make their first piece.
-// All threads; ends with a block barrier.
-__device__ __forceinline__ Outcome ht_route(const DispatchArgs& args, Team team, HtScratch& scratch, Sender& sender,
-                                            Halves halves, Credit credit, Ids ids, u64 seq) {
-  const Range last = last_tile(args.world, sender.mine);
-  Outcome outcome = READY;
-  if (halves.sends && team.block == 0 && is_clerk()) warp_tell_started(args.world, FLAG_STARTED, seq);
+// Final routes, before the first row leaves. Warps that do not count prepare their first segment meanwhile. All
+// threads; ends with a block barrier.
+__device__ __forceinline__ Status route_tokens(const DispatchArgs& args, Team team, DispatchScratch& scratch,
+                                               Sender& sender, Phases phases, Credit credit, Ids ids, u64 seq) {
+  const TokenRange last = last_tile(args.world, sender.mine);
+  Status status = kOk;
+  if (phases.sends && team.block == 0 && is_metadata_warp()) warp_tell_started(args.world, FLAG_STARTED, seq);
   if (args.cached) {
-    if (halves.sends) outcome = ht_route_again(args, team, scratch, credit, seq);
+    if (phases.sends) status = reuse_routing(args, team, scratch, credit, seq);
   } else {
-    if (halves.sends) route_rows(args, scratch, sender.mine, last, ids, sender.topk);
-    if (in_crew())
-      outcome = halves.sends ? ht_exchange(args, team, scratch, credit, seq) : ht_learn(args, scratch, seq);
+    if (phases.sends) scan_tokens(args, scratch, sender.mine, last, ids, sender.topk);
+    if (is_count_warp())
+      status = phases.sends ? exchange_counts(args, team, scratch, credit, seq) : receive_offsets(args, scratch, seq);
   }
-  if (kQuantises && !kPerExpert && sender.unit >= 0) make_unit(args, sender);
-  if (__syncthreads_or(outcome == FAILED) != 0) return FAILED;
-  if (__syncthreads_or(outcome == DIFFERS) != 0) return DIFFERS;
-  if (!halves.sends || args.cached) return READY;
-  settle_rows(args, scratch, sender.mine, last, sender.topk);
-  if (is_clerk() && lane_idx() == 0) ptx::add_release_gpu(&args.world.state->settled, 1);
-  return READY;
+  if (kQuantises && !kPerExpert && sender.item >= 0) prepare_segment(args, sender);
+  if (__syncthreads_or(status == kFailed) != 0) return kFailed;
+  if (__syncthreads_or(status == kRoutingMismatch) != 0) return kRoutingMismatch;
+  if (!phases.sends || args.cached) return kOk;
+  finalize_routes(args, scratch, sender.mine, last, sender.topk);
+  if (is_metadata_warp() && lane_idx() == 0) ptx::add_release_gpu(&args.world.state->settled, 1);
+  return kOk;
 }
 
-__device__ __forceinline__ void ht_dispatch_team(const DispatchArgs& args, Team team) {
+__device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
-  const Halves halves = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
-  const Split split = split_tokens(args.num_tokens, team.num_blocks);
-  const Range mine = split.of(team.block);
-  // All is asked for before anything is looked at; words of the state through L1, for a thousand warps queue at one
-  // line of L2.
+  const Phases phases = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
+  const TokenSplit split = split_tokens(args.num_tokens, team.num_blocks);
+  const TokenRange mine = split.of(team.block);
+  // All loads are issued before any result is used; words of the state through L1, because a thousand warps would queue
+  // at one line of L2.
   const u64 stop = ptx::load_cached(&world.state->aborted);
-  const u64 last = ptx::load_cached(halves.sends ? &world.state->dispatch_seq : args.op + kOpSeq);
+  const u64 last = ptx::load_cached(phases.sends ? &world.state->dispatch_seq : args.op + kOpSeq);
   const u64 shared_last = ptx::load_cached(&world.state->dispatch_shared);
   const u64 number = record_number(world, args.work.halves, args.op);
-  const bool routes = halves.sends && !args.cached;
+  const bool routes = phases.sends && !args.cached;
   const Ids ids =
-      routes ? ask_ids(args, mine.first, min(tile_tokens(world), mine.past - mine.first), threadIdx.x) : Ids{};
+      routes ? prefetch_ids(args, mine.first, min(tile_tokens(world), mine.end - mine.first), threadIdx.x) : Ids{};
   const u8 active = ask_active(world);
-  const i32 room = threadIdx.x < static_cast<u32>(world.size) ? world.capacities[threadIdx.x] : 0;
+  const i32 capacity = threadIdx.x < static_cast<u32>(world.size) ? world.capacities[threadIdx.x] : 0;
   Credit credit = {0, 0};
-  if (halves.sends && team.block == team.num_blocks - 1 && in_crew())
+  if (phases.sends && team.block == team.num_blocks - 1 && is_count_warp())
     credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
-  HtScratch scratch = carve_ht(world, shared);
-  Sender sender = {open_pipe(args.work, shared), 0, -1, mine, divisor_of(pieces_per_row(args)), divisor_of(world.topk),
-                   split, divisor_of(team.num_blocks), false, false};
-  if (is_sender(halves)) load_first_unit(args, sender, warp_idx());
+  DispatchScratch scratch = make_scratch(world, shared);
+  Sender sender = {init_stages(args.work, shared), 0, -1, mine, divisor_of(segments_per_row(args)),
+                   divisor_of(world.topk), split, divisor_of(team.num_blocks), false, false};
+  if (is_send_warp(phases)) load_first_segment(args, sender, warp_idx());
   clear_tile(world, scratch);
-  for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.counters[i] = 0;
+  for (i32 i = threadIdx.x; i < num_counters(world); i += blockDim.x) scratch.tile_prefix[i] = 0;
   if (threadIdx.x == 0) {
-    *scratch.next_unit = num_senders(halves);
-    *scratch.next_arrival = *scratch.next_record = *scratch.warps_sent = *scratch.lacking = 0;
+    *scratch.next_segment = num_send_warps(phases);
+    *scratch.next_arrival = *scratch.next_metadata = *scratch.warps_done = *scratch.incomplete = 0;
   }
   if (routes) fill_table(world, scratch.table);
-  if (threadIdx.x < static_cast<u32>(world.size)) scratch.room[threadIdx.x] = room;
+  if (threadIdx.x < static_cast<u32>(world.size)) scratch.capacities[threadIdx.x] = capacity;
   keep_active(world, active);
-  // One answer for the block: another block may stop the rank just now, and barriers want all threads.
+  // One answer for the whole block: another block may stop the rank at this moment, and barriers need all threads.
   if (is_stopped(stop, last & shared_last, number)) {
-    drop_unit(sender);
+    drain_load(sender);
     return deliver_nothing(args, team, scratch, false);
   }
-  const u64 seq = last + halves.sends, start = ptx::now_ns();
+  const u64 seq = last + phases.sends, start = ptx::now_ns();
   scratch.origin = origin_of(args, seq);
   if (args.cached && warp_idx() == 1)
     scratch.row_start[world.size] =
         prefix_sum(world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });
-  const Outcome outcome = ht_route(args, team, scratch, sender, halves, credit, ids, seq);
-  ht_work(args, team, scratch, sender, halves, seq, seq - shared_last, start, outcome);
+  const Status status = route_tokens(args, team, scratch, sender, phases, credit, ids, seq);
+  send_and_read(args, team, scratch, sender, phases, seq, seq - shared_last, start, status);
   __syncthreads();
-  if (halves.receives) ht_receive(args, team, scratch, shared, number, seq, outcome);
+  if (phases.receives) finish_receive(args, team, scratch, shared, number, seq, status);
 }
 
 }  // namespace ep::ht
 
 #ifndef LOOPBACK
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ht_dispatch(const __grid_constant__ ep::DispatchArgs args) {
-  ep::ht::ht_dispatch_team(args, {static_cast<ep::i32>(blockIdx.x), static_cast<ep::i32>(gridDim.x)});
+  ep::ht::dispatch_team(args, {static_cast<ep::i32>(blockIdx.x), static_cast<ep::i32>(gridDim.x)});
 }
 #else  // all ranks on one GPU: blocks_per_rank consecutive blocks are one rank
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ht_dispatch(const ep::DispatchArgs* ranks, ep::i32 blocks_per_rank) {
   const ep::i32 block = blockIdx.x;
-  ep::ht::ht_dispatch_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
+  ep::ht::dispatch_team(ranks[block / blocks_per_rank], {block % blocks_per_rank, blocks_per_rank});
 }
 #endif

@@ -1,16 +1,16 @@
-// Stages of shared memory between the warps of a block that have one task each: one side fills them in order, the other
-// empties them in the same order (teams of makers: each those of its sums). Beside each stage lies an item that says
-// what is in it. transports/nvlink/rings.py decides how many stages there are.
+// Pipelines of shared-memory stages between the warps of a block, one role per warp. Producers fill the stages in
+// order, consumers release them in the same order (reduce teams: each the stages of its own sums). A stage holds one
+// segment of a row; the SegmentInfo beside it says which. transports/nvlink/pipeline_stages.py sizes the pipelines.
 //
-//   rows    loader -> makers (or, where rows travel as they are, the storing warp)    pieces of y
-//   made    makers -> storing warp                                                    pieces of partials; where rows
-//           become fp8 one by one, in the stages of `rows`, which go back to the loader from the storing warp
-//   home    home loader -> summing warps                                              pieces that have come home
+//   rows       load warp -> reduce warps (or the send thread, where rows are copied)    segments of y
+//   partials   reduce warps -> send thread       segments of partials. Where single rows become fp8: the stages of
+//              `rows`, which the send thread releases to the load warp
+//   recv       receive load warp -> receive reducers                                    segments of received partials
 //
-// A stage is handed over by two mbarriers. `full`: filled (a bulk load completes on it; makers arrive on it); `empty`:
-// read. Arrivals release and waits acquire, so an item, and whatever its writer had seen, is visible to who takes the
-// stage. Waits here are for warps of this block and for local copies: the former wait for peers only in
-// common/wait.cuh, which ends (so does the wait for credit, ht/combine_send.cuh, for the telling warp).
+// Two mbarriers hand a stage over. `full`: filled (a bulk load completes on it, or reduce warps arrive on it); `empty`:
+// read. Arrivals release and waits acquire, so the consumer of a stage sees its SegmentInfo and everything that the
+// producer had seen. Waits in this file are for warps of this block and for local copies. Load warps wait for peers
+// only in common/wait.cuh, which has a deadline; so does the notify warp's wait for credit (ht/combine_send.cuh).
 #pragma once
 
 #include "common/block.cuh"
@@ -19,124 +19,140 @@
 
 namespace ep::ht {
 
-constexpr u32 kFirst = 1, kLast = 2, kChunkEnd = 4,
-              kNoMore = 8;  // first, last row of a sum; last of a chunk; no more items
+// SegmentInfo.flags: first, last row of a sum; last segment of a chunk; end of the pipeline.
+constexpr u32 kFirstRow = 1, kLastRow = 2, kChunkEnd = 4, kEnd = 8;
 constexpr u32 kColumnsShift = 8;
 
-struct alignas(16) Item {
+struct alignas(16) SegmentInfo {
   f32 weight;
-  u32 what;  // bits above, columns << kColumnsShift
-  u8* to;    // where the result goes
+  u32 flags;  // flags above, columns << kColumnsShift
+  u8* dst;    // address of the result
 
-  __device__ __forceinline__ i32 columns() const { return static_cast<i32>(what >> kColumnsShift); }
+  __device__ __forceinline__ i32 columns() const { return static_cast<i32>(flags >> kColumnsShift); }
 };
 
-struct Ring {
+struct Pipeline {
   u8* stages;
-  Item* items;
+  SegmentInfo* infos;
   u64 *full, *empty;
-  u32 stage_bytes, size;
-  u32 at, phase;  // this warp's place
+  u32 stage_bytes, num_stages;
+  u32 stage_idx, phase;  // position of this warp
 
-  __device__ __forceinline__ u8* stage() const { return stages + at * stage_bytes; }
-  __device__ __forceinline__ void move_on() {
-    if (++at == size) {
-      at = 0;
+  __device__ __forceinline__ u8* stage() const { return stages + stage_idx * stage_bytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage_idx == num_stages) {
+      stage_idx = 0;
       phase ^= 1;
     }
   }
-  // So many stages on, `size` at most.
-  __device__ __forceinline__ Ring ahead(u32 stages) const {
-    Ring ring = *this;
-    ring.at += stages;
-    if (ring.at >= size) {
-      ring.at -= size;
-      ring.phase ^= 1;
+  // `count` stages further, num_stages at most.
+  __device__ __forceinline__ Pipeline ahead(u32 count) const {
+    Pipeline pipeline = *this;
+    pipeline.stage_idx += count;
+    if (pipeline.stage_idx >= num_stages) {
+      pipeline.stage_idx -= num_stages;
+      pipeline.phase ^= 1;
     }
-    return ring;
+    return pipeline;
   }
-  __device__ __forceinline__ void await_full() const { ptx::bulk_load_wait(full + at, phase); }
-  __device__ __forceinline__ void await_empty() const { ptx::bulk_load_wait(empty + at, phase ^ 1); }
+  __device__ __forceinline__ void wait_full() const { ptx::bulk_load_wait(full + stage_idx, phase); }
+  __device__ __forceinline__ void wait_empty() const { ptx::bulk_load_wait(empty + stage_idx, phase ^ 1); }
 };
 
-__device__ __forceinline__ Ring carve_ring(u8* stages, u32 stage_bytes, u32 size, Item* items, u64* barriers,
-                                           u32 most) {
-  return {stages, items, barriers, barriers + most, stage_bytes, size, 0, 0};
+__device__ __forceinline__ Pipeline make_pipeline(u8* stages, u32 stage_bytes, u32 num_stages, SegmentInfo* infos,
+                                                  u64* barriers, u32 max_stages) {
+  return {stages, infos, barriers, barriers + max_stages, stage_bytes, num_stages, 0, 0};
 }
 
-// One thread, before a block barrier that comes before any use. `fillers`, `readers`: warps that arrive per stage.
-__device__ __forceinline__ void open_ring(const Ring& ring, u32 fillers, u32 readers) {
-  for (u32 s = 0; s < ring.size; ++s) {
-    ptx::barrier_init(ring.full + s, fillers);
-    ptx::barrier_init(ring.empty + s, readers);
+// One thread, before a block barrier that precedes any use. `num_producers`, `num_consumers`: warps that arrive per
+// stage.
+__device__ __forceinline__ void init_pipeline(const Pipeline& pipeline, u32 num_producers, u32 num_consumers) {
+  for (u32 s = 0; s < pipeline.num_stages; ++s) {
+    ptx::barrier_init(pipeline.full + s, num_producers);
+    ptx::barrier_init(pipeline.empty + s, num_consumers);
   }
 }
 
-struct Nothing {
-  __device__ __forceinline__ void operator()(const Ring&) const {}
-};
+// ---- producers ----
 
-// One lane of the loading warp: fills the stage with `num_bytes` (a multiple of 16) of `from`, after granted(ring): the
-// stage is empty.
-template <class Granted>
-__device__ __forceinline__ void fill_stage(const Ring& ring, const Item& item, const u8* from, u32 num_bytes,
-                                           Granted granted) {
-  ring.await_empty();
-  granted(ring);
-  ring.items[ring.at] = item;
-  ptx::bulk_load(ring.stage(), from, num_bytes, ring.full + ring.at);
-}
+__device__ __forceinline__ void producer_acquire(const Pipeline& pipeline) { pipeline.wait_empty(); }
 
-// The loading warp; the lane that has it at hand fills the next stage.
-template <class Granted = Nothing>
-__device__ __forceinline__ void load_stage(Ring& ring, bool at_hand, const Item& item, const u8* from, u32 num_bytes,
-                                           Granted granted = {}) {
-  if (at_hand) fill_stage(ring, item, from, num_bytes, granted);
+// One warp that wrote the stage by ordinary stores, behind a proxy fence where the copy engine reads them.
+__device__ __forceinline__ void producer_commit(const Pipeline& pipeline) {
   __syncwarp();
-  ring.move_on();
+  if (lane_idx() == 0) ptx::barrier_arrive(pipeline.full + pipeline.stage_idx);
 }
 
-// So many stages that whoever reads the others meanwhile need not wait.
-__device__ __forceinline__ i32 half_of(const Ring& ring) { return static_cast<i32>(ring.size + 1) / 2; }
+struct NoCallback {
+  __device__ __forceinline__ void operator()(const Pipeline&) const {}
+};
 
-// The same with the next `count` stages, a lane for each, which has it at hand as its `number`th; below 0: a lane that
-// has none. `most` at a time, for which that many stages must come free.
-template <class Granted = Nothing>
-__device__ __forceinline__ void load_stages(Ring& ring, i32 number, i32 count, const Item& item, const u8* from,
-                                            u32 num_bytes, i32 most, Granted granted = {}) {
+// One lane of the load warp: acquires the stage, calls on_acquire(pipeline) and starts a bulk load of `num_bytes` (a
+// multiple of 16), which commits the stage when it completes.
+template <class OnAcquire>
+__device__ __forceinline__ void load_stage(const Pipeline& pipeline, const SegmentInfo& info, const u8* src,
+                                           u32 num_bytes, OnAcquire on_acquire) {
+  producer_acquire(pipeline);
+  on_acquire(pipeline);
+  pipeline.infos[pipeline.stage_idx] = info;
+  ptx::bulk_load(pipeline.stage(), src, num_bytes, pipeline.full + pipeline.stage_idx);
+}
+
+// The load warp fills the next stage; the lane with `loads` set has the arguments.
+template <class OnAcquire = NoCallback>
+__device__ __forceinline__ void load_next_stage(Pipeline& pipeline, bool loads, const SegmentInfo& info, const u8* src,
+                                                u32 num_bytes, OnAcquire on_acquire = {}) {
+  if (loads) load_stage(pipeline, info, src, num_bytes, on_acquire);
+  __syncwarp();
+  pipeline.advance();
+}
+
+// A batch that leaves the consumers enough full stages to work on meanwhile.
+__device__ __forceinline__ i32 half_of_stages(const Pipeline& pipeline) {
+  return static_cast<i32>(pipeline.num_stages + 1) / 2;
+}
+
+// The load warp fills the next `count` stages in parallel: the lane with index `number` fills stage `number`; -1 = idle
+// lane. At most `max_at_once` stages are acquired together.
+template <class OnAcquire = NoCallback>
+__device__ __forceinline__ void load_next_stages(Pipeline& pipeline, i32 number, i32 count, const SegmentInfo& info,
+                                                 const u8* src, u32 num_bytes, i32 max_at_once,
+                                                 OnAcquire on_acquire = {}) {
 #pragma unroll 1
-  for (i32 first = 0; first < count; first += most) {
+  for (i32 first = 0; first < count; first += max_at_once) {
     const i32 ahead = number - first;
-    if (ahead >= 0 && ahead < most) fill_stage(ring.ahead(ahead), item, from, num_bytes, granted);
+    if (ahead >= 0 && ahead < max_at_once) load_stage(pipeline.ahead(ahead), info, src, num_bytes, on_acquire);
     __syncwarp();
-    ring = ring.ahead(min(most, count - first));
+    pipeline = pipeline.ahead(min(max_at_once, count - first));
   }
 }
 
-// The filling side: nothing comes after this; so often, where the readers take turns. A warp of it.
-__device__ __forceinline__ void close_ring(Ring& ring, i32 readers = 1) {
-  for (i32 i = 0; i < readers; ++i) {
+// One producer warp: ends the pipeline. One end per consumer, where consumers take stages in rotation.
+__device__ __forceinline__ void producer_tail(Pipeline& pipeline, i32 num_consumers = 1) {
+  for (i32 i = 0; i < num_consumers; ++i) {
     if (lane_idx() == 0) {
-      ring.await_empty();
-      ring.items[ring.at] = {0.0f, kNoMore, nullptr};
-      ptx::barrier_arrive(ring.full + ring.at);
+      producer_acquire(pipeline);
+      pipeline.infos[pipeline.stage_idx] = {0.0f, kEnd, nullptr};
+      ptx::barrier_arrive(pipeline.full + pipeline.stage_idx);
     }
     __syncwarp();
-    ring.move_on();
+    pipeline.advance();
   }
 }
 
-// A reading warp: the next stage, once it is full.
-__device__ __forceinline__ Item take_stage(const Ring& ring) {
-  ring.await_full();
-  return ring.items[ring.at];
+// ---- consumers ----
+
+// One consumer warp or thread: waits until the next stage is full.
+__device__ __forceinline__ SegmentInfo consumer_wait(const Pipeline& pipeline) {
+  pipeline.wait_full();
+  return pipeline.infos[pipeline.stage_idx];
 }
 
-// It has been read.
-__device__ __forceinline__ void give_back(Ring& ring) {
+// One consumer warp, when all its lanes have read the stage.
+__device__ __forceinline__ void consumer_release(Pipeline& pipeline) {
   __syncwarp();
-  if (lane_idx() == 0) ptx::barrier_arrive(ring.empty + ring.at);
-  ring.move_on();
+  if (lane_idx() == 0) ptx::barrier_arrive(pipeline.empty + pipeline.stage_idx);
+  pipeline.advance();
 }
 
 }  // namespace ep::ht

@@ -1,5 +1,5 @@
-// Where things lie in the regions of ranks: an address per function. The byte map itself is in abi.py; low-latency
-// lines are in layout/ll128.cuh.
+// Addresses in the regions of ranks, one function each. The byte map itself is in abi.py; LL128 lines are in
+// layout/ll128.cuh.
 #pragma once
 
 #include "types.h"
@@ -11,7 +11,7 @@ __device__ __forceinline__ T* region_at(const World& world, i32 rank, u64 offset
   return reinterpret_cast<T*>(world.peers[rank] + offset);
 }
 
-// The word that rank `from` writes and rank `at` polls.
+// The flag that rank `from` writes and rank `at` polls.
 __device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
   return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
 }
@@ -26,15 +26,15 @@ __device__ __forceinline__ u8* array_at(const DispatchArgs& args, i32 rank, u64 
 
 // ---- HT dispatch ----
 
-// What travels beside a row, once per (token, k); 16 bytes, one store.
+// Token metadata, which travel beside a row, once per (token, k); 16 bytes, one store.
 struct alignas(16) Meta {
-  i32 local_expert;  // -1 = this k is not served here
+  i32 local_expert;  // -1 = no expert of this rank serves this k
   i32 place;         // Home.place
   f32 weight;
   i32 token;         // index at the source
 };
 
-// [K] records of a position.
+// [K] token metadata of a position.
 __device__ __forceinline__ Meta* meta_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
   return reinterpret_cast<Meta*>(array_at(args, at, map.meta, map.meta_stride)) +
@@ -56,7 +56,7 @@ __device__ __forceinline__ u64 origins_at(const DispatchArgs& args) {
   return args.world.map.origins + args.slot * args.world.map.origins_stride;
 }
 
-// Last seq whose row of (source, position) has arrived at rank `at`. Per-expert layouts.
+// Arrival flag: last seq whose row of (source, position) has arrived at rank `at`. Per-expert layouts.
 __device__ __forceinline__ u64* arrival_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
   return reinterpret_cast<u64*>(array_at(args, at, map.arrivals, map.arrivals_stride)) +
@@ -80,7 +80,8 @@ __device__ __forceinline__ u64 origins_at(const CombineArgs& args) {
   return args.world.map.home_origins + args.slot * args.world.map.home_origins_stride;
 }
 
-// The word in the region of rank `at` that says how far `owner` has come with the chunk of this position.
+// Progress flag in the region of rank `at`: last seq in which expert rank `owner` has completed the chunk of this
+// position.
 __device__ __forceinline__ u64* progress_at(const World& world, i32 at, i32 owner, i32 position) {
   const i32 chunks = (world.max_tokens + CHUNK - 1) / CHUNK;
   return region_at<u64>(world, at, world.map.flags) + NUM_FLAGS * world.size + static_cast<i64>(owner) * chunks +

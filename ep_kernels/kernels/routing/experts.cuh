@@ -1,4 +1,4 @@
-// What both dispatches know of experts and of the counters by which rows are numbered: a counter is (rank *
+// Experts of both dispatches: the ranks that hold them, and the counters that number their rows. A counter is (rank *
 // local_stride + local expert), or num_keys + rank for rows.
 #pragma once
 
@@ -8,13 +8,14 @@
 namespace ep {
 
 constexpr bool kPerExpert = LAYOUT == EXPERT_MAJOR || LAYOUT == GROUPED;
-constexpr i32 kDropped = -2;  // a place past the receive capacity; -1 = not served here
+constexpr i32 kDropped = -2;  // a place past the receive capacity; -1 = no place on this rank
 
-constexpr i32 kNowhere = -1, kGone = -2, kInvalid = -3;  // Home.rank without a destination
+// Home.rank without a destination: no expert, no active replica, id out of range.
+constexpr i32 kNowhere = -1, kGone = -2, kInvalid = -3;
 
-// One logical expert: where it is, or where its active copies are listed; one 16-byte load.
+// One logical expert: its rank and slot, and the list of its active replicas; one 16-byte load.
 struct alignas(16) Expert {
-  i32 rank;  // kGone without an active copy
+  i32 rank;  // kGone without an active replica
   i32 slot;
   i32 num_copies;
   i32 first_copy;
@@ -23,10 +24,10 @@ struct alignas(16) Expert {
 __device__ __forceinline__ i32 num_keys(const World& world) { return world.size * world.local_stride; }
 __device__ __forceinline__ i32 num_counters(const World& world) { return num_keys(world) + world.size; }
 
-// A table of experts in shared memory.
-constexpr i32 kChoose = -4;  // in it: several copies, which take turns
+// The table of experts in shared memory: rank << 16 | local expert, or negative.
+constexpr i32 kChoose = -4;  // several replicas, used in rotation
 
-// It does not change while kernels run. All threads; a block barrier follows.
+// The experts do not change while kernels run. All threads; a block barrier must follow.
 __device__ __forceinline__ void fill_table(const World& world, i32* table) {
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < world.num_experts; i += THREADS) {
@@ -41,7 +42,7 @@ __device__ __noinline__ i32 choose_copy(const World& world, i32 id, i32 token) {
   return world.copies_rank[chosen] << 16 | world.copies_slot[chosen];
 }
 
-// rank << 16 | local expert of an id, below 0 as Home.rank; kChoose is left to choose_copy. No branch.
+// rank << 16 | local expert of an id, negative as Home.rank; kChoose is resolved by choose_copy. No branch.
 __device__ __forceinline__ i32 look_up(const World& world, const i32* table, i32 id) {
   const bool known = static_cast<u32>(id) < static_cast<u32>(world.num_experts);
   const i32 key = table[known ? id : 0];

@@ -1,12 +1,12 @@
-// Where every (token, k) of this source goes in HT dispatch, in canonical order at any number of blocks.
-// ep_kernels/routing.py is the definition. A block routes its own range of tokens once, tile by tile, and counts its
-// rows; when the counts of the other blocks and ranks are there, every entry of `home` is given its final place.
+// Routing scan of HT dispatch: the final place of every (token, k) of this source, in canonical order at any number of
+// blocks. ep_kernels/routing.py is the definition. A block scans its own range of tokens once, tile by tile, and counts
+// its rows; once the counts of the other blocks and ranks are known, every route gets its final place.
 //
-// A thread stands for an entry (token, k) and notes its rank at the token. Then lanes stand for tokens, 32 of which are
-// a chunk: a ballot per rank says which of them go there, so a popcount is a row's number. Numbers per expert are
-// counted, by all warps, each in order through its part of the tile, and then moved on by the parts before.
-// Worked example, K = 2, tokens [[2, 0], [2, 5]], experts 0-3 on rank 0 and 4-7 on rank 1: ranks of the tokens {0}, {0,
-// 1}; of the chunk tokens 11 go to rank 0, 10 to rank 1; positions [0, 0, 1, 0]; indices per expert [0, 0, 1, 0].
+// A thread stands for an entry (token, k) and sets its rank's bit in the token's dst_mask. Then lanes stand for tokens,
+// 32 per word: a ballot per rank gives the tokens that go there, so a row's index is a popcount. Indices per expert are
+// counted by all warps, each in order through its part of the tile, and then shifted by the counts of the parts before.
+// Worked example, K = 2, tokens [[2, 0], [2, 5]], experts 0-3 on rank 0 and 4-7 on rank 1: dst_mask of the tokens {0},
+// {0, 1}; tokens 11 go to rank 0, tokens 10 to rank 1; positions [0, 0, 1, 0]; indices per expert [0, 0, 1, 0].
 //
 // Memory: a counter is (rank * local_stride + local expert), or num_keys + rank for rows.
 #pragma once
@@ -26,115 +26,115 @@ constexpr i32 kTileParts = THREADS / 32;  // of a tile: one for each warp
 constexpr i32 kTileTokens = kTileParts * 32;
 
 struct RouteTile {
-  u64 ranks[kTileTokens];             // that a token goes to (bit of a rank)
-  u32 tokens[kTileParts][MAX_RANKS];  // of a chunk, that go to a rank (bit of a token)
-  i32 key[kTileEntries];              // rank << 16 | local expert, or below 0 as Home.rank
-  u16 index[kTileEntries];            // per-expert layouts: index among its part's rows for that expert
-  u8 twins[kTileEntries];             // and earlier k of the token with the same key; kMore: there are later ones too
+  u64 dst_mask[kTileTokens];              // destinations of a token (bit of a rank)
+  u32 token_mask[kTileParts][MAX_RANKS];  // tokens of 32 that go to a rank (bit of a token)
+  i32 key[kTileEntries];                  // rank << 16 | local expert, or negative as Home.rank
+  u16 index[kTileEntries];                // per-expert layouts: index among its part's rows for that expert
+  u8 duplicates[kTileEntries];            // and earlier k of the token with the same key; kMore: later ones exist
 };
 constexpr u8 kMore = 0x80;
 
-constexpr u32 kBroken = 1 << 16;
+constexpr u32 kStoppedWarp = 1 << 16;
 
-// Shared memory of a block; the stages follow at work.stage_offset. total, offset, row_start: of what arrives here.
-struct HtScratch : Scratch {
+// Shared memory of a block; the stages follow at work.stage_offset. total, offset, row_start: of the rows that arrive.
+struct DispatchScratch : Scratch {
   RouteTile* tile;
-  u16* parts;     // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
-  i32* counters;  // [num_counters] rows of this block's tiles before the last
-  i32* before;    // [num_counters] rows of the blocks before this one
-  i32* first;     // [num_counters] rows of this block; then the first row of this rank's at the destination
-  i32* all;       // [num_counters] rows of all sources
-  i32* rows;      // [R] rows that each source sends here
-  i32* table;     // [E] where experts are (routing/experts.cuh)
-  i32* room;      // [R] capacity of each rank
-  u32* next_unit;     // of this block's own units: the next to be sent
-  u32* next_arrival;  // of the rows that arrive: the next to be looked after by this block
-  u32* next_record;   // of the positions whose records are worked up: the next few, likewise
-  u32* warps_sent;    // warps that have ended, and kBroken for each that was stopped before it had sent all
-  u32* lacking;       // 1 = records or rows did not come, or routings differ
+  u16* part_counts;    // [kTileParts, num_counters] rows of the tile per expert, by part; then of the parts before
+  i32* tile_prefix;    // [num_counters] rows of this block's tiles before the last
+  i32* block_prefix;   // [num_counters] rows of the blocks before this one
+  i32* dst_offset;     // [num_counters] rows of this block; of the sources before; the first final row of this block
+  i32* all_sources;    // [num_counters] rows of all sources
+  i32* source_rows;    // [R] rows that each source sends to this rank
+  i32* table;          // [E] table of experts (routing/experts.cuh)
+  i32* capacities;     // [R] capacity of each rank
+  u32* next_segment;   // work counter of the block: its own segments to send
+  u32* next_arrival;   // likewise: rows that arrive
+  u32* next_metadata;  // likewise: groups of positions whose metadata are read
+  u32* warps_done;     // warps that have finished sending, plus kStoppedWarp for each that was stopped before
+  u32* incomplete;     // 1 = metadata or rows did not arrive, or routings differ
 };
 
-__device__ __forceinline__ HtScratch carve_ht(const World& world, u8* shared) {
-  HtScratch scratch;
+__device__ __forceinline__ DispatchScratch make_scratch(const World& world, u8* shared) {
+  DispatchScratch scratch;
   const i32 n = num_counters(world), groups = kPerExpert ? world.local_stride : 0;
   scratch.origin = 0;
   scratch.tile = reinterpret_cast<RouteTile*>(after_waits(world, shared));
-  scratch.parts = reinterpret_cast<u16*>(scratch.tile + 1);
-  scratch.counters = reinterpret_cast<i32*>(scratch.parts + kTileParts * n);
-  scratch.before = scratch.counters + n;
-  scratch.first = scratch.before + n;
-  scratch.all = scratch.first + n;
-  scratch.total = scratch.all + world.rank * world.local_stride;
+  scratch.part_counts = reinterpret_cast<u16*>(scratch.tile + 1);
+  scratch.tile_prefix = reinterpret_cast<i32*>(scratch.part_counts + kTileParts * n);
+  scratch.block_prefix = scratch.tile_prefix + n;
+  scratch.dst_offset = scratch.block_prefix + n;
+  scratch.all_sources = scratch.dst_offset + n;
+  scratch.total = scratch.all_sources + world.rank * world.local_stride;
   scratch.start = nullptr;
-  scratch.rows = scratch.all + n;
-  scratch.row_start = scratch.rows + world.size;
+  scratch.source_rows = scratch.all_sources + n;
+  scratch.row_start = scratch.source_rows + world.size;
   scratch.offset = scratch.row_start + world.size + 1;
   scratch.table = scratch.offset + groups + 1;
-  scratch.room = scratch.table + world.num_experts;
-  scratch.next_unit = reinterpret_cast<u32*>(scratch.room + world.size);
-  scratch.next_arrival = scratch.next_unit + 1;
-  scratch.next_record = scratch.next_unit + 2;
-  scratch.warps_sent = scratch.next_unit + 3;
-  scratch.lacking = scratch.next_unit + 4;
+  scratch.capacities = scratch.table + world.num_experts;
+  scratch.next_segment = reinterpret_cast<u32*>(scratch.capacities + world.size);
+  scratch.next_arrival = scratch.next_segment + 1;
+  scratch.next_metadata = scratch.next_segment + 2;
+  scratch.warps_done = scratch.next_segment + 3;
+  scratch.incomplete = scratch.next_segment + 4;
   return scratch;
 }
 
 __device__ __forceinline__ i32 tile_tokens(const World& world) { return min(kTileEntries / world.topk, kTileTokens); }
 
-struct Range {
-  i32 first, past;
+struct TokenRange {
+  i32 first, end;
 };
 
-// Tokens of all blocks: so many each, a contiguous range, and one more in the first blocks.
-struct Split {
-  i32 least, more;
+// Tokens by block: a contiguous range of `quotient` tokens each, and one more in the first `remainder` blocks.
+struct TokenSplit {
+  i32 quotient, remainder;
 
-  __device__ __forceinline__ i32 most() const { return least + (more != 0); }
-  __device__ __forceinline__ Range of(i32 block) const {
-    const i32 first = block * least + min(block, more);
-    return {first, first + least + (block < more)};
+  __device__ __forceinline__ i32 max_tokens() const { return quotient + (remainder != 0); }
+  __device__ __forceinline__ TokenRange of(i32 block) const {
+    const i32 first = block * quotient + min(block, remainder);
+    return {first, first + quotient + (block < remainder)};
   }
 };
 
-__device__ __forceinline__ Split split_tokens(i32 num_tokens, i32 num_blocks) {
-  const i32 least = num_tokens / num_blocks;
-  return {least, num_tokens - least * num_blocks};
+__device__ __forceinline__ TokenSplit split_tokens(i32 num_tokens, i32 num_blocks) {
+  const i32 quotient = num_tokens / num_blocks;
+  return {quotient, num_tokens - quotient * num_blocks};
 }
 
 // ---- one tile ----
 
-// Ids of some entries of a tile, this thread's first and every THREADS-th behind it, on their way.
-constexpr i32 kIdsTogether = 6;
+// Prefetched ids of a tile: the thread's first entry and every THREADS-th after it.
+constexpr i32 kIdUnroll = 6;
 struct Ids {
-  i32 at[kIdsTogether];
+  i32 at[kIdUnroll];
 };
 
-__device__ __forceinline__ Ids ask_ids(const DispatchArgs& args, i32 first, i32 count, i32 entry) {
-  const i32* ids = args.topk_ids + static_cast<i64>(first) * args.world.topk;
-  const i32 past = count * args.world.topk;
-  Ids asked;
+__device__ __forceinline__ Ids prefetch_ids(const DispatchArgs& args, i32 first, i32 count, i32 entry) {
+  const i32* topk_ids = args.topk_ids + static_cast<i64>(first) * args.world.topk;
+  const i32 end = count * args.world.topk;
+  Ids ids;
 #pragma unroll
-  for (i32 j = 0; j < kIdsTogether; ++j) asked.at[j] = entry + j * THREADS < past ? ids[entry + j * THREADS] : -1;
-  return asked;
+  for (i32 j = 0; j < kIdUnroll; ++j) ids.at[j] = entry + j * THREADS < end ? topk_ids[entry + j * THREADS] : -1;
+  return ids;
 }
 
-// Keys of the `count` tokens from `first` on, and the ranks that each goes to; `ahead`: from this thread's first entry
-// on. tile.ranks is 0 before. All threads; ends with a block barrier.
-__device__ __forceinline__ void fill_tile(const DispatchArgs& args, const HtScratch& scratch, i32 first, i32 count,
-                                          Ids ahead, Divisor topk) {
+// Keys and dst_mask of the `count` tokens from `first` on; `ids`: prefetched from this thread's first entry on.
+// tile.dst_mask is 0 before. All threads; ends with a block barrier.
+__device__ __forceinline__ void fill_tile(const DispatchArgs& args, const DispatchScratch& scratch, i32 first,
+                                          i32 count, Ids ids, Divisor topk) {
   RouteTile& tile = *scratch.tile;
 #pragma unroll 1
   for (i32 entry = threadIdx.x; entry < count * topk.value;) {
 #pragma unroll
-    for (i32 j = 0; j < kIdsTogether; ++j) {
+    for (i32 j = 0; j < kIdUnroll; ++j) {
       const i32 e = entry + j * THREADS, token = divide(e, topk);
       if (e >= count * topk.value) break;
-      const i32 key = key_of(args.world, scratch.table, ahead.at[j], first + token), rank = key >> 16;
+      const i32 key = key_of(args.world, scratch.table, ids.at[j], first + token), rank = key >> 16;
       tile.key[e] = key;
-      if (key >= 0) atomicOr(reinterpret_cast<u32*>(tile.ranks + token) + (rank >> 5), 1u << (rank & 31));
+      if (key >= 0) atomicOr(reinterpret_cast<u32*>(tile.dst_mask + token) + (rank >> 5), 1u << (rank & 31));
     }
-    entry += kIdsTogether * THREADS;
-    if (entry < count * topk.value) ahead = ask_ids(args, first, count, entry);
+    entry += kIdUnroll * THREADS;
+    if (entry < count * topk.value) ids = prefetch_ids(args, first, count, entry);
   }
   __syncthreads();
 }
@@ -143,22 +143,22 @@ __device__ __forceinline__ i32 expert_counter(const World& world, i32 key) {
   return (key >> 16) * world.local_stride + (key & 0xFFFF);
 }
 
-// Part of a tile of `count` tokens that its token t belongs to, and first token of a part.
+// The part that token t of a tile of `count` tokens belongs to, and the first token of a part.
 __device__ __forceinline__ i32 part_of(i32 count, i32 t) { return (kTileParts * (t + 1) - 1) / count; }
 __device__ __forceinline__ i32 part_begin(i32 count, i32 part) { return count * part / kTileParts; }
 
 // Earlier k of each entry's token with the same key.
-__device__ __forceinline__ void find_twins(const World& world, RouteTile& tile, i32 count) {
+__device__ __forceinline__ void find_duplicates(const World& world, RouteTile& tile, i32 count) {
   for (i32 e = threadIdx.x; e < count * world.topk; e += THREADS) {
     const i32 row = e / world.topk * world.topk, key = tile.key[e];
-    i32 twins = 0;
+    i32 duplicates = 0;
     for (i32 k = world.topk - 1; k >= 0; --k)
-      if (tile.key[row + k] == key) twins = k < e - row ? twins + 1 : k > e - row ? kMore : twins;
-    tile.twins[e] = static_cast<u8>(twins);
+      if (tile.key[row + k] == key) duplicates = k < e - row ? duplicates + 1 : k > e - row ? kMore : duplicates;
+    tile.duplicates[e] = static_cast<u8>(duplicates);
   }
 }
 
-// Each warp numbers the rows of its part of a tile by expert from 0, token by token: what a token's lanes count are
+// Each warp numbers the rows of its part of a tile by expert from 0, token by token. The lanes of a token update
 // different counters.
 __device__ __forceinline__ void number_part(const World& world, RouteTile& tile, u16* counters, i32 count) {
   const i32 topk = world.topk, lane = lane_idx();
@@ -167,53 +167,53 @@ __device__ __forceinline__ void number_part(const World& world, RouteTile& tile,
     const i32 e = t * topk + lane;
     const i32 key = lane < topk ? tile.key[e] : -1;
     const i32 by_expert = expert_counter(world, key);
-    const u32 copies = key >= 0 ? counters[by_expert] : 0;
+    const u32 so_far = key >= 0 ? counters[by_expert] : 0;
     __syncwarp();
     if (key >= 0) {
-      const u32 twins = tile.twins[e], index = copies + (twins & ~kMore);
+      const u32 duplicates = tile.duplicates[e], index = so_far + (duplicates & ~kMore);
       tile.index[e] = static_cast<u16>(index);
-      if ((twins & kMore) == 0) counters[by_expert] = static_cast<u16>(index + 1);
+      if ((duplicates & kMore) == 0) counters[by_expert] = static_cast<u16>(index + 1);
     }
     __syncwarp();
   }
 }
 
-// Which tokens go to which rank, a chunk per warp; per-expert layouts: numbers by expert. All threads; ends with a
-// block barrier.
-__device__ __forceinline__ void number_tile(const World& world, const HtScratch& scratch, i32 count) {
+// Token masks per rank, 32 tokens per warp; per-expert layouts: indices by expert. All threads; ends with a block
+// barrier.
+__device__ __forceinline__ void number_tile(const World& world, const DispatchScratch& scratch, i32 count) {
   RouteTile& tile = *scratch.tile;
-  const u64 ranks = tile.ranks[threadIdx.x];
-  const u32 low = transposed(static_cast<u32>(ranks), min(world.size, 32));
-  if (lane_idx() < world.size) tile.tokens[warp_idx()][lane_idx()] = low;
+  const u64 dst_mask = tile.dst_mask[threadIdx.x];
+  const u32 low = transposed(static_cast<u32>(dst_mask), min(world.size, 32));
+  if (lane_idx() < world.size) tile.token_mask[warp_idx()][lane_idx()] = low;
   if (world.size > 32) {
-    const u32 high = transposed(static_cast<u32>(ranks >> 32), world.size - 32);
-    if (lane_idx() + 32 < world.size) tile.tokens[warp_idx()][lane_idx() + 32] = high;
+    const u32 high = transposed(static_cast<u32>(dst_mask >> 32), world.size - 32);
+    if (lane_idx() + 32 < world.size) tile.token_mask[warp_idx()][lane_idx() + 32] = high;
   }
   if constexpr (kPerExpert) {
-    find_twins(world, tile, count);
+    find_duplicates(world, tile, count);
     __syncthreads();
-    number_part(world, tile, scratch.parts + warp_idx() * num_counters(world), count);
+    number_part(world, tile, scratch.part_counts + warp_idx() * num_counters(world), count);
   }
   __syncthreads();
 }
 
-// Rows of a tile for a rank; of its tokens before `token`, where one is given.
-__device__ __forceinline__ i32 rows_for(const RouteTile& tile, i32 rank, i32 token = kTileTokens) {
+// Rows of a tile for a rank; with `token`: of the tokens before it.
+__device__ __forceinline__ i32 rows_for_rank(const RouteTile& tile, i32 rank, i32 token = kTileTokens) {
   const i32 own = token >> 5;
   const u32 below = (1u << (token & 31)) - 1;
   i32 rows = 0;
 #pragma unroll
-  for (i32 chunk = 0; chunk < kTileParts; ++chunk)
-    rows += __popc(tile.tokens[chunk][rank] & (chunk < own ? ~0u : chunk == own ? below : 0));
+  for (i32 word = 0; word < kTileParts; ++word)
+    rows += __popc(tile.token_mask[word][rank] & (word < own ? ~0u : word == own ? below : 0));
   return rows;
 }
 
-// Rows of a numbered tile for counter i; parts then hold, per expert, those of the parts before.
-__device__ __forceinline__ i32 rows_of(const World& world, const HtScratch& scratch, i32 i) {
-  if (i >= num_keys(world)) return rows_for(*scratch.tile, i - num_keys(world));
+// Rows of a numbered tile for counter i; afterwards `part_counts` holds, per expert, the rows of the parts before.
+__device__ __forceinline__ i32 rows_of_counter(const World& world, const DispatchScratch& scratch, i32 i) {
+  if (i >= num_keys(world)) return rows_for_rank(*scratch.tile, i - num_keys(world));
   u32 sum = 0;
   for (i32 part = 0; part < kTileParts; ++part) {
-    u16* rows = scratch.parts + part * num_counters(world) + i;
+    u16* rows = scratch.part_counts + part * num_counters(world) + i;
     const u32 mine = *rows;
     *rows = static_cast<u16>(sum);
     sum += mine;
@@ -221,129 +221,134 @@ __device__ __forceinline__ i32 rows_of(const World& world, const HtScratch& scra
   return sum;
 }
 
-// Where entry e of a tile of `count` tokens goes, numbers counted from the block's first row.
-__device__ __forceinline__ Home home_in_block(const World& world, const HtScratch& scratch, i32 e, i32 count,
-                                              Divisor topk) {
+// The route of entry e of a tile of `count` tokens, with indices relative to the block's first row.
+__device__ __forceinline__ Home route_in_block(const World& world, const DispatchScratch& scratch, i32 e, i32 count,
+                                               Divisor topk) {
   const RouteTile& tile = *scratch.tile;
   const i32 key = tile.key[e];
   if (key < 0) return {key, -1, -1, -1};
   const i32 token = divide(e, topk), rank = key >> 16;
-  Home home = {rank, scratch.counters[num_keys(world) + rank] + rows_for(tile, rank, token), key & 0xFFFF, 0};
-  if (!kPerExpert) return home;
+  Home route = {rank, scratch.tile_prefix[num_keys(world) + rank] + rows_for_rank(tile, rank, token), key & 0xFFFF, 0};
+  if (!kPerExpert) return route;
   const i32 by_expert = expert_counter(world, key);
-  home.place = scratch.counters[by_expert] + scratch.parts[part_of(count, token) * num_counters(world) + by_expert] +
-               tile.index[e];
-  return home;
+  route.place = scratch.tile_prefix[by_expert] +
+                scratch.part_counts[part_of(count, token) * num_counters(world) + by_expert] + tile.index[e];
+  return route;
 }
 
-// ---- a block's tokens ----
+// ---- the tokens of a block ----
 
-__device__ __forceinline__ void clear_tile(const World& world, const HtScratch& scratch) {
-  scratch.tile->ranks[threadIdx.x] = 0;
+__device__ __forceinline__ void clear_tile(const World& world, const DispatchScratch& scratch) {
+  scratch.tile->dst_mask[threadIdx.x] = 0;
 #pragma unroll 1
-  for (i32 i = threadIdx.x; kPerExpert && i < kTileParts * num_counters(world); i += THREADS) scratch.parts[i] = 0;
+  for (i32 i = threadIdx.x; kPerExpert && i < kTileParts * num_counters(world); i += THREADS)
+    scratch.part_counts[i] = 0;
 }
 
-// Of a range, the tokens of the last tile, which stays in shared memory until its entries are settled.
-__device__ __forceinline__ Range last_tile(const World& world, Range tokens) {
-  const i32 most = tile_tokens(world), tiles = max(1, (tokens.past - tokens.first + most - 1) / most);
-  return {tokens.first + (tiles - 1) * most, tokens.past};
+// The tokens of the last tile of a range. That tile stays in shared memory until its routes are final.
+__device__ __forceinline__ TokenRange last_tile(const World& world, TokenRange tokens) {
+  const i32 size = tile_tokens(world), tiles = max(1, (tokens.end - tokens.first + size - 1) / size);
+  return {tokens.first + (tiles - 1) * size, tokens.end};
 }
 
-// first = rows of this block's tokens; home = where the entries of all tiles but the last go, numbers counted from the
-// block's first row. The first tile is clear, and `ahead` has its first ids. All threads; ends with a block barrier.
-__device__ __forceinline__ void route_rows(const DispatchArgs& args, const HtScratch& scratch, Range tokens, Range last,
-                                           Ids ahead, Divisor topk) {
+// dst_offset = rows of this block's tokens; args.home = routes of all tiles but the last, relative to the block's first
+// row. The first tile is clear, and `ids` has its first ids. All threads; ends with a block barrier.
+__device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const DispatchScratch& scratch,
+                                            TokenRange tokens, TokenRange last, Ids ids, Divisor topk) {
   const World& world = args.world;
 #pragma unroll 1
   for (i32 token = tokens.first;; token += tile_tokens(world)) {
-    const i32 count = min(tile_tokens(world), tokens.past - token);
-    fill_tile(args, scratch, token, count, ahead, topk);
+    const i32 count = min(tile_tokens(world), tokens.end - token);
+    fill_tile(args, scratch, token, count, ids, topk);
     number_tile(world, scratch, count);
-    for (i32 i = first_told(world) + threadIdx.x; i < num_counters(world); i += THREADS)
-      scratch.first[i] = scratch.counters[i] + rows_of(world, scratch, i);
+    for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
+      scratch.dst_offset[i] = scratch.tile_prefix[i] + rows_of_counter(world, scratch, i);
     __syncthreads();
     if (__builtin_expect(token == last.first, 1)) return;
 #pragma unroll 1
     for (i32 e = threadIdx.x; e < count * topk.value; e += THREADS)
-      args.home[static_cast<i64>(token) * topk.value + e] = home_in_block(world, scratch, e, count, topk);
+      args.home[static_cast<i64>(token) * topk.value + e] = route_in_block(world, scratch, e, count, topk);
     __syncthreads();
-    for (i32 i = first_told(world) + threadIdx.x; i < num_counters(world); i += THREADS)
-      scratch.counters[i] = scratch.first[i];
+    for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
+      scratch.tile_prefix[i] = scratch.dst_offset[i];
     clear_tile(world, scratch);
-    ahead = ask_ids(args, token + count, min(tile_tokens(world), tokens.past - token - count), threadIdx.x);
+    ids = prefetch_ids(args, token + count, min(tile_tokens(world), tokens.end - token - count), threadIdx.x);
     __syncthreads();
   }
 }
 
-// first[key] = final row, at the destination, of this rank's first row for that key; total, offset and row_start of
-// what arrives here. From `first` = rows of the sources before, `all`, `rows` and `before`. The crew.
-__device__ __forceinline__ void lay_out_rows(const DispatchArgs& args, HtScratch& scratch) {
+// dst_offset[counter] = first final row, at the destination, of this block's rows; total, offset and row_start of the
+// rows that arrive. From dst_offset = rows of the sources before, all_sources, source_rows and block_prefix. Count
+// warps.
+__device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, DispatchScratch& scratch) {
   const World& world = args.world;
   const i32 stride = world.local_stride, keys = num_keys(world);
-  crew_sync();
+  sync_count_warps();
 #pragma unroll 1
-  for (i32 rank = crew_warp(); LAYOUT == GROUPED && rank < world.size; rank += crew_warps()) {
+  for (i32 rank = count_warp_idx(); LAYOUT == GROUPED && rank < world.size; rank += num_count_warps()) {
     i32 carried = 0;
 #pragma unroll 1
     for (i32 base = 0; base < stride; base += 32) {
-      const i32 e = base + lane_idx(), mine = e < stride ? aligned(scratch.all[rank * stride + e], world.alignment) : 0;
+      const i32 e = base + lane_idx(),
+                mine = e < stride ? aligned(scratch.all_sources[rank * stride + e], world.alignment) : 0;
       i32 sum = mine;
 #pragma unroll
       for (i32 step = 1; step < 32; step *= 2) {
         const i32 below = __shfl_up_sync(~0u, sum, step);
         if (lane_idx() >= step) sum += below;
       }
-      if (e < stride) scratch.first[rank * stride + e] += carried + sum - mine;
+      if (e < stride) scratch.dst_offset[rank * stride + e] += carried + sum - mine;
       if (rank == world.rank && e < world.num_local) scratch.offset[e] = carried + sum - mine;
       carried += __shfl_sync(~0u, sum, 31);
     }
     if (rank == world.rank && lane_idx() == 0) scratch.offset[world.num_local] = carried;
   }
   if (warp_idx() == num_warps() - 1)
-    scratch.row_start[world.size] = prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.rows[s]; });
-  crew_sync();
+    scratch.row_start[world.size] =
+        prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.source_rows[s]; });
+  sync_count_warps();
 #pragma unroll 1
-  for (i32 i = first_told(world) + crew_thread(); i < num_counters(world); i += crew_warps() * 32) {
-    i32 row = scratch.first[i] + scratch.before[i];
-    if (LAYOUT == EXPERT_MAJOR && i < keys) row += i % stride * scratch.room[i / stride];
-    scratch.first[i] = row;
+  for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32) {
+    i32 row = scratch.dst_offset[i] + scratch.block_prefix[i];
+    if (LAYOUT == EXPERT_MAJOR && i < keys) row += i % stride * scratch.capacities[i / stride];
+    scratch.dst_offset[i] = row;
   }
 }
 
-// Final place of an entry of this block, whose numbers count from the block's first row.
-__device__ __forceinline__ Home settle(const DispatchArgs& args, const HtScratch& scratch, Home home) {
+// The final route from one that is relative to the block's first row.
+__device__ __forceinline__ Home final_route(const DispatchArgs& args, const DispatchScratch& scratch, Home route) {
   const World& world = args.world;
-  if (home.rank < 0) return home;
-  const i32 by_rank = num_keys(world) + home.rank, by_expert = home.rank * world.local_stride + home.slot;
-  const i32 in_block = home.position;
-  home.position += scratch.before[by_rank];
-  if (LAYOUT == RANK_MAJOR) home.place = world.rank * world.max_tokens + home.position;
-  else if (LAYOUT == FLAT) home.place = admit(scratch.first[by_rank] + in_block, 0, scratch.room[home.rank]);
-  else home.place = admit(scratch.first[by_expert] + home.place, home.slot, scratch.room[home.rank]);
-  return home;
+  if (route.rank < 0) return route;
+  const i32 by_rank = num_keys(world) + route.rank, by_expert = route.rank * world.local_stride + route.slot;
+  const i32 in_block = route.position;
+  route.position += scratch.block_prefix[by_rank];
+  if (LAYOUT == RANK_MAJOR) route.place = world.rank * world.max_tokens + route.position;
+  else if (LAYOUT == FLAT)
+    route.place = admit(scratch.dst_offset[by_rank] + in_block, 0, scratch.capacities[route.rank]);
+  else route.place = admit(scratch.dst_offset[by_expert] + route.place, route.slot, scratch.capacities[route.rank]);
+  return route;
 }
 
-// home = final places of this block's entries. All threads; ends with a block barrier.
-__device__ __forceinline__ void settle_rows(const DispatchArgs& args, const HtScratch& scratch, Range tokens,
-                                            Range last, Divisor topk) {
-  constexpr i32 kTogether = 4;
+// args.home = final routes of this block's entries. All threads; ends with a block barrier.
+__device__ __forceinline__ void finalize_routes(const DispatchArgs& args, const DispatchScratch& scratch,
+                                                TokenRange tokens, TokenRange last, Divisor topk) {
+  constexpr i32 kUnroll = 4;
   const i64 first = static_cast<i64>(last.first) * topk.value;
 #pragma unroll 1
   for (i64 base = static_cast<i64>(tokens.first) * topk.value + threadIdx.x; __builtin_expect(base < first, 0);
-       base += kTogether * THREADS) {
-    Home home[kTogether];
+       base += kUnroll * THREADS) {
+    Home route[kUnroll];
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j)
-      if (base + j * THREADS < first) home[j] = args.home[base + j * THREADS];
+    for (i32 j = 0; j < kUnroll; ++j)
+      if (base + j * THREADS < first) route[j] = args.home[base + j * THREADS];
 #pragma unroll
-    for (i32 j = 0; j < kTogether; ++j)
-      if (base + j * THREADS < first) args.home[base + j * THREADS] = settle(args, scratch, home[j]);
+    for (i32 j = 0; j < kUnroll; ++j)
+      if (base + j * THREADS < first) args.home[base + j * THREADS] = final_route(args, scratch, route[j]);
   }
-  const i32 count = last.past - last.first;
+  const i32 count = last.end - last.first;
 #pragma unroll 1
   for (i32 e = threadIdx.x; e < count * topk.value; e += THREADS)
-    args.home[first + e] = settle(args, scratch, home_in_block(args.world, scratch, e, count, topk));
+    args.home[first + e] = final_route(args, scratch, route_in_block(args.world, scratch, e, count, topk));
   __syncthreads();
 }
 

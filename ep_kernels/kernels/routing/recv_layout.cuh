@@ -1,5 +1,4 @@
-// The receiving half that both dispatch algorithms share: the layout of what arrives, the bookkeeping of received rows,
-// and the counts that the caller gets.
+// The receive half that both dispatches share: final layout of received rows, and the counts that the caller gets.
 #pragma once
 
 #include "common/block.cuh"
@@ -14,27 +13,27 @@
 
 namespace ep {
 
-constexpr bool kQuantised = sizeof(X) > 1;  // rows become fp8 in this dispatch
+constexpr bool kQuantised = sizeof(X) > 1;  // this dispatch quantises rows to fp8
 
-// Shared memory of a block, as far as both have it.
+// Shared memory of a block; the part that both dispatches have.
 struct Scratch {
   i32* start;      // LL: [num_keys] by (source, local expert): first row
-  i32* total;      // [local experts] rows that arrive for each
+  i32* total;      // [local experts] received rows of each
   i32* offset;     // [local experts + 1] first row of each, padded
-  i32* row_start;  // [R + 1] prefix sum of the rows that each source sent
-  u64 origin;      // seq of the dispatch that made the routing: this one, or an earlier one whose handle is used again
+  i32* row_start;  // [R + 1] prefix sum of the rows of each source
+  u64 origin;      // routing_id: seq of the dispatch that made the routing; an earlier one if the routing is cached
 };
 
-// The origin of the routing that this rank brings to operation `seq`.
+// The routing_id of this rank in operation `seq`.
 __device__ __forceinline__ u64 origin_of(const DispatchArgs& args, u64 seq) {
   return args.cached ? ptx::load_volatile(args.origin) : seq;
 }
 
-// From everybody's counts (HT, cached: from the handle): row_start, and per local expert start, total and (GROUPED)
-// offset of the rows that reach this rank. False where a peer brought another routing; then nothing is laid out. All
-// threads; ends with a block barrier. start[source * local_stride + e] counts within the expert's group; cached,
-// per-expert layouts have none of it: places are in the handle. count(source, e): rows for local expert e; e = -1: for
-// any.
+// From the counts of all sources (HT, cached: from the handle): row_start, and per local expert start, total and
+// (GROUPED) offset of the rows that reach this rank. False where the routing_id of a peer differs; then no offsets are
+// computed. All threads; ends with a block barrier. start[source * local_stride + e] is relative to the expert's group;
+// cached per-expert layouts have no start, because places are in the handle. count(source, e): rows for local expert e;
+// e = -1: for any expert.
 template <class Count>
 __device__ __forceinline__ bool lay_out(const DispatchArgs& args, Scratch& scratch, bool by_expert, bool differs,
                                         Count count) {
@@ -81,7 +80,7 @@ __device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
   return source;
 }
 
-// Where numbers lie in args.kept.
+// Offsets in args.kept.
 struct Kept {
   i32 groups;  // G: counts are at 0
   i32 offsets, num_rows, num_dropped;
@@ -133,8 +132,7 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
   write_totals(args, num_rows, total_sum - kept_sum);
 }
 
-// The same of a rank-major layout, where nothing is dropped or has to be laid out. One warp; rows(source): rows from
-// it.
+// The same for RANK_MAJOR, which drops no rows and needs no offsets. One warp; rows(source): rows of that source.
 template <class Rows>
 __device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows rows) {
   const World& world = args.world;
@@ -153,7 +151,7 @@ __device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows
   write_totals(args, sum, 0);
 }
 
-// The same of a routing used again: what the handle kept. One block.
+// The same for a cached routing, from the handle's copy. One block.
 __device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
   const Kept at = kept_at(args.world);
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = args.kept[g];
@@ -162,8 +160,8 @@ __device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
   if (threadIdx.x == 0) write_totals(args, args.kept[at.num_rows], args.kept[at.num_dropped]);
 }
 
-// After a failed wait, or where ranks brought different routings, nothing may look delivered; a handle that was used
-// again stays as it is. One block.
+// Zeroes the counts: after a failed wait, or where routing_ids differ, no row may look delivered. A handle that is
+// reused stays as it is. One block.
 __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
   const Kept at = kept_at(args.world);
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
@@ -174,8 +172,8 @@ __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
   for (i32 s = threadIdx.x; s < args.world.size; s += blockDim.x) args.source_rows[s] = 0;
 }
 
-// What a receiving half does when it cannot deliver: the payload did not come (the wait has said so), or routings
-// differ.
+// The receive half cannot deliver: the payload did not arrive (the failed wait has reported it), or routing_ids differ
+// (`arrived`), which is reported here.
 __device__ __forceinline__ void deliver_nothing(const DispatchArgs& args, Team team, const Scratch& scratch,
                                                 bool arrived) {
   if (team.block != 0) return;

@@ -110,7 +110,7 @@ class LaunchEngine:
             mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms, block_bytes))
             for mode in modes
         }
-        self._rings = plan.combine_rings(config).record()
+        self._pipeline_stages = plan.combine_stages(config).record()
         self._memory: Memory | None = None
         self._num_dispatches = self._num_combines = 0
 
@@ -288,7 +288,7 @@ class LaunchEngine:
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
             mode=int(handle.mode is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
             topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
-            rings=self._rings,
+            rings=self._pipeline_stages,
             **self._addresses(state),
         )  # fmt: skip
         variant, launch = self._combine[handle.mode]

@@ -15,7 +15,7 @@ from ep_kernels import jit, quant
 from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import rings
+from ep_kernels.transports.nvlink import pipeline_stages
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
 STATIC_BYTES = 1024
@@ -32,14 +32,16 @@ SMALL_PIECE = 2048
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
 LINK_GBPS = 350
+"""NVLink bandwidth of a GPU, one way; measured on H200 (docs/kernels/log/ht.md)."""
 COMBINE_GBPS, DISPATCH_GBPS = {False: 60, True: 45}, {False: 25, True: 19}
-"""What NVLink of a GPU carries one way, and what a block of HT combine, or dispatch (by whether it quantises), is to
-move through its shared memory, in and out; measured on H200: docs/kernels/log/ht.md. Their ratio says how many
-blocks keep the links busy."""
-SENT_GBPS, SUMMED_NS, MADE_NS = 15, 250, 130
-"""Where rows travel as they are: what a block of HT combine sends at most, for it takes long ones only when it has
-room, and how long it takes, at home, for each that it sums, however short. Where rows are summed on their way out: how
-long it takes for a row, for a partial that it makes of them, and for one that comes: docs/kernels/log/ht.md."""
+"""GB/s that one block moves through its shared memory, in and out: HT combine by whether partials are fp8, HT dispatch
+by whether it quantises. LINK_GBPS over this: the number of blocks that keeps the links busy (same source)."""
+SEND_GBPS = 15
+"""HT combine, copied rows: most that one block sends, because it takes long rows only when it has stages for them."""
+RECV_PARTIAL_NS = 250
+"""HT combine, copied rows: time of a block per received row, however short."""
+REDUCE_ROW_NS = 130
+"""HT combine, reduced rows: time of a block per row, per partial it makes, and per partial it receives."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
 """Of HT dispatch: a tile of routed entries (kernels/routing/ht_scan.cuh)."""
@@ -145,7 +147,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         home_units=_combine_units(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
         num_partials=c.topk if c.exact_combine else ranks,
-        home_row_bytes=combine_rings(c).home_row_bytes,
+        home_row_bytes=combine_stages(c).home_row_bytes,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
@@ -243,13 +245,13 @@ class Launch:
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, width: int) -> Launch:
-    """Of HT dispatch; `width`: bytes that are loaded for each that travels."""
+    """Of HT dispatch; `width`: bytes loaded per byte sent."""
     offset = -(-control_bytes // 128) * 128
     per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
     most = min(per_stage // width // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
     if most < PIECE_UNIT:
         raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
-    shared = -(-num_blocks * WARPS // num_rows)  # warps that one row can have
+    shared = -(-num_blocks * WARPS // num_rows)  # warps available per row
     pieces = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_PIECE)))
     piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT * width
     total = offset + WARPS * jit.NUM_STAGES * (piece + STAGE_EXTRA)
@@ -316,28 +318,28 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, block_b
         launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
         return replace(launch, stage_offset=offset, piece_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
-    found = combine_rings(c)
+    found = combine_stages(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
 
 
 def _ranks_of_a_token(c: MoEConfig) -> float:
-    """That it goes to, on average, by uniform routing."""
+    """Mean number of ranks that a token goes to, uniform routing."""
     size: int = c.group.size
     return size * float(1 - (1 - 1 / size) ** c.topk)
 
 
 def _enough_blocks(block_ns: float, over_links: float) -> int:
-    """With which the links are what limits: time that a token keeps a block busy, its bytes over the links."""
+    """Blocks with which the links are the bottleneck, from the block time of a token and its bytes over the links."""
     if over_links == 0:
         return HT_BLOCKS
     return min(HT_BLOCKS, math.ceil(block_ns / over_links * LINK_GBPS / BLOCK_UNIT) * BLOCK_UNIT)
 
 
 def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
-    """Blocks of an HT dispatch with which the links are what limits a step of uniform routing.
+    """Blocks of an HT dispatch with which the links are the bottleneck of a step of uniform routing.
 
-    A row is loaded once and stored once for each rank. More blocks gain nothing, and take longer where routing is
-    skewed (docs/kernels/log/ht.md). Per-expert layouts also copy rows where they arrive: as many as there may be.
+    A row is loaded once and stored once for each rank. More blocks gain nothing, and are slower with skewed routing
+    (docs/kernels/log/ht.md). Per-expert layouts also copy rows on arrival and get the maximum.
     """
     if c.resolved_layout.per_expert:
         return HT_BLOCKS
@@ -347,41 +349,42 @@ def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
 
 
 def combine_blocks(c: MoEConfig) -> int:
-    """Blocks of an HT combine with which the links, not the blocks, are what limits a step of uniform routing.
+    """Blocks of an HT combine with which the links are the bottleneck of a step of uniform routing.
 
-    Per token, a rank moves through shared memory: rows of y, the partials that leave, the partials that come, and z.
-    Over the links go the partials of other ranks. With more blocks nothing is gained, with fewer the links idle.
+    Per token, a rank moves through shared memory: rows of y, sent partials, received partials, and z. The links carry
+    the partials of other ranks. More blocks gain nothing, fewer leave the links idle.
     """
     size: int = c.group.size
-    found, output = combine_rings(c), c.resolved_output_dtype.itemsize
+    found, output = combine_stages(c), c.resolved_output_dtype.itemsize
     ranks = _ranks_of_a_token(c)
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
-    own = 1 / size if _copies(c) else 0.0  # read where they lie
+    own = 1 / size if _copies(c) else 0.0  # not copied
     row, moved = c.hidden_size * output, found.home_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
     over_links = moved * partials * (size - 1) / size
     block_ns = through / COMBINE_GBPS[c.resolved_combine_dtype.itemsize == 1]
     if _copies(c):
-        block_ns = max(block_ns, over_links / SENT_GBPS, partials * SUMMED_NS)
+        block_ns = max(block_ns, over_links / SEND_GBPS, partials * RECV_PARTIAL_NS)
     elif c.resolved_layout.per_expert and not c.exact_combine:
-        block_ns = max(block_ns, (rows + 2 * partials) * MADE_NS)
+        block_ns = max(block_ns, (rows + 2 * partials) * REDUCE_ROW_NS)
     return _enough_blocks(block_ns, over_links)
 
 
-def combine_rings(c: MoEConfig) -> rings.Rings:
-    """What a block of an HT combine holds in shared memory."""
+def combine_stages(c: MoEConfig) -> pipeline_stages.PipelineStages:
+    """The pipelines of a block of an HT combine in shared memory."""
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
     in_place = single and (_copies(c) or moved.itemsize == 1)
-    control = _head_bytes(c) + -(-c.group.size // 4) * 16 + rings.ITEM_BYTES * rings.most_items(in_place)
-    control += rings.ASKED_BYTES if _copies(c) else 0
-    return rings.rings_of(
+    control = _head_bytes(c) + -(-c.group.size // 4) * 16
+    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(in_place)
+    control += pipeline_stages.LOAD_REQUEST_BYTES if _copies(c) else 0
+    return pipeline_stages.plan_stages(
         c.hidden_size, output.itemsize, moved.itemsize, _copies(c), in_place, control, SHARED_BYTES
     )  # fmt: skip
 
 
 def _copies(c: MoEConfig) -> bool:
-    """Whether an HT combine moves rows as they are."""
+    """Whether an HT combine copies rows unchanged."""
     single = c.exact_combine or not c.resolved_layout.per_expert
     return single and c.resolved_combine_dtype is c.resolved_output_dtype

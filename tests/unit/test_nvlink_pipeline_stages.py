@@ -1,4 +1,4 @@
-"""Shared memory of HT combine: what `transports/nvlink/rings.py` plans is what `kernels/ht/` may rely on."""
+"""Shared memory of HT combine: what `transports/nvlink/pipeline_stages.py` plans is what `kernels/ht/` may rely on."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import FP8_BLOCK, MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import plan, rings
+from ep_kernels.transports.nvlink import pipeline_stages as stages
+from ep_kernels.transports.nvlink import plan
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
 HIDDEN = (16, 48, 2056, 2880, 7168, 8192, 8208, 16384, 1 << 20)
 WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1), (2, 4), (4, 2)]
-"""Bytes of a column of y, and as it travels."""
-CONTROL, MOST = 4096, plan.SHARED_BYTES
+"""Bytes of a column of y, and as sent."""
+CONTROL, BLOCK = 4096, plan.SHARED_BYTES
 
 
-def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, rings.Rings]]:
-    """(hidden, whether rows travel as they are, whether they stay in their stages, rings)."""
+def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, stages.PipelineStages]]:
+    """(hidden, whether rows are copied, whether they stay in their stages, stages)."""
     for hidden in (*HIDDEN, *(16 * random.randint(1, 4096) for _ in range(20))):
         for copies, in_place in {(False, False), (y_bytes == moved, y_bytes == moved), (False, moved == 1)}:
-            yield hidden, copies, in_place, rings.rings_of(hidden, y_bytes, moved, copies, in_place, CONTROL, MOST)
+            yield hidden, copies, in_place, stages.plan_stages(hidden, y_bytes, moved, copies, in_place, CONTROL, BLOCK)
 
 
-def most_bytes(moved: int) -> int:
-    return rings.MOST_FP8_BYTES if moved == 1 else rings.MOST_BYTES
+def max_segment_bytes(moved: int) -> int:
+    return stages.MAX_FP8_SEGMENT_BYTES if moved == 1 else stages.MAX_SEGMENT_BYTES
 
 
 def text_of(file: str) -> str:
@@ -62,12 +63,12 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
         assert (found.num_pieces - 1) * found.columns < hidden <= found.num_pieces * found.columns
         scales = -(-found.columns // FP8_BLOCK) * 4 if moved == 1 else 0
         assert found.columns * moved + scales <= found.home_bytes <= found.made_bytes
-        assert found.columns * max(y_bytes, moved) <= most_bytes(moved)
+        assert found.columns * max(y_bytes, moved) <= max_segment_bytes(moved)
         assert found.columns * y_bytes <= found.row_bytes
         assert found.home_bytes % 16 == found.made_bytes % 128 == found.row_bytes % 128 == found.stage_offset % 128 == 0
         last = hidden - (found.num_pieces - 1) * found.columns
         assert {columns * y_bytes % 16 for columns in (found.columns, last)} == {0}
-        assert found.num_pieces == 1 or found.columns % rings.COLUMN_UNIT == 0
+        assert found.num_pieces == 1 or found.columns % stages.COLUMN_UNIT == 0
         assert not copies or found.home_bytes >= found.columns * y_bytes
         if in_place and moved == 1:  # scales are written when 64 words of each lane have been read
             assert found.home_bytes <= min(found.row_bytes, 64 * 4 * 32)
@@ -76,38 +77,42 @@ def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
 def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     """The storing warp keeps stages that are still being read: fewer than there are, or it would wait for itself."""
-    kept_rows, kept_made, closing = (
-        constant("ht/combine_send", "kReadingRows"),
-        constant("ht/combine_send", "kReadingMade"),
+    pending_rows, pending_partials, closing = (
+        constant("ht/combine_send", "kPendingRowReads"),
+        constant("ht/combine_send", "kPendingPartialReads"),
         4,
     )
     for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
-        assert found.stage_offset + found.num_bytes <= MOST
-        assert 2 <= found.num_rows <= (rings.MOST_SENT if in_place else rings.MOST_SUMMED)
-        assert 2 <= found.num_home <= rings.MOST_HOME
+        assert found.stage_offset + found.num_bytes <= BLOCK
+        assert 2 <= found.num_rows <= (stages.MAX_SEND_STAGES if in_place else stages.MAX_REDUCE_STAGES)
+        assert 2 <= found.num_home <= stages.MAX_RECV_STAGES
         if not in_place:
-            few, many = constant("ht/combine_reduce", "kFewOfTeam"), constant("ht/combine_reduce", "kMostOfTeam")
+            few, many = constant("ht/combine_reduce", "kMinTeamWarps"), constant("ht/combine_reduce", "kMaxTeamWarps")
             group = 32 * (4 if moved == 1 else 16 // y_bytes)
-            groups = -(-most_bytes(moved) // max(y_bytes, moved) // (many * group))
+            groups = -(-max_segment_bytes(moved) // max(y_bytes, moved) // (many * group))
             teams = 8 // (few if found.columns <= few * groups * group else many)
-            assert max(teams, kept_made + 1) <= found.num_made <= rings.MOST_MADE, "a stage for each team, in order"
+            assert max(teams, pending_partials + 1) <= found.num_made <= stages.MAX_PARTIAL_STAGES, (
+                "a stage for each team, in order"
+            )
             continue
         assert found.num_made == 0
-        assert found.num_rows > kept_rows
-        assert copies or found.num_rows >= kept_rows + closing, "a stage for the end, for each maker"
-        if found.num_pieces == 1 and found.row_bytes <= constant("ht/combine_block", "kShortBytes"):
-            assert found.num_rows - kept_rows >= (found.num_rows + 1) // 2, "who asks for half waits for itself"
+        assert found.num_rows > pending_rows
+        assert copies or found.num_rows >= pending_rows + closing, "a stage for the end, for each reduce warp"
+        if found.num_pieces == 1 and found.row_bytes <= constant("ht/combine_block", "kShortRowBytes"):
+            assert found.num_rows - pending_rows >= (found.num_rows + 1) // 2, (
+                "a load of half the stages would wait for itself"
+            )
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
-    assert constant("ht/combine_block", "kMostSent") == rings.MOST_SENT
-    assert constant("ht/combine_block", "kMostSummed") == rings.MOST_SUMMED
-    assert constant("ht/combine_block", "kMostMade") == rings.MOST_MADE
-    assert constant("ht/combine_block", "kMostHome") == rings.MOST_HOME
-    assert constant("ht/combine_reduce", "kMostBytes") == rings.MOST_BYTES
-    assert constant("ht/combine_reduce", "kMostOfFp8") == rings.MOST_FP8_BYTES
-    assert constant("ht/combine_block", "kShortBytes") == rings.SHORT_BYTES
+    assert constant("ht/combine_block", "kMaxSendStages") == stages.MAX_SEND_STAGES
+    assert constant("ht/combine_block", "kMaxReduceStages") == stages.MAX_REDUCE_STAGES
+    assert constant("ht/combine_block", "kMaxPartialStages") == stages.MAX_PARTIAL_STAGES
+    assert constant("ht/combine_block", "kMaxRecvStages") == stages.MAX_RECV_STAGES
+    assert constant("ht/combine_reduce", "kMaxSegmentBytes") == stages.MAX_SEGMENT_BYTES
+    assert constant("ht/combine_reduce", "kMaxFp8SegmentBytes") == stages.MAX_FP8_SEGMENT_BYTES
+    assert constant("ht/combine_block", "kShortRowBytes") == stages.SHORT_BYTES
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
@@ -116,10 +121,15 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
     """Barriers, waits per peer, rows per source, items, what is asked for: what `combine_team` lays before stages."""
     exact = layout.per_expert
     for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
-        launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_rings(c)
+        launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_stages(c)
         copies = c.exact_combine or not layout.per_expert
-        control = 512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + rings.most_items(copies) * rings.ITEM_BYTES
-        control += rings.ASKED_BYTES if copies else 0
+        control = (
+            512
+            + -(-8 * size // 16) * 16
+            + -(-4 * size // 16) * 16
+            + stages.max_stages(copies) * stages.SEGMENT_INFO_BYTES
+        )
+        control += stages.LOAD_REQUEST_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES
         assert (found.num_made == 0) == copies
@@ -145,27 +155,30 @@ def test_fp8_travels_with_its_scales_in_one_row() -> None:
 @pytest.mark.parametrize(
     ("named", "value", "says", "row"),
     [
-        ("MOST_SENT", 6, "stages of rows: expected at least 7, got 6", (7168, 2, 1, False, True)),
-        ("MOST_SENT", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, True, True)),
-        ("MOST_SUMMED", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, False, False)),
-        ("MOST_MADE", 3, "stages of partials: expected at least 4", (2048, 2, 2, False, False)),
-        ("LONG_MADE", 1, "stages of partials: expected at least 2", (7168, 2, 2, False, False)),
+        ("MAX_SEND_STAGES", 6, "stages of rows: expected at least 7, got 6", (7168, 2, 1, False, True)),
+        ("MAX_SEND_STAGES", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, True, True)),
+        ("MAX_REDUCE_STAGES", 3, "stages of rows: expected at least 4, got 3", (7168, 2, 2, False, False)),
+        ("MAX_PARTIAL_STAGES", 3, "stages of partials: expected at least 4", (2048, 2, 2, False, False)),
+        ("NUM_LONG_PARTIALS", 1, "stages of partials: expected at least 2", (7168, 2, 2, False, False)),
     ],
 )
 def test_a_plan_with_fewer_stages_than_the_kernel_counts_on_is_refused(
     named: str, value: int, says: str, row: tuple[int, int, int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rings.rings_of(*row, CONTROL, MOST)
-    monkeypatch.setattr(rings, named, value)
+    stages.plan_stages(*row, CONTROL, BLOCK)
+    monkeypatch.setattr(stages, named, value)
     with pytest.raises(AssertionError, match=says):
-        rings.rings_of(*row, CONTROL, MOST)
+        stages.plan_stages(*row, CONTROL, BLOCK)
 
 
 def test_the_kernel_counts_on_as_many_stages_as_the_plan_has() -> None:
-    converting = re.search(r"kMakers = kCopies \? 0 : kConverts \? (\d+) : (\d+)", text_of("ht/combine_block"))
-    reading = constant("ht/combine_send", "kReadingRows")
+    converting = re.search(r"kNumReduceWarps = kCopies \? 0 : kConverts \? (\d+) : (\d+)", text_of("ht/combine_block"))
+    reading = constant("ht/combine_send", "kPendingRowReads")
     assert converting is not None
-    makers, summing = map(int, converting.groups())
-    assert (reading + makers, reading + 1) == (rings.LEAST_CONVERTED, rings.LEAST_ROWS)
-    assert (summing, constant("ht/combine_reduce", "kMostOfTeam")) == (rings.MAKERS, rings.MOST_OF_TEAM)
-    assert f"kFewOfTeam = {rings.FEW_OF_TEAM};" in text_of("ht/combine_reduce")
+    converting_warps, summing_warps = map(int, converting.groups())
+    assert (reading + converting_warps, reading + 1) == (stages.MIN_CONVERT_STAGES, stages.MIN_ROW_STAGES)
+    assert (summing_warps, constant("ht/combine_reduce", "kMaxTeamWarps")) == (
+        stages.REDUCE_WARPS,
+        stages.MAX_TEAM_WARPS,
+    )
+    assert f"kMinTeamWarps = {stages.MIN_TEAM_WARPS};" in text_of("ht/combine_reduce")
