@@ -1,6 +1,5 @@
 // For editors alone: what NVRTC knows by itself, as far as the kernels use it, so that clangd needs no CUDA
-// installation
-// (compile_flags.txt includes it before the file that is open). No kernel is compiled with it.
+// installation (compile_flags.txt includes it before the file that is open). No kernel is compiled with it.
 #pragma once
 
 #define __device__ __attribute__((device))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ep_kernels import jit
-from ep_kernels.transports.nvlink import inspection
+from ep_kernels.transports.nvlink import inspection, scoreboards
 
 # Runs in processes of its own, which import the version's `ep_kernels`; `worker` of `num_workers` compiles its part.
 _COMPILE = """
@@ -42,10 +42,6 @@ for variant in variants[int(worker) :: int(num_workers)]:
     pathlib.Path(folder, variant.name).write_bytes(binary.cubin)
 """
 _COMPARED = re.compile(r"\.text\.|\.nv\.constant[1-9]|\.nv\.global\.init|\.nv\.shared\.")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", re.MULTILINE)
-_NAME = re.compile(r"`\([^)]*\)")
-_LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/")
-_UPPER, _LABEL = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/"), re.compile(r"(\S+):\s*$")
 _TARGET, _RETURN_TO = re.compile(r"`\(([^)]*)\)"), re.compile(r"(\bMOV R\d+, )0x([0-9a-f]+)")
 _CONTROL_SHIFT = 41  # scoreboards and stalls: what a listing does not show; below are operands and places
 _NAMED_TABLE = "c[0x4]"
@@ -83,7 +79,7 @@ def code_of(cubin: bytes) -> Code:
 def instructions(cubin: bytes) -> list[str] | None:
     """Instructions without addresses and names of labels; None where there is no nvdisasm."""
     listing = inspection.disassemble(cubin)
-    return None if listing is None else [_NAME.sub("label", text) for text in _INSTRUCTION.findall(listing)]
+    return None if listing is None else [_TARGET.sub("label", text) for _, _, text, _ in scoreboards.lines(listing)]
 
 
 class DeviceFunction:
@@ -113,19 +109,13 @@ class DeviceFunction:
 
 
 def _read_functions(listing: str) -> dict[str, DeviceFunction]:
-    found, lines, names = dict[str, DeviceFunction](), iter(listing.splitlines()), list[str]()
-    current, address = DeviceFunction(0), -16
-    for line in lines:
-        if label := _LABEL.match(line):
-            names.append(label[1])
-        elif (text := _LINE.match(line)) and (upper := _UPPER.match(next(lines, ""))):
-            address = int(text[1], 16)
-            if any(not name.startswith(".L") for name in names):
-                current = DeviceFunction(address)
-                found.update((name, current) for name in names if not name.startswith(".L"))
-            current.places.update((name, address) for name in names if name.startswith(".L"))
-            names.clear()
-            current.lines.append((text[2], int(upper[1], 16) >> _CONTROL_SHIFT))
+    found, current = dict[str, DeviceFunction](), DeviceFunction(0)
+    for labels, address, text, upper in scoreboards.lines(listing):
+        if names := [label for label in labels if not label.startswith(".L")]:
+            current = DeviceFunction(address)
+            found.update((name, current) for name in names)
+        current.places.update((label, address) for label in labels if label.startswith(".L"))
+        current.lines.append((text, upper >> _CONTROL_SHIFT))
     return found
 
 

@@ -9,6 +9,7 @@
 #include "common/quantize.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
+#include "common/status.cuh"
 #include "common/trace.cuh"
 #include "common/wait.cuh"
 #include "ht/combine_block.cuh"
@@ -66,7 +67,6 @@ __device__ __forceinline__ void add_partials(Acc& acc, const Rings& sizes, const
 
 // ---- waits for peers ----
 
-enum Status : i32 { kOk, kFailed, kRoutingMismatch };  // kFailed: a wait failed
 extern "C" {  // see common/block.cuh
 __shared__ i32 block_status;
 }

@@ -60,7 +60,8 @@ __device__ __forceinline__ bool is_send_warp(Phases phases) {
   return phases.sends && warp_idx() < num_send_warps(phases);
 }
 
-enum Status { kFailed, kRoutingMismatch, kOk };  // kFailed: a wait failed
+// As common/status.cuh, in another order: that one changes 1186 of 9800 instructions, which nobody has timed.
+enum Status { kFailed, kRoutingMismatch, kOk };
 
 // Receives the counts of all sources and derives all offsets from them. Count warps.
 __device__ __forceinline__ Status receive_offsets(const DispatchArgs& args, DispatchScratch& scratch, u64 seq) {

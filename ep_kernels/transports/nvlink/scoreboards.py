@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_TEXT = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;?\s*/\* 0x([0-9a-f]{16}) \*/")
+_TEXT = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/")
 _UPPER = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _GUARD = re.compile(r"@!?U?P\w+\s+")
 _LABEL, _TARGET = re.compile(r"(\S+):\s*$"), re.compile(r"`\(([^)]+)\)")
@@ -70,21 +70,30 @@ class EarlyWait:
         return f"{self.load.address:#x} {self.load.text}: {self.distance} further by {self.by.text}"
 
 
-def instructions(listing: str) -> Iterator[Instruction]:
-    """Of a listing by `nvdisasm -c -hex`, in which the upper half of an instruction follows on a line of its own."""
-    lines, labels = iter(listing.splitlines()), set()
-    for line in lines:
+def lines(listing: str) -> Iterator[tuple[list[str], int, str, int]]:
+    """(labels in front of it, address, text, upper 64 bits) of each instruction of a listing by `nvdisasm -c -hex`, in
+    which the upper half of an instruction follows on a line of its own."""
+    remaining, labels = iter(listing.splitlines()), list[str]()
+    for line in remaining:
         if label := _LABEL.match(line):
-            labels.add(label[1])
-        elif (text := _TEXT.match(line)) and (upper := _UPPER.match(next(lines, ""))):
-            control, plain = int(upper[1], 16), _GUARD.sub("", text[2], count=1)
-            target = _TARGET.search(plain)
-            back = target is not None and target[1] in labels
-            ends = plain.startswith(_ENDS) and (back or plain == text[2])
-            yield Instruction(
-                int(text[1], 16), text[2], ends, plain.startswith(_LOADS), *_registers(plain),
-                control >> 46 & 7, control >> 52 & 63,
-            )  # fmt: skip
+            labels.append(label[1])
+        elif (text := _TEXT.match(line)) and (upper := _UPPER.match(next(remaining, ""))):
+            yield labels, int(text[1], 16), text[2], int(upper[1], 16)
+            labels = []
+
+
+def instructions(listing: str) -> Iterator[Instruction]:
+    """Of a listing, as `lines` reads it."""
+    passed = set[str]()
+    for labels, address, text, control in lines(listing):
+        passed.update(labels)
+        plain = _GUARD.sub("", text, count=1)
+        target = _TARGET.search(plain)
+        back = target is not None and target[1] in passed
+        ends = plain.startswith(_ENDS) and (back or plain == text)
+        yield Instruction(
+            address, text, ends, plain.startswith(_LOADS), *_registers(plain), control >> 46 & 7, control >> 52 & 63
+        )
 
 
 def early_waits(listing: str) -> list[EarlyWait]:
