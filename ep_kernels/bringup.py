@@ -81,9 +81,10 @@ def check_capabilities(config: MoEConfig, transport: Transport) -> None:
 
 def fingerprint(config: MoEConfig) -> dict[str, str]:
     """Every field that must be equal on all ranks, defaults resolved, as text."""
-    own = ("group", "kernel_cache_dir")
+    own = ("group", "kernel_cache_dir", "network")
     fields = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in own}
     # in the order of declaration: what others derive from (num_experts) is named before them (expert_map)
+    fields["network"] = "none" if config.network is None else f"provider {config.network.provider}"
     fields["layout"] = str(config.resolved_layout)
     fields["output_dtype"] = str(config.resolved_output_dtype)
     fields["combine_dtype"] = str(config.resolved_combine_dtype)

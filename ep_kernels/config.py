@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ep_kernels.errors import ConfigError
+from ep_kernels.network.config import NetworkConfig
 from ep_kernels.routing import ExpertMap
 from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
 
@@ -98,6 +99,9 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
+    network: Any = None
+    """None: the group stays on one host. Else a `network.NetworkConfig`: how ranks of other hosts are reached; may differ
+    between ranks, its provider apart."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
     as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""
@@ -178,6 +182,7 @@ def _check_kinds(c: MoEConfig) -> None:
         _require(fits, name, f"None or an int in {low}..2^31-1", value)
     timed = isinstance(c.timeout_s, int | float) and 0 < c.timeout_s <= 3600
     _require(timed, "timeout_s", "seconds in (0, 3600]", c.timeout_s)
+    _require(c.network is None or isinstance(c.network, NetworkConfig), "network", "None or a NetworkConfig", c.network)
     folder = c.kernel_cache_dir is None or isinstance(c.kernel_cache_dir, str)
     _require(folder, "kernel_cache_dir", "None or a path as str", c.kernel_cache_dir)
     _require(isinstance(c.scale_dtype, torch.dtype), "scale_dtype", "a torch.dtype", c.scale_dtype)
