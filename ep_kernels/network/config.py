@@ -41,6 +41,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Processors that the proxy thread may run on. Empty: any."""
     seed: int = 0
     """shuffle: of its choices."""
+    drop_after: int = 0
+    """shuffle: a connection is dropped after about so many writes. 0: none is."""
 
     def __post_init__(self) -> None:
         _require(self.provider in PROVIDERS, "provider", f"one of {PROVIDERS}", self.provider)
@@ -51,6 +53,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _require(all(0 <= cpu < 4096 for cpu in self.cpus), "cpus", "numbers of processors", self.cpus)
         _require(len(self.domain) <= 256, "domain", "at most 256 characters", self.domain)
         _require(0 <= self.seed < 1 << 63, "seed", "0 to 2^63-1", self.seed)
+        _require(0 <= self.drop_after < 1 << 31, "drop_after", "0 to 2^31-1", self.drop_after)
 
 
 def split(endpoint: str) -> tuple[str, int]:

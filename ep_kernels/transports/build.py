@@ -1,4 +1,4 @@
-"""Compiles the native halves of the transports, `transports/*/native/*.cpp` -> `transports/*/_native.so`.
+"""Compiles the native halves, `<folder>/native/*.cpp` -> `<folder>/_native.so`, of the transports and of the network.
 
 The one place that knows compilers, flags and sources; runs by `python build_backend.py`, or by pip through that file.
 Needs the standard library only, so a build backend can load it before anything is installed. Uses g++, clang++ or c++
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NETWORK = HERE.parent / "network"
 COMMON = (
     "-std=c++17",
     "-O3",
@@ -61,20 +62,23 @@ def find_compiler() -> list[str] | None:
 
 @dataclass(frozen=True)
 class Native:
-    """The native half of one transport.
+    """The native half of one transport, or of the network.
 
     Attributes:
         sources: folder of its .cpp and .hpp files.
         library: the shared library made of them.
+        included: other folders whose .hpp files they include.
     """
 
     sources: Path
     library: Path
+    included: tuple[Path, ...] = ()
 
     def build_id(self) -> str:
         """Hash of every source and flag; the library carries it, so a stale one is noticed."""
         digest = hashlib.sha256(repr((COMMON, EXACT, X86_VARIANTS)).encode())
-        for path in sorted(self.sources.iterdir()):
+        headers = [path for folder in self.included for path in sorted(folder.glob("*.hpp"))]
+        for path in [*sorted(self.sources.iterdir()), *headers]:
             if path.suffix in (".cpp", ".hpp"):
                 digest.update(path.name.encode() + path.read_bytes())
         return "crossdock-build-" + digest.hexdigest()[:32]
@@ -114,19 +118,25 @@ class Native:
     def _compile(self, compiler: Sequence[str], source: Path, folder: Path) -> Path:
         made = folder / f"{source.stem}.o"
         flags = [*COMMON, *EXACT, *X86_VARIANTS.get(source.name, ()), f'-DCD_BUILD_ID="{self.build_id()}"']
+        flags += [f"-I{folder}" for folder in self.included]
         _run([*compiler, *flags, "-c", str(source), "-o", str(made)])
         return made
 
 
 def native_of(transport: str) -> Native:
     """The native half of `transports/<transport>`."""
-    return Native(HERE / transport / "native", HERE / transport / "_native.so")
+    return Native(HERE / transport / "native", HERE / transport / "_native.so", (NETWORK / "native",))
+
+
+def network() -> Native:
+    """The native half of `ep_kernels/network`."""
+    return Native(NETWORK / "native", NETWORK / "_native.so")
 
 
 def build_all(*, force: bool = False) -> list[Path]:
-    """Compile every transport's library; their paths. Raises BuildError."""
+    """Compile every library; their paths. Raises BuildError."""
     names = sorted(path.parent.name for path in HERE.glob("*/native"))
-    return [native_of(name).build(force=force) for name in names]
+    return [native.build(force=force) for native in (*map(native_of, names), network())]
 
 
 def _run(command: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from crossdock.common.transports import needs_gpu
 from ep_kernels import transports
 from ep_kernels.types import Capabilities
+from tests import hosts
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 from tests.worlds import World
@@ -28,20 +29,22 @@ def world() -> Iterator[Callable[[int], World]]:
         pool.close()
 
 
-def _params() -> list[Any]:
-    return [pytest.param(n, marks=pytest.mark.gpu(2)) if needs_gpu(n) else n for n in transports.names()]
+def _params(over_hosts: str) -> list[Any]:
+    alone = [pytest.param(n, marks=pytest.mark.gpu(2)) if needs_gpu(n) else n for n in transports.names()]
+    return {"none": alone, "short": [*alone, *hosts.SHORT], "full": list(hosts.FULL)}[over_hosts]
 
 
-@pytest.fixture(params=_params())
-def transport(request: pytest.FixtureRequest) -> str:
-    """Every transport in this installation. Ranks past the number of GPUs share them."""
-    return str(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`transport`: every one in this installation; with --over-hosts, groups over several hosts."""
+    if "transport" in metafunc.fixturenames:
+        metafunc.parametrize("transport", _params(metafunc.config.getoption("--over-hosts")), scope="function")
 
 
 @pytest.fixture
 def capabilities(transport: str) -> Capabilities:
     """What it can do."""
-    config = RoutingCase(2, 1, 16, (1,)).config(LonelyGroup(), transport=transport)
+    fields = hosts.overrides_of(transport, 0, 1)
+    config = RoutingCase(2, 1, 16, (1,)).config(LonelyGroup(), **fields)
     made = transports.create(config)
     made.close()
     return made.capabilities

@@ -62,7 +62,7 @@ def epoch_mismatch(rank: int, size: int, store: Store, transport: str, case: Rou
 
     place = Place(rank, size, store, transport)
     with pytest.raises(EpError, match="epoch") as error:
-        MoECommunicator(case.config(Shifted(place.group("first")), transport=transport))
+        MoECommunicator(case.config(Shifted(place.group("first")), **place.overrides()))
     return str(error.value)
 
 

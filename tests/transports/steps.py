@@ -13,8 +13,9 @@ import torch
 from ep_kernels import MoECommunicator, StoreGroup, reference
 from ep_kernels.config import MoEConfig
 from ep_kernels.types import DispatchHandle, DispatchOutput, ScaleFormat
-from tests.cases import RoutingCase
+from tests.cases import RoutingCase, draw_seed
 from tests.compare import expert, packed_layout, poison, same_bits, same_dispatch
+from tests.hosts import overrides_of
 
 Store = Any
 """torch.distributed.Store, a name that torch does not export to type checkers."""
@@ -37,7 +38,11 @@ class Place:
     def config(self, case: RoutingCase, name: str = "first", **overrides: Any) -> MoEConfig:
         if torch.cuda.is_available():
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
-        return case.config(self.group(name), **({"transport": self.transport, "timeout_s": 20.0} | overrides))
+        return case.config(self.group(name), **(self.overrides() | {"timeout_s": 20.0} | overrides))
+
+    def overrides(self) -> dict[str, Any]:
+        """The transport under test, and its network."""
+        return overrides_of(self.transport, self.rank, self.size, seed=draw_seed())
 
     @contextmanager
     def communicator(self, case: RoutingCase, name: str = "first", **overrides: Any) -> Iterator[MoECommunicator]:

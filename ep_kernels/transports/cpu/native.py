@@ -94,6 +94,15 @@ class CombineOp(ctypes.Structure):
     )
 
 
+class Sent(ctypes.Structure):
+    """`cd::Sent`: what was sent to ranks of other hosts."""
+
+    _fields_ = _fields(c_uint64, "messages bytes")
+
+
+SENT_KINDS = ("rows", "records", "words")
+
+
 class NativeFault(ctypes.Structure):
     """`cd::Fault`."""
 
@@ -132,6 +141,13 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_stamp": (None, (c_void_p, POINTER(Geometry), c_uint64)),
     "cd_attach_own": (None, (c_void_p, c_void_p)),
     "cd_attach_peer": (c_int, (c_void_p, c_int, c_int, c_int, c_uint64)),
+    "cd_mirror_bytes": (c_int64, (POINTER(Geometry),)),
+    "cd_attach_network": (c_int, (c_void_p, c_void_p)),
+    "cd_network_handler": (c_void_p, ()),
+    "cd_set_outbox": (None, (c_void_p, c_void_p)),
+    "cd_set_hosts": (None, (c_void_p, POINTER(c_int32))),
+    "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
+    "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_activate": (None, (c_void_p, c_uint64)),
     "cd_next": (c_uint64, (c_void_p, c_int)),
     "cd_dispatch_free": (c_int, (c_void_p,)),

@@ -12,6 +12,7 @@ import torch
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import HandleError, TransportError
+from ep_kernels.network.network import Channel
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
@@ -168,25 +169,41 @@ class NativeComm:
         experts = config.resolved_expert_map
         first, ranks, slots = experts.tables()
         places = ranks * experts.stride + slots
+        self.channel: Channel | None = None
         self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
         if not self.pointer:
             raise TransportError("cpu transport: out of memory")
         self.region: OwnRegion | None = None
+        self.landing: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
 
     def forsake(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+        if self.channel is not None:
+            self.channel.forsake()
         self.__del__()
         for buffers in self.buffers:
             buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
-        if self.region is not None:
-            self.region.close()
-            self.region = None
+        self.close()
+        self.region = self.landing = None
+
+    def close(self) -> None:
+        """Nobody finds this rank any more, and the network touches nothing of it. What operations work on stays."""
+        if self.channel is not None:
+            self.channel.close()
+        for memory in (self.region, self.landing):
+            if memory is not None:
+                memory.close()
 
     def __del__(self) -> None:
         pointer, self.pointer = getattr(self, "pointer", None), None
         if pointer:
+            channel = self.channel
+            if channel is not None:
+                channel.close()
             self.lib.cd_destroy(pointer)
+            if channel is not None:
+                channel.free()
 
 
 class OperationHome(Protocol):

@@ -1,4 +1,5 @@
-"""One rank's shared memory, and how peers find it.
+"""One rank's shared memory, and how peers find it: those of the same host. For the others, a ticket says how the rank is
+reached over a network, if it is.
 
 A region is a memfd: memory with a file descriptor and no name, so it vanishes with the last process that holds it,
 after kill -9 too, and is not bounded by the size of /dev/shm. Its ticket says where to find the descriptor
@@ -21,6 +22,7 @@ import msgspec
 import torch
 
 from ep_kernels.errors import TransportError
+from ep_kernels.network.network import NetworkTicket
 
 _PROC = Path("/proc")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -42,6 +44,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fd: descriptor of the memfd in that process.
         num_bytes: size of the region.
         nonce: random; the region's header has it too.
+        domain: ranks of one domain map each other's regions.
+        landing_fd, landing_bytes: descriptor and size of the mirrors of ranks of other hosts; -1: there are none.
+        network: how ranks of other domains reach it; None: they do not.
     """
 
     kind: str
@@ -54,6 +59,10 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fd: int
     num_bytes: int
     nonce: int
+    domain: str
+    landing_fd: int
+    landing_bytes: int
+    network: NetworkTicket | None
 
 
 def start_ticks(pid: int) -> int:
@@ -72,8 +81,13 @@ def pid_namespace() -> int:
     return (_PROC / "self/ns/pid").stat().st_ino
 
 
+def own_domain() -> str:
+    """Those with whom this process can share memory, if the configuration does not say it."""
+    return f"{boot_id()}/{pid_namespace()}/{os.geteuid()}"
+
+
 class OwnRegion:
-    """This rank's region: a memfd and its mapping. The mapping lives until the last tensor made of it dies.
+    """This rank's region, or its mirrors: a memfd and its mapping, which lives until the last tensor made of it dies.
 
     Raises TransportError when the memory cannot be had.
     """
@@ -94,8 +108,10 @@ class OwnRegion:
             raise TransportError(f"cpu transport: a region of {num_bytes} bytes cannot be mapped: {error}") from error
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def ticket(self, abi: int) -> bytes:
-        """What peers need to map this region, as JSON."""
+    def ticket(
+        self, abi: int, domain: str = "", landing: OwnRegion | None = None, network: NetworkTicket | None = None
+    ) -> bytes:
+        """What peers need to map this region, or to reach its owner over a network, as JSON."""
         pid = os.getpid()
         ticket = Ticket(
             kind="crossdock-cpu",
@@ -108,6 +124,10 @@ class OwnRegion:
             fd=self.fd,
             num_bytes=self.num_bytes,
             nonce=self.nonce,
+            domain=domain or own_domain(),
+            landing_fd=-1 if landing is None else landing.fd,
+            landing_bytes=0 if landing is None else landing.num_bytes,
+            network=network,
         )
         return msgspec.json.encode(ticket)
 
@@ -128,8 +148,10 @@ def private_bytes(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
 
 
-def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int) -> Ticket:
-    """Decode and judge a peer's ticket. Raises TransportError naming the rank, what is wrong and the cure."""
+def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int, domain: str | None = None) -> Ticket:
+    """Decode and judge a peer's ticket. `domain`: this rank's, if it reaches those of others over a network.
+
+    Raises TransportError naming the rank, what is wrong and the cure."""
     try:
         ticket = msgspec.json.decode(raw, type=Ticket)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -140,8 +162,10 @@ def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int) -> Ticket:
         raise _refused(rank, f"region ABI {ticket.abi:x}, expected {abi:x}; install one version on every rank")
     if ticket.num_bytes != num_bytes:
         raise _refused(rank, f"region of {ticket.num_bytes} bytes, expected {num_bytes}; give every rank one config")
+    if domain is not None and ticket.network is not None and ticket.domain != domain:
+        return ticket
     if ticket.boot_id != boot_id():
-        raise _refused(rank, "it runs on another host; transport cpu joins processes of one host")
+        raise _refused(rank, "it runs on another host; set `network` to join hosts")
     if ticket.pid_namespace != pid_namespace():
         raise _refused(
             rank, "it runs in another PID namespace; share one (one container, shareProcessNamespace, --pid=host)"
@@ -149,9 +173,10 @@ def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int) -> Ticket:
     return ticket
 
 
-def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
-    """(descriptor of the region, pidfd of its owner), both the caller's to close. The file is a memfd of this user that
-    nobody can truncate; it is opened for writing only once that is known. Raises TransportError."""
+def open_peer(rank: int, ticket: Ticket) -> tuple[int, int, int]:
+    """(descriptor of the region, that of the mirrors or -1, pidfd of their owner), all the caller's to close. The files
+    are memfds of this user that nobody can truncate; they are opened for writing only once that is known. Raises
+    TransportError."""
     try:
         process = os.pidfd_open(ticket.pid)
     except (OSError, ValueError, OverflowError) as error:
@@ -160,7 +185,14 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
         if start_ticks(ticket.pid) != ticket.start_ticks:
             raise _refused(rank, f"its process {ticket.pid} is gone (the id was given to another)")
         _check_user(rank, f"its process {ticket.pid}", (_PROC / str(ticket.pid)).stat().st_uid)
-        return _open_region(rank, ticket), process
+        region = _open_region(rank, ticket.pid, ticket.fd, ticket.num_bytes)
+        if ticket.landing_fd < 0:
+            return region, -1, process
+        try:
+            return region, _open_region(rank, ticket.pid, ticket.landing_fd, ticket.landing_bytes), process
+        except (TransportError, OSError):
+            os.close(region)
+            raise
     except TransportError:
         os.close(process)
         raise
@@ -172,12 +204,12 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int]:
         raise _refused(rank, f"its region is closed ({error.strerror})") from error
 
 
-def _open_region(rank: int, ticket: Ticket) -> int:
+def _open_region(rank: int, pid: int, fd: int, num_bytes: int) -> int:
     """The descriptor. A file that is not the owner's region is neither written nor read, whatever kind it is."""
-    path = os.open(_PROC / str(ticket.pid) / "fd" / str(ticket.fd), os.O_PATH | os.O_CLOEXEC)
+    path = os.open(_PROC / str(pid) / "fd" / str(fd), os.O_PATH | os.O_CLOEXEC)
     try:
         found = os.fstat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != ticket.num_bytes:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
             raise _refused(rank, "its region is closed (the descriptor is another file)")
         _check_user(rank, "its region", found.st_uid)
         if _seals(path) & SEALS != SEALS:

@@ -1,4 +1,5 @@
-"""The `cpu` transport: R processes of one host, through shared memory. See docs/cpu-transport.md for what moves where.
+"""The `cpu` transport: processes of one host through shared memory, those of several hosts over a network too. See
+docs/cpu-transport.md for what moves where, docs/network.md for what crosses hosts.
 
 Python allocates, checks results and maps errors; all waiting and moving happens in the native half, without the GIL.
 LL and HT are one algorithm here, because a receiver can read its peers' routing; what differs is the output's shape.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,11 +18,13 @@ import torch
 from ep_kernels import tuning
 from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Channel, Memory, Network
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, NativeComm, RoutingState, fresh_state
-from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
+from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
 
 LL_MAX_TOKENS = 128
@@ -28,6 +32,8 @@ LL_MAX_TOKENS = 128
 _NS = 1_000_000_000
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
+_QUIET_S = 0.0002
+"""Between two looks whether the network has sent everything."""
 _DRAIN = 256
 """Sample records fetched at a time."""
 
@@ -105,9 +111,10 @@ class CpuTransport:
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._reason: str | None = None
+        self._hosts: list[int] = []
         self.capabilities = Capabilities(
             device_type="cpu",
-            cross_host=False,
+            cross_host=config.network is not None,
             dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8),
             modes=(Mode.LL, Mode.HT),
             graphs=False,
@@ -128,28 +135,72 @@ class CpuTransport:
             buffers.expert_outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
             at = self.lib.cd_input_offset(ctypes.byref(self.geometry), slot)
             buffers.input = region.bytes[at : at + self.geometry.max_tokens * self.geometry.row_bytes]
-        return region.ticket(self.lib.cd_abi())
+        if self.config.network is None:
+            return region.ticket(self.lib.cd_abi())
+        self._open_channel(comm, region, self.config.network)
+        assert comm.channel is not None
+        return region.ticket(self.lib.cd_abi(), self.config.network.domain, comm.landing, comm.channel.ticket())
+
+    def _open_channel(self, comm: NativeComm, region: OwnRegion, config: NetworkConfig) -> None:
+        """Mirrors of the ranks of other hosts, and the network that writes them."""
+        ranks, mirror = int(self.geometry.ranks), self.lib.cd_mirror_bytes(ctypes.byref(self.geometry))
+        network = Network.of(config)
+        comm.landing = OwnRegion(mirror * ranks)
+        landing = comm.landing.bytes.data_ptr()
+        if self.lib.cd_attach_network(comm.pointer, landing):
+            raise TransportError("cpu transport: out of memory")
+        memory = Memory(region.bytes.data_ptr(), region.num_bytes, landing, mirror, self.lib.cd_network_handler(),
+                        comm.pointer)  # fmt: skip
+        comm.channel = Channel(network, int(self.geometry.rank), ranks, memory)
+        self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `Transport.import_regions`."""
         comm = self.native()
         num_bytes = self.lib.cd_region_bytes(ctypes.byref(self.geometry))
-        for rank, raw in enumerate(tickets):
-            ticket = read_ticket(rank, raw, abi=self.lib.cd_abi(), num_bytes=num_bytes)
-            if rank == self.geometry.rank:
-                continue
-            region_fd, process_fd = open_peer(rank, ticket)
-            error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
-            os.close(region_fd)
-            if error > 0:
-                os.close(process_fd)
-                raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
-            if error < 0:
-                raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+        network = self.config.network
+        domain = None if network is None else network.domain or own_domain()
+        abi, own = self.lib.cd_abi(), int(self.geometry.rank)
+        read = [read_ticket(rank, raw, abi=abi, num_bytes=num_bytes, domain=domain) for rank, raw in enumerate(tickets)]
+        domains = [ticket.domain for ticket in read]
+        hosts = [domains.index(ticket.domain) if network is not None else 0 for ticket in read]
+        if network is not None:
+            self.lib.cd_set_hosts(comm.pointer, (ctypes.c_int32 * len(hosts))(*hosts))
+        for rank, ticket in enumerate(read):
+            if rank != own and hosts[rank] == hosts[own]:
+                self._map(comm, rank, ticket)
+        if comm.channel is not None:
+            remote = {rank: ticket.network for rank, ticket in enumerate(read) if ticket.network is not None}
+            peers = {rank: ticket for rank, ticket in remote.items() if hosts[rank] != hosts[own]}
+            comm.channel.connect(peers, self.config.timeout_s)
+        self._hosts = hosts
         self.lib.cd_activate(comm.pointer, self._mask(self.active))
 
+    def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
+        """The region of a rank of this host, and its mirrors."""
+        region_fd, landing_fd, process_fd = open_peer(rank, ticket)
+        error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
+        os.close(region_fd)
+        if error > 0:
+            os.close(process_fd)
+        elif landing_fd >= 0:
+            error = error or self.lib.cd_attach_landing(comm.pointer, rank, landing_fd)
+        if landing_fd >= 0:
+            os.close(landing_fd)
+        if error > 0:
+            raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
+        if error < 0:
+            raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+
     def drain(self) -> None:
-        """See `Transport.drain`: operations end before they return."""
+        """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
+        comm = self.native()
+        deadline = time.monotonic() + self.config.timeout_s
+        peers = sum(1 << rank for rank, active in enumerate(self.active) if active)
+        while comm.channel is not None and not comm.channel.is_quiet(peers) and self._reason is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_QUIET_S)
 
     def close(self) -> None:
         """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
@@ -157,8 +208,7 @@ class CpuTransport:
         if comm is None:
             return
         self.lib.cd_stop(comm.pointer)
-        if comm.region is not None:
-            comm.region.close()
+        comm.close()
         self._dispatches, self._combines = {}, {}  # an operation of another thread may be going through the old ones
 
     def forsake(self) -> None:
@@ -274,6 +324,10 @@ class CpuTransport:
         comm = self.native()
         self._dispatches.clear()
         self._combines.clear()
+        if comm.channel is not None:
+            for rank, stays in enumerate(mask):
+                if not stays and self._hosts[rank] != self._hosts[int(self.geometry.rank)]:
+                    comm.channel.leave(rank, epoch + 1)
         self.judge(self.lib.cd_resync(comm.pointer, self._mask(mask), epoch))
         self.active, self.epoch = tuple(mask), epoch
 

@@ -4,6 +4,7 @@
 
 #include "args.hpp"
 #include "group.hpp"
+#include "remote.hpp"
 
 #define CD_API extern "C" __attribute__((visibility("default")))
 #ifndef CD_BUILD_ID
@@ -22,6 +23,7 @@ constexpr uint64_t abi_hash() {
                             offsetof(cd::Control, resync),
                             offsetof(cd::Control, dispatch_published),
                             offsetof(cd::SlotMeta, source),
+                            offsetof(cd::SlotMeta, parts),
                             cd::kMaxRanks,
                             cd::kMaxSlots};
   uint64_t hash = 1469598103934665603ull;
@@ -72,6 +74,17 @@ CD_API void cd_attach_own(cd::Comm* c, uint8_t* region) { c->attach_own(region);
 CD_API int cd_attach_peer(cd::Comm* c, int rank, int region_fd, int process_fd, uint64_t nonce) {
   return c->attach_peer(rank, region_fd, process_fd, nonce);
 }
+// Ranks of other hosts. landing [R][cd_mirror_bytes]; host [R]: lowest rank of each rank's host. 0 or an errno.
+CD_API int64_t cd_mirror_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).mirror; }
+CD_API int cd_attach_network(cd::Comm* c, uint8_t* landing) { return c->attach_network(landing); }
+CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
+CD_API void cd_set_outbox(cd::Comm* c, cd::Outbox* outbox) { c->outbox = outbox; }
+CD_API void cd_set_hosts(cd::Comm* c, const int32_t* host) { c->set_hosts(host); }
+CD_API int cd_attach_landing(cd::Comm* c, int rank, int landing_fd) { return c->attach_landing(rank, landing_fd); }
+CD_API void cd_sent(const cd::Comm* c, cd::Sent* out) {
+  for (int i = 0; i < 3; ++i) out[i] = c->traffic[i];
+}
+
 CD_API void cd_activate(cd::Comm* c, uint64_t mask) { c->activate(mask); }
 
 CD_API uint64_t cd_next(const cd::Comm* c, int op) { return c->next[op]; }

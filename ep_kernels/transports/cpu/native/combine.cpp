@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "args.hpp"
+#include "remote.hpp"
 
 namespace cd {
 namespace {
@@ -85,14 +86,17 @@ void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t
   }
 }
 
-// Pre-reduces every (source, token) held here; table[s][t][0] = its partial, -1 = none. Exact: table[s][t][k].
-void stage_partials(Comm& c, const CombineOp& op, int slot) {
+// Pre-reduces every (source, token) held here of the sources in `among`; table[s][t][0] = its partial, -1 = none. Exact:
+// table[s][t][k]. The partials of one source follow each other, the sources ascend; first [R+1] says where each begins.
+void stage_partials(Comm& c, const CombineOp& op, int slot, uint64_t among, int64_t* first) {
   const Geometry& g = c.g;
   const Routing& r = op.routing;
   const bool expert_rows = per_expert(g.layout), weighted = expert_rows && op.apply_weights && !g.exact;
   const int width = expert_rows ? g.topk : 1;
   int64_t next = 0;
   for (int s = 0; s < g.ranks; ++s) {
+    first[s] = next;
+    if (!(among >> s & 1)) continue;
     for (int64_t t = 0; t < r.source_tokens[s]; ++t) {
       const int64_t token = int64_t(s) * g.max_tokens + t;
       int32_t* table = c.own.table(slot) + token * g.topk;
@@ -112,13 +116,16 @@ void stage_partials(Comm& c, const CombineOp& op, int slot) {
       if (terms.n) stage_partial(c, terms, weighted, slot, next++);
     }
   }
+  first[g.ranks] = next;
 }
 
-// Registered rows: the table alone. table[s][t][k] = row of the expert outputs (rank-wise: k = 0 only).
+// Registered rows: the table alone, for sources of this host. table[s][t][k] = row of the expert outputs (rank-wise:
+// k = 0 only).
 void stage_table(Comm& c, const CombineOp& op, int slot) {
   const Geometry& g = c.g;
   const int width = per_expert(g.layout) ? g.topk : 1;
   for (int s = 0; s < g.ranks; ++s) {
+    if (!c.is_here(s)) continue;
     const int64_t token = int64_t(s) * g.max_tokens;
     int32_t* table = c.own.table(slot) + token * g.topk;
     const int32_t* rows = op.routing.rows + token * width;
@@ -154,7 +161,7 @@ struct Contribution {
 Contribution contribution_of(const Comm& c, int r, int slot) {
   const SlotMeta& meta = *c.peer[r].combine_meta(slot);
   const int64_t mine = int64_t(c.g.rank) * c.g.max_tokens * c.g.topk;
-  const bool direct = meta.source == Source::outputs;
+  const bool direct = meta.source == Source::outputs && c.is_here(r);
   return {c.peer[r].table(slot) + mine, c.peer[r].row_weights(slot) + mine,
           direct ? c.peer[r].outputs(meta.outputs_slot) : c.peer[r].partials(slot), c.peer[r].partial_scales(slot),
           direct};
@@ -321,22 +328,24 @@ Status combine_send(Comm& c, CombineOp& op) {
     });
     if (status != kOk) return status;
   }
-  ++c.next[int(Op::combine)];
+  c.take(Op::combine);
   SlotMeta& meta = *c.own.combine_meta(slot);
   // A buffer is lent to one combine at a time: outputs_busy holds one number.
   const bool lend = op.outputs_slot >= 0 && c.outputs_busy[op.outputs_slot] == 0;
   meta.source = lend ? Source::outputs : Source::staged;
   meta.outputs_slot = op.outputs_slot;
+  int64_t first[kMaxRanks + 1];
   if (lend) {
     c.outputs_busy[op.outputs_slot] = op.seq;
     stage_table(c, op, slot);
-  } else {
-    stage_partials(c, op, slot);
   }
+  if (const uint64_t staged = lend ? ~c.here : ~0ull; staged) stage_partials(c, op, slot, staged, first);
   if (op.row_weights) stage_row_weights(c, op, slot);
   meta.tokens = op.routing.tokens;
   meta.origin = op.routing.origin;
+  meta.seq = op.seq;
   meta.published_ns = now_ns();
+  send_combine(c, op, slot, first);
   c.publish(c.own.control().combine_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
   return kOk;
@@ -356,6 +365,7 @@ Status combine_receive(Comm& c, CombineOp& op) {
     record(c, op, slot, receive_ns);
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);
+  send_word(c, Imm::combine_consumed, slot, op.seq);
   const Status together = c.confirm(Op::combine);
   return together == kOk ? same : together;
 }

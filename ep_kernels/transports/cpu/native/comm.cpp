@@ -5,6 +5,7 @@
 // announces itself in `sleepers`, sleeps if the bell still has the value read. Both sides put a sequentially consistent
 // operation between their write and their read, so either the ringer sees the sleeper or the sleeper sees the new bell.
 #include "comm.hpp"
+#include "remote.hpp"
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -42,9 +43,10 @@ bool Comm::allocate(const int32_t* first_copies, const int32_t* copy_places) {
 
 Comm::~Comm() {
   for (int r = 0; r < g.ranks; ++r) {
-    if (r == g.rank || !peer[r].base) continue;
+    if (r == g.rank || !bell[r]) continue;
     munmap(bell[r], kPage);
     munmap(const_cast<uint8_t*>(peer[r].base), map.total);
+    if (landing_of[r]) munmap(const_cast<uint8_t*>(landing_of[r]), map.mirror * g.ranks);
     close(pidfd[r]);
   }
 }
@@ -73,6 +75,24 @@ int Comm::attach_peer(int rank, int region_fd, int process_fd, uint64_t nonce) {
   return ours ? 0 : -1;
 }
 
+int Comm::attach_network(uint8_t* own_landing) {
+  landing = own_landing;
+  return landings.allocate(int64_t(2) * g.ranks * g.in_flight) ? 0 : ENOMEM;
+}
+
+void Comm::set_hosts(const int32_t* lowest) {
+  std::copy_n(lowest, g.ranks, host);
+  here = 0;
+  for (int r = 0; r < g.ranks; ++r) here |= uint64_t(host[r] == host[g.rank]) << r;
+}
+
+int Comm::attach_landing(int rank, int landing_fd) {
+  void* all = mmap(nullptr, map.mirror * g.ranks, PROT_READ, MAP_SHARED | MAP_NORESERVE, landing_fd, 0);
+  if (all == MAP_FAILED) return errno;
+  landing_of[rank] = static_cast<const uint8_t*>(all);
+  return 0;
+}
+
 void Comm::activate(uint64_t mask) {
   active = mask;
   int32_t kept = 0;
@@ -83,9 +103,11 @@ void Comm::activate(uint64_t mask) {
     }
   }
   first[g.experts] = kept;
+  if (outbox) set_rails(*this);
 }
 
 void Comm::ring(int r) {
+  if (!bell[r]) return;
   bell[r]->bell.fetch_add(1, std::memory_order_seq_cst);
   if (bell[r]->sleepers.load(std::memory_order_seq_cst) != 0) {
     syscall(SYS_futex, &bell[r]->bell, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
@@ -93,7 +115,7 @@ void Comm::ring(int r) {
 }
 
 void Comm::ring_peers() {
-  for (uint64_t left = peers(); left; left &= left - 1) ring(__builtin_ctzll(left));
+  for (uint64_t left = peers() & here; left; left &= left - 1) ring(__builtin_ctzll(left));
 }
 
 void Comm::publish(Word& word, uint64_t seq) {
@@ -114,24 +136,39 @@ void Comm::sleep_on_bell(uint32_t seen_bell, int64_t limit_ns) {
 uint64_t Comm::gone_peers(uint64_t among) const {
   pollfd polls[kMaxRanks];
   int ranks[kMaxRanks], n = 0;
-  for (uint64_t left = among; left; left &= left - 1) {
+  uint64_t gone = among & ~here ? gone_remotes(*this, among & ~here) : 0;
+  for (uint64_t left = among & here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     if (pidfd[r] < 0) continue;
     polls[n] = {pidfd[r], POLLIN, 0};
     ranks[n++] = r;
   }
-  if (poll(polls, n, 0) <= 0) return 0;
-  uint64_t gone = 0;
+  if (n == 0 || poll(polls, n, 0) <= 0) return gone;
   for (int i = 0; i < n; ++i) {
     if (polls[i].revents & POLLIN) gone |= 1ull << ranks[i];
   }
   return gone;
 }
 
+int Comm::leaver(uint64_t among) const {
+  for (uint64_t left = among & ~here; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    if (left_out[r].load(std::memory_order_acquire) > membership) return r;
+  }
+  return -1;
+}
+
 Status Comm::confirm(Op op) {
   std::atomic_thread_fence(std::memory_order_acquire);
-  return agree({op, Phase::membership, membership},
-               [&](int r) { return peer[r].control().membership.v.load(std::memory_order_relaxed); });
+  for (uint64_t left = peers(); left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    const uint64_t theirs = is_here(r) ? peer[r].control().membership.v.load(std::memory_order_relaxed)
+                                       : left_out[r].load(std::memory_order_acquire);
+    if (is_here(r) ? theirs == membership : theirs <= membership) continue;
+    fail({op, Phase::membership, membership}, r, theirs, Why::silent, now_ns());
+    return kDiffers;
+  }
+  return kOk;
 }
 
 Status Comm::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t started) {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "region.hpp"
+#include "ring.hpp"
 #include "rows.hpp"
 
 namespace cd {
@@ -81,6 +82,19 @@ class SampleRing {
   uint64_t head_ = 0, tail_ = 0;
 };
 
+// Messages of a dispatch, a combine or a word, since the communicator was made. Mirrored by native.py.
+struct Sent {
+  uint64_t messages, bytes;
+};
+enum class Kind : int32_t { rows = 0, records = 1, words = 2 };
+
+// How far the parts of one slot of one rank of another host have come.
+struct Landing {
+  uint32_t seq;  // low bits of its number
+  int32_t parts;
+  bool begun, head;
+};
+
 struct Comm {
   Geometry g;
   RegionMap map;
@@ -90,6 +104,20 @@ struct Comm {
   BellPage* bell[kMaxRanks] = {};
   int pidfd[kMaxRanks];
   uint64_t active = 0;  // bit per rank, own included
+
+  // Ranks of other hosts (remote.hpp). Without a network, `here` is all ranks and nothing of this is used.
+  uint64_t here = ~0ull;                        // bit per rank of this host, active or not
+  int32_t host[kMaxRanks] = {};                 // lowest rank of each rank's host
+  Outbox* outbox = nullptr;
+  uint8_t* landing = nullptr;                   // mirrors that this rank's proxy writes, one for each rank
+  const uint8_t* landing_of[kMaxRanks] = {};    // those of the other ranks of this host
+  int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
+  int num_rails = 0;
+  Array<Landing> landings;                      // [2][R][F], of dispatch and combine; the proxy's
+  Sent traffic[3] = {};                         // by Kind
+  std::atomic<uint64_t> down{0};                // bit per rank whose connection with this one has ended
+  std::atomic<int64_t> down_ns[kMaxRanks] = {};
+  std::atomic<uint64_t> left_out[kMaxRanks] = {};  // tag under which that rank goes on without this one; 0: it does not
 
   Array<int32_t> all_first, all_places;  // every copy of every expert: place = rank * stride + slot
   Array<int32_t> first, places;          // those on active ranks
@@ -118,16 +146,32 @@ struct Comm {
   // Maps a peer's region, read-only but for the bell page. Owns `process_fd` from now on. 0, an errno, or -1 when the
   // header is not what the ticket promised.
   int attach_peer(int rank, int region_fd, int process_fd, uint64_t nonce);
-  void activate(uint64_t mask);  // filters the expert copies
+  // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or an
+  // errno.
+  int attach_network(uint8_t* own_landing);
+  void set_hosts(const int32_t* lowest);
+  int attach_landing(int rank, int landing_fd);
+  void activate(uint64_t mask);  // filters the expert copies, chooses the rails
 
   bool is_active(int r) const { return active >> r & 1; }
+  bool is_here(int r) const { return here >> r & 1; }
   uint64_t peers() const { return active & ~(1ull << g.rank); }
   int slot_of(uint64_t seq) const { return int(seq % uint64_t(g.in_flight)); }
-  void publish(Word& word, uint64_t seq);  // release, then ring every active peer
-  void ring(int r);
+  void publish(Word& word, uint64_t seq);  // release, then ring every active peer of this host
+  void ring(int r);  // of this host
+  // The next number of an operation: the proxy reads it to complete the low bits that travel.
+  uint64_t upcoming(Op op) const { return __atomic_load_n(&next[int(op)], __ATOMIC_RELAXED); }
+  void set_upcoming(Op op, uint64_t seq) { __atomic_store_n(&next[int(op)], seq, __ATOMIC_RELAXED); }
+  uint64_t take(Op op) {
+    const uint64_t seq = next[int(op)];
+    set_upcoming(op, seq + 1);
+    return seq;
+  }
   void ring_peers();
   void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
   uint64_t gone_peers(uint64_t among) const;
+  // A peer among these that goes on in an epoch without this rank, or -1.
+  int leaver(uint64_t among) const;
 
   // The one wait loop: until seen(peer) >= want.seq for each active peer.
   template <typename Seen>
@@ -139,7 +183,6 @@ struct Comm {
   // then belong to others: survivors use their slots again without this rank's consent.
   Status confirm(Op op);
 
- private:
   Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
 };
 
@@ -187,6 +230,10 @@ Status Comm::wait(Want want, Seen seen) {
     if (now - started >= g.timeout_ns) return fail(want, silent, seen(silent), Why::silent, started);
     if (now - looked >= kSliceNs) {
       looked = now;
+      if (const int r = leaver(missing); r >= 0) {
+        fail({want.op, Phase::membership, membership}, r, left_out[r].load(std::memory_order_relaxed), Why::silent, started);
+        return kDiffers;
+      }
       for (uint64_t gone = gone_peers(missing); gone; gone &= gone - 1) {
         const int r = __builtin_ctzll(gone);
         // Whatever it published before it died counts.

@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "args.hpp"
+#include "remote.hpp"
 
 namespace cd {
 namespace {
@@ -229,6 +230,7 @@ void record(Comm& c, const DispatchOp& op, int slot, int64_t receive_ns) {
 // Ends the receive half: this rank reads the slot no more. `status`, unless it has been left out meanwhile.
 Status give_back(Comm& c, const DispatchOp& op, int slot, Status status) {
   c.publish(c.own.control().dispatch_consumed[slot], op.seq);
+  send_word(c, Imm::dispatch_consumed, slot, op.seq);
   const Status together = c.confirm(Op::dispatch);
   return together == kOk ? status : together;
 }
@@ -249,7 +251,7 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   const int slot = c.slot_of(op.seq);
   if (const Status status = outputs_free(c, slot, Op::dispatch); status != kOk) return status;
   if (const Status status = dispatch_free(c); status != kOk) return status;
-  ++c.next[int(Op::dispatch)];
+  c.take(Op::dispatch);
   if (op.fresh) {
     route(c, op);
     op.routing.origin = op.seq;
@@ -259,7 +261,9 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   SlotMeta& meta = *c.own.dispatch_meta(slot);
   meta.tokens = op.routing.tokens;
   meta.origin = op.routing.origin;
+  meta.seq = op.seq;
   meta.published_ns = now_ns();
+  send_dispatch(c, op, slot);
   c.publish(c.own.control().dispatch_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
   return kOk;

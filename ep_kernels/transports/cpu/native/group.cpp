@@ -9,26 +9,30 @@
 // free. Two entries by parity suffice for the same reason as in exchange. A rank that was left out may live and go on
 // reading; `membership`, changed before any slot is written again, tells it (Comm::confirm). A barrier reads nothing
 // and does not ask: a rank that leaves in good order meets the others in one, and they may go on before it has
-// returned.
+// returned. Ranks of other hosts cannot read later: what their connection brings is theirs (remote.hpp).
 #include "group.hpp"
 
 #include <algorithm>
 
+#include "remote.hpp"
+
 namespace cd {
 
 Status barrier(Comm& c) {
-  const uint64_t seq = c.next[int(Op::barrier)]++;
+  const uint64_t seq = c.take(Op::barrier);
   c.publish(c.own.control().barrier, seq);
+  send_word(c, Imm::barrier, 0, seq);
   return c.wait({Op::barrier, Phase::arrival, seq},
                 [&](int r) { return c.peer[r].control().barrier.v.load(std::memory_order_acquire); });
 }
 
 Status exchange(Comm& c, const int64_t* words, int64_t* all) {
-  const uint64_t seq = c.next[int(Op::exchange)]++;
+  const uint64_t seq = c.take(Op::exchange);
   ExchangeSlot& mine = c.own.control().exchange[seq % 2];
   std::copy_n(words, kExchangeWords, mine.words);
   mine.seq.store(seq, std::memory_order_release);
   c.publish(c.own.control().exchange_latest, seq);
+  send_exchange(c, seq);
   const Status status = c.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
     return c.peer[r].control().exchange[seq % 2].seq.load(std::memory_order_acquire);
   });
@@ -50,6 +54,7 @@ Status wait_for_peer(Comm& c, int64_t timeout_ns) {
     const uint32_t bell_before = c.bell[c.g.rank]->bell.load(std::memory_order_acquire);
     if (c.stop.load(std::memory_order_acquire)) return kAborted;
     if (c.wakes.exchange(0) > 0) return kOk;
+    if (c.leaver(c.peers()) >= 0) return kOk;  // the exchange that follows says so
     for (uint64_t left = c.peers(); left; left &= left - 1) {
       const auto& latest = c.peer[__builtin_ctzll(left)].control().exchange_latest.v;
       if (latest.load(std::memory_order_acquire) >= c.next[int(Op::exchange)]) return kOk;
@@ -61,12 +66,15 @@ Status wait_for_peer(Comm& c, int64_t timeout_ns) {
 }
 
 Status resync(Comm& c, uint64_t mask, uint64_t epoch) {
-  c.activate(mask);
   const uint64_t tag = epoch + 1;
+  if (const Status status = quiesce(c, mask, tag); status != kOk) return status;
+  c.activate(mask);
   Resync& mine = c.own.control().resync[c.resyncs++ % 2];
   std::copy_n(c.next, 4, mine.counters);
+  mine.tag = tag;
   mine.epoch_tag.store(tag, std::memory_order_release);
   c.ring_peers();
+  send_resync(c, int(&mine - c.own.control().resync), tag);
   const auto entry = [&](int r) -> const Resync* {
     for (const Resync& e : c.peer[r].control().resync) {
       if (e.epoch_tag.load(std::memory_order_acquire) == tag) return &e;
@@ -78,7 +86,7 @@ Status resync(Comm& c, uint64_t mask, uint64_t epoch) {
   if (status != kOk) return status;
   for (uint64_t left = c.peers(); left; left &= left - 1) {
     const Resync* theirs = entry(__builtin_ctzll(left));
-    for (int i = 0; i < 4; ++i) c.next[i] = std::max(c.next[i], theirs->counters[i]);
+    for (int i = 0; i < 4; ++i) c.set_upcoming(Op(i), std::max(c.next[i], theirs->counters[i]));
   }
   for (int i = 0; i < 4; ++i) c.base[i] = c.next[i] - 1;
   std::fill_n(c.outputs_busy, kMaxSlots, 0);

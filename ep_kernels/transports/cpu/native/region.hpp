@@ -7,6 +7,8 @@
 //   combine slots     F x { SlotMeta | rows int32 [R,M,K] | weights f32 [R,M,K] | partials [P,row] | scales [P,scale] }
 //   expert outputs    F x { [rows, H] output dtype }: what combine_input() hands out
 //
+// A mirror is a copy of a region up to its expert outputs, which the network writes, on each other host (remote.hpp).
+//
 // F = max_in_flight, M = max tokens, K = topk, R = ranks, P = R*M (exact: R*M*K). Memory is sparse until touched.
 #pragma once
 #include <atomic>
@@ -16,7 +18,7 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 2;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 3;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxRanks = 64;
 constexpr int kMaxSlots = 64;
 constexpr int kExchangeWords = 8;
@@ -64,6 +66,7 @@ struct BellPage {
 struct alignas(64) Resync {
   std::atomic<uint64_t> epoch_tag;  // epoch + 1; 0 = empty
   uint64_t counters[4];
+  uint64_t tag;  // the same for those who read a mirror, where `epoch_tag` is stored after the rest has come
 };
 
 struct alignas(64) ExchangeSlot {
@@ -76,6 +79,7 @@ struct Control {
   int64_t rank;
   Word barrier;
   Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
+  Word gone;        // in a mirror: the owner's connection to whom the mirror belongs has ended
   Word exchange_latest;
   ExchangeSlot exchange[2];
   Resync resync[2];
@@ -87,11 +91,14 @@ enum class Source : int32_t { staged = 0, outputs = 1 };
 
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.
 struct alignas(64) SlotMeta {
-  int64_t published_ns;  // CLOCK_MONOTONIC, one clock for the host
+  int64_t published_ns;  // CLOCK_MONOTONIC of the reader's host; in a mirror: when the last byte came
+  uint64_t seq;          // as `published`
   uint64_t origin;       // sequence number of the dispatch that made the routing: equal on all ranks
   int32_t tokens;        // dispatch: T of the owner
-  Source source;         // combine: rows lie in this slot, or in the owner's expert outputs (zero copy)
+  Source source;         // combine: rows lie in this slot, or in the owner's expert outputs (zero copy); other hosts
+                         //   find them in this slot always
   int32_t outputs_slot;  // which expert output buffer
+  int32_t parts[kMaxRanks];  // messages to each other host, this one apart, by the lowest rank of the host
 };
 
 // Offsets of the parts; a pure function of Geometry.
@@ -100,6 +107,7 @@ struct RegionMap {
   int64_t c_table, c_row_weights, c_rows, c_scales, c_size;
   int64_t partials, c_row_bytes, c_scale_bytes, y_row_bytes, y_size;
   int64_t dispatch, combine, outputs, total;
+  int64_t mirror;  // bytes of a mirror: all but the expert outputs
 
   explicit RegionMap(const Geometry& g) {
     const int64_t mk = int64_t(g.max_tokens) * g.topk;
@@ -125,6 +133,7 @@ struct RegionMap {
     combine = dispatch + g.in_flight * d_size;
     outputs = combine + g.in_flight * c_size;
     total = outputs + g.in_flight * y_size;
+    mirror = outputs;
   }
 };
 

@@ -1,0 +1,203 @@
+"""The data port: one listening socket and one thread of a process. It lets members of a group in, and nobody else.
+
+A connection that has not proved membership within 5 s is closed; so is the oldest of more than 256 that have not.
+Whatever a stranger sends, at most HELLO_BYTES + PROOF_BYTES of it are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ep_kernels.errors import TransportError
+from ep_kernels.network import handshake
+from ep_kernels.network.config import split
+from ep_kernels.network.handshake import Hello
+
+HANDSHAKE_S = 5.0
+MOST_STRANGERS = 256
+_BACKLOG = 256
+
+Admit = Callable[[Hello, socket.socket], None]
+"""Takes over the socket of a member."""
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A connection before its proof."""
+
+    connection: socket.socket
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+    hello: Hello | None = None
+    challenge: bytes = b""
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that it may still send."""
+        expected = handshake.HELLO_BYTES + (handshake.PROOF_BYTES if self.hello is not None else 0)
+        return expected - len(self.received)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What a hello may name: secret, and who takes the connection."""
+
+    secret: bytes
+    admit: Admit
+
+
+class Listener:
+    """Accepts connections until `close`. Any thread.
+
+    Attributes:
+        address: (host, port) as bound.
+        refused: connections that were closed because they were no member's, by reason.
+
+    Raises:
+        TransportError: the port cannot be listened on.
+    """
+
+    def __init__(self, listen: str) -> None:
+        host, port = split(listen)
+        try:
+            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self._socket = socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise TransportError(f"network.listen: cannot listen on {listen}: {error.strerror or error}") from error
+        self._socket.setblocking(False)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.refused: dict[str, int] = {}
+        self._doors: dict[int, Door] = {}
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="crossdock-network-accept", daemon=True)
+        self._thread.start()
+
+    def open(self, token: int, door: Door) -> None:
+        """From now on hellos may name `token`."""
+        with self._lock:
+            self._doors[token] = door
+
+    def shut(self, token: int) -> None:
+        """Nobody is admitted by `token` any more. Idempotent."""
+        with self._lock:
+            self._doors.pop(token, None)
+
+    def close(self) -> None:
+        """End the thread, close every socket."""
+        self._waker.close()
+        self._thread.join()
+
+    def forsake(self) -> None:
+        """In a forked child, which has no such thread: close its copies."""
+        for connection in (self._socket, self._waker, self._woken, *self._strangers):
+            connection.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while True:
+            until = min((stranger.until for stranger in self._strangers.values()), default=None)
+            ready = self._selector.select(None if until is None else max(0.0, until - time.monotonic()))
+            for key, _ in ready:
+                if key.fileobj is self._woken:
+                    self.forsake()
+                    return
+                if key.fileobj is self._socket:
+                    self._accept()
+                else:
+                    self._hear(self._strangers[key.fileobj])  # type: ignore[index]
+            for stranger in [one for one in self._strangers.values() if one.until <= time.monotonic()]:
+                self._refuse(stranger, "silent")
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # gone again, or out of descriptors: the next one may work
+            time.sleep(0.01)
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._refuse(min(self._strangers.values(), key=lambda one: one.until), "too many at once")
+        stranger = _Stranger(connection, time.monotonic() + HANDSHAKE_S)
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            chunk = stranger.connection.recv(stranger.wanted)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._refuse(stranger, "closed")
+            return
+        stranger.received += chunk
+        if stranger.wanted:
+            return
+        if stranger.hello is None:
+            self._challenge(stranger)
+        else:
+            self._judge(stranger, stranger.hello)
+
+    def _challenge(self, stranger: _Stranger) -> None:
+        try:
+            stranger.hello = handshake.decode(bytes(stranger.received))
+        except ValueError:
+            self._refuse(stranger, "no hello")
+            return
+        stranger.challenge = secrets.token_bytes(handshake.CHALLENGE_BYTES)
+        self._say(stranger, stranger.challenge)
+
+    def _judge(self, stranger: _Stranger, hello: Hello) -> None:
+        with self._lock:
+            door = self._doors.get(hello.token)
+        raw = bytes(stranger.received[: handshake.HELLO_BYTES])
+        given = bytes(stranger.received[handshake.HELLO_BYTES :])
+        # An unknown token takes as long as a wrong proof.
+        secret = b"" if door is None else door.secret
+        right = handshake.is_proof(given, handshake.proof(secret, raw, stranger.challenge))
+        if door is None or not right:
+            self._refuse(stranger, "unknown group" if door is None else "wrong secret")
+            return
+        if not self._say(stranger, handshake.answer(secret, raw, stranger.challenge)):
+            return
+        self._forget(stranger)
+        try:
+            door.admit(hello, stranger.connection)
+        except Exception:  # a member's words that make no sense end its connection, not this thread
+            stranger.connection.close()
+            self._count("not admitted")
+
+    def _say(self, stranger: _Stranger, words: bytes) -> bool:
+        """A few bytes into an empty socket buffer."""
+        try:
+            stranger.connection.sendall(words)
+        except OSError:
+            self._refuse(stranger, "closed")
+            return False
+        return True
+
+    def _refuse(self, stranger: _Stranger, why: str) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+        self._count(why)
+
+    def _count(self, why: str) -> None:
+        self.refused[why] = self.refused.get(why, 0) + 1
+
+    def _forget(self, stranger: _Stranger) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(stranger.connection)
+        self._strangers.pop(stranger.connection, None)

@@ -1,0 +1,83 @@
+// The C ABI that network/native.py calls. Nothing throws across it.
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "proxy.hpp"
+
+#define CN_API extern "C" __attribute__((visibility("default")))
+#ifndef CD_BUILD_ID
+#define CD_BUILD_ID "unknown"
+#endif
+
+CN_API const char* cd_build_id() { return CD_BUILD_ID; }
+
+// Null, and errno, when there can be no thread.
+CN_API cd::Proxy* cn_open(int64_t spin_ns, const int32_t* cpus, int num_cpus) {
+  void* memory = calloc(1, sizeof(cd::Proxy));
+  if (!memory) return nullptr;
+  auto* proxy = new (memory) cd::Proxy;
+  if (proxy->start(spin_ns, cpus, num_cpus)) return proxy;
+  free(memory);
+  return nullptr;
+}
+CN_API void cn_shut(cd::Proxy* proxy) {
+  proxy->stop();
+  free(proxy);
+}
+CN_API void cn_forsake(cd::Proxy* proxy) { proxy->forsake(); }
+
+// own [own_bytes]: what may be sent. landing [ranks][stride]: rank r's mirror at r * stride. Null, and errno.
+CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* own, uint64_t own_bytes, uint8_t* landing,
+                                  uint64_t stride, cd::NetHandler handler, void* context, int shuffled, uint64_t seed,
+                                  int64_t drop_after) {
+  void* memory = calloc(1, sizeof(cd::NetChannel));
+  void* box = aligned_alloc(64, sizeof(cd::Outbox));
+  cd::Provider* provider = cd::make_tcp();
+  if (provider && shuffled) provider = cd::make_shuffle(provider, seed, drop_after);
+  if (memory && box && provider) {
+    memset(box, 0, sizeof(cd::Outbox));
+    auto* c = new (memory) cd::NetChannel;
+    c->ranks = ranks;
+    c->own = own;
+    c->own_bytes = own_bytes;
+    c->handler = handler;
+    c->context = context;
+    c->provider = provider;
+    c->outbox = static_cast<cd::Outbox*>(box);
+    for (int r = 0; r < ranks; ++r) provider->reg(r, {landing + uint64_t(r) * stride, stride});
+    const int error = proxy->add(c);
+    if (error == 0) return c;
+    errno = error;
+  }
+  free(memory);
+  free(box);
+  if (provider) provider->close();
+  return nullptr;
+}
+CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
+
+// Takes over the descriptors when it returns 0; else an errno.
+CN_API int cn_join(cd::NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
+  return c->proxy->join(c, rank, control_fd, lanes, num_lanes);
+}
+CN_API void cn_leave(cd::NetChannel* c, int rank, uint64_t tag) { c->proxy->leave(c, rank, tag); }
+CN_API uint64_t cn_up(cd::NetChannel* c) { return c->proxy->up(c); }
+CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
+// 1 if nothing of this rank's region is still to be read for the ranks of `mask`.
+CN_API int cn_quiet(const cd::NetChannel* c, uint64_t mask) {
+  for (uint64_t left = mask; left; left &= left - 1) {
+    if (!c->outbox->is_quiet(__builtin_ctzll(left))) return 0;
+  }
+  return 1;
+}
+// No event comes any more, and nothing of the caller's memory is touched. The outbox goes with `cn_free`.
+CN_API void cn_close(cd::NetChannel* c) { c->proxy->remove(c); }
+CN_API void cn_free(cd::NetChannel* c) {
+  free(c->outbox);
+  free(c);
+}

@@ -1,0 +1,123 @@
+// The proxy: one thread of a process that moves what its ranks have pushed, and tells them what has arrived.
+#pragma once
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "provider.hpp"
+#include "ring.hpp"
+
+namespace cd {
+
+int64_t net_now_ns();
+
+// Orders that wait for room in a provider's window. Bounded by what the ranks' own flow control lets them push.
+class Backlog {
+ public:
+  bool push(const Order& order);  // false: memory is short
+  Order* front() { return count_ ? &data_[head_] : nullptr; }
+  void pop() {
+    head_ = (head_ + 1) % size_;
+    --count_;
+  }
+  uint64_t clear();  // how many there were
+  void free_memory();
+
+ private:
+  Order* data_ = nullptr;
+  uint64_t size_ = 0, head_ = 0, count_ = 0;
+};
+
+// Mirrored by native.py.
+struct Traffic {
+  uint64_t sent_messages, sent_bytes, received_messages, backlog_most;
+};
+
+// A rank at the other end of a control connection and of its lanes.
+struct NetPeer {
+  int control_fd = -1;
+  int lanes = 0, lanes_ended = 0, next_lane = 0;
+  bool up = false;
+  int error = 0;
+  int64_t ends_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
+  uint8_t message[16];
+  int message_bytes = 0;
+  Backlog backlog;
+  Traffic traffic{};
+};
+
+struct Proxy;
+
+// One rank's use of the network: its outbox, its mirrors, its peers.
+struct NetChannel {
+  Proxy* proxy;
+  int index;
+  uint32_t generation;
+  int ranks;
+  const uint8_t* own;
+  uint64_t own_bytes;
+  NetHandler handler;
+  void* context;
+  Provider* provider;
+  Outbox* outbox;
+  NetPeer peers[kNetRanks];
+};
+
+struct Proxy {
+  static constexpr int kChannels = 1024;
+  static constexpr int kLingering = 4096;
+
+  bool start(int64_t spin_ns, const int32_t* cpus, int num_cpus);
+  void stop();  // every channel is closed; frees nothing
+
+  // Any thread.
+  int add(NetChannel* channel);     // 0 or an errno
+  void remove(NetChannel* channel);  // no event comes any more
+  int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
+  void leave(NetChannel* channel, int rank, uint64_t tag);
+  uint64_t up(NetChannel* channel);
+  void traffic(NetChannel* channel, Traffic* out);
+  void forsake();  // in a forked child: closes its copies of descriptors
+
+ private:
+  struct Lingering {
+    int fd;
+    int64_t until_ns;
+  };
+  class Hold;  // of the mutex, by another thread than the proxy
+
+  template <typename Fn>
+  void for_each(Fn fn) const {
+    for (int i = 0; i < num_channels_; ++i) {
+      if (channels_[i]) fn(*channels_[i]);
+    }
+  }
+  static void* enter(void* self);
+  void run();
+  bool turn();
+  bool flush(NetChannel& c);
+  void happen(uint64_t tag, uint32_t events);
+  void control(NetChannel& c, int rank);
+  void ending(NetChannel& c, int rank, int error);
+  void fall(NetChannel& c, int rank, bool tell);
+  void linger(int fd);
+  bool idle() const;
+  static void sent(void* channel, int rank);
+  static void arrived(void* channel, int rank, uint32_t imm);
+  static void ended(void* channel, int rank, int error);
+
+  pthread_t thread_;
+  pthread_mutex_t mutex_;
+  std::atomic<int> waiting_;
+  std::atomic<bool> stop_;
+  int64_t spin_ns_, next_ns_;
+  int epoll_fd_, event_fd_;
+  uint32_t generations_;
+  int num_channels_;  // one more than the highest index in use
+  NetChannel* channels_[kChannels];
+  int lingering_count_;
+  Lingering lingering_[kLingering];
+};
+
+}  // namespace cd

@@ -1,0 +1,109 @@
+// The `shuffle` provider: another one whose writes are delayed and reordered by a seed, as networks with several paths
+// do it; and, if so wished, lanes that drop. What holds over it holds over any order of arrival.
+#include <sys/socket.h>
+
+#include <cstdlib>
+#include <new>
+
+#include "provider.hpp"
+#include "ring.hpp"
+
+namespace cd {
+namespace {
+
+constexpr int kHeld = 64;  // writes kept back for one peer
+
+struct Held {
+  Write write;
+  int lane;
+  int64_t due_ns;
+};
+
+class Shuffle final : public Provider {
+ public:
+  Shuffle(Provider* inner, uint64_t seed, int64_t drop_after) : inner_(inner), state_(seed * 2 + 1) {
+    until_drop_ = drop_after ? 1 + int64_t(random() % uint64_t(2 * drop_after)) : -1;
+  }
+
+  bool open(const Sink& sink, int epoll_fd) override {
+    sink_ = sink;
+    return inner_->open(sink, epoll_fd);
+  }
+  void reg(int peer, Mirror mirror) override { inner_->reg(peer, mirror); }
+  bool connect(int peer, int lane, int fd, uint64_t tag) override {
+    fds_[peer][lane] = fd;
+    return inner_->connect(peer, lane, fd, tag);
+  }
+  void poll(int peer, int lane, uint32_t events) override { inner_->poll(peer, lane, events); }
+
+  bool write(int peer, int lane, const Write& w) override {
+    if (counts_[peer] == kHeld) return false;
+    // One of 16 is late by far more than its successors take.
+    const int64_t delay_ns = random() % 16 ? int64_t(random() % 100'000) : int64_t(random() % 3'000'000);
+    held_[peer][counts_[peer]++] = {w, lane, now_ + delay_ns};
+    return true;
+  }
+
+  int64_t advance(int64_t now) override {
+    now_ = now;
+    int64_t next = -1;
+    for (int peer = 0; peer < kNetRanks; ++peer) {
+      int& n = counts_[peer];
+      for (int i = n - 1; i >= 0; --i) {
+        Held& h = held_[peer][i];
+        if (h.due_ns <= now && pass(peer, h)) {
+          h = held_[peer][--n];
+          continue;
+        }
+        const int64_t again = h.due_ns > now ? h.due_ns : now + 100'000;
+        if (next < 0 || again < next) next = again;
+      }
+    }
+    const int64_t inner = inner_->advance(now);
+    return next < 0 ? inner : inner < 0 ? next : next < inner ? next : inner;
+  }
+
+  void disconnect(int peer) override {
+    give_up(peer);
+    inner_->disconnect(peer);
+  }
+  int release(int peer, int* fds) override {
+    give_up(peer);
+    return inner_->release(peer, fds);
+  }
+  void close() override {
+    inner_->close();
+    free(this);
+  }
+
+ private:
+  bool pass(int peer, const Held& h) {
+    if (!inner_->write(peer, h.lane, h.write)) return false;
+    if (until_drop_ > 0 && --until_drop_ == 0) shutdown(fds_[peer][h.lane], SHUT_RDWR);
+    return true;
+  }
+  void give_up(int peer) {
+    for (; counts_[peer] > 0; --counts_[peer]) sink_.sent(sink_.owner, peer);
+  }
+  uint64_t random() {
+    state_ = state_ * 6364136223846793005ull + 1442695040888963407ull;
+    return state_ >> 33;
+  }
+
+  Provider* inner_;
+  Sink sink_{};
+  uint64_t state_;
+  int64_t now_ = 0, until_drop_;
+  int counts_[kNetRanks] = {};
+  Held held_[kNetRanks][kHeld];
+  int fds_[kNetRanks][kMaxLanes] = {};
+};
+
+}  // namespace
+
+Provider* make_shuffle(Provider* inner, uint64_t seed, int64_t drop_after) {
+  void* memory = malloc(sizeof(Shuffle));
+  return memory ? new (memory) Shuffle(inner, seed, drop_after) : nullptr;
+}
+
+}  // namespace cd

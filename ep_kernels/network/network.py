@@ -1,0 +1,362 @@
+"""The network of a process: data port, proxy thread, and one channel for each communicator.
+
+Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts, and
+tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and go, port
+and thread stay. See docs/network.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from ep_kernels.errors import TransportError
+from ep_kernels.network import handshake, native
+from ep_kernels.network.address import advertised
+from ep_kernels.network.config import MAX_LANES, NetworkConfig
+from ep_kernels.network.handshake import CONTROL_ROLE, Hello
+from ep_kernels.network.listener import Door, Listener
+
+_DIALS = 16
+"""Peers dialled at the same time."""
+_RETRY_S = 0.05
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
+_UNACKED_MS = 10_000
+"""A host that vanished is noticed by these, if no deadline came first."""
+
+
+class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How ranks of other hosts reach a channel. For members of the group only: it holds the secret.
+
+    Attributes:
+        provider: both ends must use the same.
+        address, port: of the data port.
+        token: names the channel there.
+        secret: hexadecimal; proves membership.
+    """
+
+    provider: str
+    address: str
+    port: int
+    token: int
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a channel works on, by address.
+
+    Attributes:
+        own, own_bytes: the rank's region: what may be sent.
+        landing, stride: the mirrors; rank r's starts at landing + r * stride and has stride bytes.
+        handler, context: `cd::NetHandler` and its first argument; called on the proxy thread.
+    """
+
+    own: int
+    own_bytes: int
+    landing: int
+    stride: int
+    handler: int
+    context: int
+
+
+class Network:
+    """Of one process and one configuration. `Network.of` shares it.
+
+    Attributes:
+        address, why: what peers dial, and how it was chosen.
+
+    Raises:
+        TransportError: the port cannot be listened on, the native library is missing, or there can be no thread.
+    """
+
+    _shared: dict[NetworkConfig, Network] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, config: NetworkConfig) -> None:
+        self.config = config
+        self.lib = native.load()
+        chosen = advertised(config)
+        self.address, self.why = chosen.address, chosen.why
+        self.listener = Listener(config.listen)
+        self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self.in_use = 0
+        cpus = (ctypes.c_int32 * len(config.cpus))(*config.cpus)
+        self.proxy: int | None = self.lib.cn_open(config.spin_us * 1000, cpus, len(config.cpus))
+        if not self.proxy:
+            self.listener.close()
+            raise TransportError("network: the proxy thread cannot be started")
+
+    @classmethod
+    def of(cls, config: NetworkConfig) -> Network:
+        """The one of this process, made at first use and kept; an idle one of another configuration is closed first."""
+        with cls._lock:
+            found = cls._shared.get(config)
+            if found is None:
+                for other in [one for one in cls._shared.values() if not one.in_use]:
+                    del cls._shared[other.config]
+                    other.close()
+                found = cls._shared[config] = cls(config)
+            found.in_use += 1
+            return found
+
+    def release(self) -> None:
+        """One channel less. The network stays for the next epoch."""
+        with self._lock:
+            self.in_use -= 1
+
+    def close(self) -> None:
+        """End threads, close the port."""
+        proxy, self.proxy = self.proxy, None
+        if proxy:
+            self.listener.close()
+            self.lib.cn_shut(proxy)
+
+    @classmethod
+    def forsake_all(cls) -> None:
+        """In a forked child: close its copies of descriptors, so that peers see the end of the parent's process."""
+        cls._lock = threading.Lock()
+        for one in cls._shared.values():
+            proxy, one.proxy = one.proxy, None
+            one.listener.forsake()
+            for channel in list(one.channels):
+                channel.forsake()
+            if proxy:
+                one.lib.cn_forsake(proxy)
+        cls._shared.clear()
+
+
+os.register_at_fork(after_in_child=Network.forsake_all)
+
+
+class Channel:
+    """One rank's use of the network, for one communicator. `connect`, `leave` and `close` from any thread.
+
+    Raises:
+        TransportError: memory is short.
+    """
+
+    def __init__(self, network: Network, rank: int, ranks: int, memory: Memory) -> None:
+        self._network, self._rank, self._ranks = network, rank, ranks
+        self._lib = network.lib
+        self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
+        self._lock = threading.Condition()
+        self._arrived: dict[int, dict[int, socket.socket]] = {}
+        self._joined: set[int] = set()
+        self._freed: int | None = None
+        config = network.config
+        shuffled = config.provider.startswith("shuffle")
+        self.pointer: int | None = self._lib.cn_channel(
+            network.proxy, ranks, memory.own, memory.own_bytes, memory.landing, memory.stride, memory.handler,
+            memory.context, shuffled, config.seed + rank, config.drop_after,
+        )  # fmt: skip
+        if not self.pointer:
+            network.release()
+            raise TransportError("network: out of memory")
+        network.channels.add(self)
+        network.listener.open(self._token, Door(self._secret, self._admit))
+
+    @property
+    def outbox(self) -> int:
+        """Address of the `cd::Outbox`; good until the channel is freed."""
+        assert self.pointer is not None
+        return int(self._lib.cn_outbox(self.pointer))
+
+    def ticket(self) -> NetworkTicket:
+        """For the ranks of other hosts."""
+        network = self._network
+        port = network.listener.address[1]
+        return NetworkTicket(network.config.provider, network.address, port, self._token, self._secret.hex())
+
+    def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float) -> None:
+        """Connections with those ranks: this rank dials the higher ones and is dialled by the lower.
+
+        Raises:
+            TransportError: ranks that were not reached, or did not come, and what to check.
+        """
+        until = time.monotonic() + timeout_s
+        for rank, ticket in peers.items():
+            if ticket.provider != self._network.config.provider:
+                mine = self._network.config.provider
+                raise TransportError(f"network: provider {ticket.provider!r} of rank {rank}, {mine!r} of this rank")
+        dialled = [(rank, ticket) for rank, ticket in peers.items() if rank > self._rank]
+        if dialled:
+            with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="crossdock-network-dial") as pool:
+                for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
+                    made.result()
+        with self._lock:
+            awaited = set(peers)
+            self._lock.wait_for(lambda: awaited <= self._joined, max(0.0, until - time.monotonic()))
+            missing = sorted(awaited - self._joined)
+        if missing:
+            where = f"{self._network.address}:{self._network.listener.address[1]}"
+            raise TransportError(
+                f"network: ranks {missing} did not connect to the data port of rank {self._rank}, {where}, within "
+                f"{timeout_s:g} s; open it between the hosts, or set network.advertise to an address they reach"
+            )
+
+    def leave(self, rank: int, epoch_tag: int) -> None:
+        """Part from a rank that is left out of the group: it is told, and nothing of it or for it passes any more."""
+        if self.pointer is not None:
+            self._lib.cn_leave(self.pointer, rank, epoch_tag)
+
+    def is_quiet(self, mask: int) -> bool:
+        """Whether nothing of this rank's region is still to be sent to the ranks of `mask`."""
+        return self.pointer is None or bool(self._lib.cn_quiet(self.pointer, mask))
+
+    def up(self) -> int:
+        """Bit per rank whose connections stand."""
+        return 0 if self.pointer is None else int(self._lib.cn_up(self.pointer))
+
+    def traffic(self) -> list[native.Traffic]:
+        """By rank, since the channel was made."""
+        counters = (native.Traffic * self._ranks)()
+        if self.pointer is not None:
+            self._lib.cn_traffic(self.pointer, counters)
+        return list(counters)
+
+    def close(self) -> None:
+        """Part from all in order: what was sent arrives. No event comes any more. Never waits for a peer; idempotent.
+        The outbox stays until `free`."""
+        if self.pointer is None or self._network.proxy is None:
+            return
+        self._network.listener.shut(self._token)
+        self._lib.cn_close(self.pointer)
+        with self._lock:
+            for roles in self._arrived.values():
+                for connection in roles.values():
+                    connection.close()
+            self._arrived.clear()
+        self._network.channels.discard(self)
+        self._network.release()
+        self._freed, self.pointer = self.pointer, None
+
+    def free(self) -> None:
+        """After `close`, when nobody uses the outbox any more."""
+        freed, self._freed = self._freed, None
+        if freed is not None:
+            self._lib.cn_free(freed)
+
+    def forsake(self) -> None:
+        """In a forked child: nothing of this is used any more."""
+        self.pointer = None
+
+    def _admit(self, hello: Hello, connection: socket.socket) -> None:
+        """A member's connection, on the listener's thread."""
+        roles = {*range(hello.lanes), CONTROL_ROLE}
+        wrong = hello.peer != self._rank or not hello.rank < self._rank or not 0 < hello.lanes <= MAX_LANES
+        if wrong or hello.role not in roles:
+            raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
+        with self._lock:
+            if hello.rank in self._joined:
+                raise ValueError(f"rank {hello.rank} is connected")
+            here = self._arrived.setdefault(hello.rank, {})
+            if hello.role in here:
+                here[hello.role].close()
+            here[hello.role] = connection
+            if set(here) == roles:
+                self._join(hello.rank, self._arrived.pop(hello.rank))
+
+    def _join(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
+        """Hand the connections of a rank to the proxy. Under the lock."""
+        pointer = self.pointer
+        for role, connection in roles.items():
+            _prepare(connection, control=role == CONTROL_ROLE)
+        if pointer is None:
+            for connection in roles.values():
+                connection.close()
+            return
+        lanes = [roles[lane] for lane in range(len(roles) - 1)]
+        fds = (ctypes.c_int32 * len(lanes))(*[lane.fileno() for lane in lanes])
+        error = self._lib.cn_join(pointer, rank, roles[CONTROL_ROLE].fileno(), fds, len(lanes))
+        if error:
+            for connection in roles.values():
+                connection.close()
+            raise TransportError(f"network: rank {rank} cannot be joined: {os.strerror(error)}")
+        for connection in roles.values():
+            connection.detach()
+        self._joined.add(rank)
+        self._lock.notify_all()
+
+    def _dial(self, rank: int, ticket: NetworkTicket, until: float) -> None:
+        lanes = self._network.config.lanes
+        roles: dict[int, socket.socket] = {}
+        try:
+            for role in (*range(lanes), CONTROL_ROLE):
+                roles[role] = self._dial_one(rank, ticket, role, until)
+            with self._lock:
+                self._join(rank, roles)
+        except BaseException:
+            for connection in roles.values():
+                connection.close()
+            raise
+
+    def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
+        place = (ticket.address, ticket.port)
+        source = (self._network.address, 0) if self._network.config.devices else None
+        while True:
+            left = until - time.monotonic()
+            try:
+                connection = socket.create_connection(place, max(0.001, left), source)
+                break
+            except OSError as error:
+                if left <= _RETRY_S or self.pointer is None:
+                    why = error.strerror or str(error)
+                    raise TransportError(
+                        f"network: rank {rank} is not reached at {ticket.address}:{ticket.port} ({why}); open the "
+                        "data port between the hosts, or set network.advertise on that rank to an address of it"
+                    ) from error
+                time.sleep(_RETRY_S)
+        try:
+            _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, self._network.config.lanes), ticket)
+            connection.setblocking(False)
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise TransportError(
+                f"network: {ticket.address}:{ticket.port} is not the data port of rank {rank}: {error}"
+            ) from error
+        return connection
+
+
+def _greet(connection: socket.socket, hello: Hello, ticket: NetworkTicket) -> None:
+    """The dialer's side of the handshake. Raises OSError, ValueError."""
+    secret, raw = bytes.fromhex(ticket.secret), hello.encode()
+    connection.sendall(raw)
+    challenge = _exactly(connection, handshake.CHALLENGE_BYTES)
+    connection.sendall(handshake.proof(secret, raw, challenge))
+    answer = _exactly(connection, handshake.PROOF_BYTES)
+    if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
+        raise ValueError("whoever listens there does not know the secret of the ticket")
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        chunk = connection.recv(num_bytes - len(received))
+        if not chunk:
+            raise ValueError("it closed the connection")
+        received += chunk
+    return bytes(received)
+
+
+def _prepare(connection: socket.socket, *, control: bool) -> None:
+    """Options of a connection whose handshake is done."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+    if control:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)

@@ -1,0 +1,299 @@
+#include "remote.hpp"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstddef>
+
+namespace cd {
+namespace {
+
+// What a rail had sent before its own connection with this rank ended may still be on its way through another one.
+constexpr int64_t kSettleNs = 50'000'000;
+
+// The active ranks of a host, given its lowest rank.
+uint64_t ranks_of(const Comm& c, int lowest) {
+  uint64_t found = 0;
+  for (int r = 0; r < c.g.ranks; ++r) found |= uint64_t(c.is_active(r) && c.host[r] == lowest) << r;
+  return found;
+}
+
+int nth(uint64_t mask, int n) {
+  for (; n > 0; --n) mask &= mask - 1;
+  return __builtin_ctzll(mask);
+}
+
+// The rank that gets what `source` sends to a host, -1 if nobody of it is active.
+int rail(const Comm& c, int source, int lowest) {
+  const uint64_t there = ranks_of(c, lowest);
+  if (!there) return -1;
+  const int index = __builtin_popcountll(ranks_of(c, c.host[source]) & ((1ull << source) - 1));
+  return nth(there, index % __builtin_popcountll(there));
+}
+
+uint32_t imm_of(Imm kind, int slot, uint64_t seq) {
+  return uint32_t(kind) << 28 | uint32_t(slot) << kSeqBits | uint32_t(seq & kSeqMask);
+}
+
+// One message; waits while the ring is full, which the proxy empties without waiting for anybody.
+void post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t imm) {
+  while (!c.outbox->push(to, offset, uint32_t(bytes), imm)) {
+    if (c.stop.load(std::memory_order_acquire)) return;
+    wake(*c.outbox);
+    sched_yield();
+  }
+  Sent& sent = c.traffic[int(kind)];
+  ++sent.messages;
+  sent.bytes += uint64_t(bytes);
+}
+
+// A message of its own for each run of marked tokens: rows first, then their scales.
+template <typename Needed>
+int send_rows(Comm& c, int to, int slot, int64_t tokens, uint32_t imm, Needed needed) {
+  const Geometry& g = c.g;
+  const uint64_t rows = uint64_t(c.own.d(slot) + c.map.d_rows), scales = uint64_t(c.own.d(slot) + c.map.d_scales);
+  int parts = 0;
+  for (int64_t t = 0; t < tokens;) {
+    if (!needed(t)) {
+      ++t;
+      continue;
+    }
+    int64_t end = t + 1;
+    while (end < tokens && needed(end)) ++end;
+    post(c, to, Kind::rows, rows + uint64_t(t * g.row_bytes), (end - t) * g.row_bytes, imm);
+    ++parts;
+    if (g.scale_bytes) {
+      post(c, to, Kind::rows, scales + uint64_t(t * g.scale_bytes), (end - t) * g.scale_bytes, imm);
+      ++parts;
+    }
+    t = end;
+  }
+  return parts;
+}
+
+RegionView<uint8_t> mirror_of(Comm& c, int rank) { return {c.landing + int64_t(rank) * c.map.mirror, &c.map}; }
+
+void ring_host(Comm& c) {
+  for (uint64_t left = c.here; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    if (r < c.g.ranks) c.ring(r);
+  }
+}
+
+// How far `low` is ahead of `near`, both of kSeqBits: the shorter way round.
+int64_t ahead(uint32_t low, uint32_t near) {
+  return int32_t((low - near) << (32 - kSeqBits)) >> (32 - kSeqBits);
+}
+
+// The number nearest to `near` of which `low` are the low bits.
+uint64_t whole(uint32_t low, uint64_t near) { return near + uint64_t(ahead(low, uint32_t(near))); }
+
+// Words only grow, whatever order their messages come in.
+void raise(Word& word, uint64_t seq) {
+  if (seq > word.v.load(std::memory_order_relaxed)) word.v.store(seq, std::memory_order_release);
+}
+
+// A part, or the head, of slot `slot` of `rank`. True: that was the last.
+bool count(Comm& c, Op op, int rank, int slot, uint32_t seq, bool head, const SlotMeta& meta) {
+  Landing& l = c.landings[(int64_t(op) * c.g.ranks + rank) * c.g.in_flight + slot];
+  if (!l.begun || l.seq != seq) {
+    if (l.begun && ahead(seq, l.seq) < 0) return false;
+    l = {seq, 0, true, false};
+  }
+  head ? void(l.head = true) : void(++l.parts);
+  return l.head && l.parts == meta.parts[c.host[c.g.rank]] && (meta.seq & kSeqMask) == seq;
+}
+
+void arrived(Comm& c, int rank, uint32_t imm) {
+  const Imm kind = Imm(imm >> 28);
+  const int slot = int(imm >> kSeqBits & 0x3ff);
+  const uint32_t low = imm & kSeqMask;
+  const RegionView<uint8_t> mirror = mirror_of(c, rank);
+  Control& words = mirror.control();
+  switch (kind) {
+    case Imm::dispatch_part:
+    case Imm::dispatch_head: {
+      if (slot >= c.g.in_flight) return;
+      SlotMeta& meta = *mirror.dispatch_meta(slot);
+      if (!count(c, Op::dispatch, rank, slot, low, kind == Imm::dispatch_head, meta)) return;
+      meta.published_ns = now_ns();
+      raise(words.dispatch_published[slot], meta.seq);
+      break;
+    }
+    case Imm::combine_part:
+    case Imm::combine_head: {
+      if (slot >= c.g.in_flight) return;
+      SlotMeta& meta = *mirror.combine_meta(slot);
+      if (!count(c, Op::combine, rank, slot, low, kind == Imm::combine_head, meta)) return;
+      meta.published_ns = now_ns();
+      raise(words.combine_published[slot], meta.seq);
+      break;
+    }
+    case Imm::dispatch_consumed:
+      if (slot >= c.g.in_flight) return;
+      raise(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
+      break;
+    case Imm::combine_consumed:
+      if (slot >= c.g.in_flight) return;
+      raise(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
+      break;
+    case Imm::barrier:
+      raise(words.barrier, whole(low, c.upcoming(Op::barrier)));
+      break;
+    case Imm::exchange: {
+      const uint64_t seq = whole(low, c.upcoming(Op::exchange));
+      words.exchange[seq % 2].seq.store(seq, std::memory_order_release);
+      raise(words.exchange_latest, seq);
+      break;
+    }
+    case Imm::resync:
+      if (slot > 1) return;
+      words.resync[slot].epoch_tag.store(words.resync[slot].tag, std::memory_order_release);
+      break;
+    default:
+      return;
+  }
+  ring_host(c);
+}
+
+}  // namespace
+
+void set_rails(Comm& c) {
+  c.num_rails = 0;
+  for (int r = 0; r < c.g.ranks; ++r) {
+    if (c.host[r] == r && !c.is_here(r)) {
+      const int to = rail(c, c.g.rank, r);
+      if (to >= 0) c.rails[c.num_rails++] = to;
+    }
+    if (c.is_here(r) || !c.is_active(r)) continue;
+    const int through = rail(c, r, c.host[c.g.rank]);
+    const uint8_t* landing = through == c.g.rank ? c.landing : c.landing_of[through];
+    c.peer[r] = {landing + int64_t(r) * c.map.mirror, &c.map};
+  }
+}
+
+void send_word(Comm& c, Imm kind, int slot, uint64_t seq) {
+  for (int i = 0; i < c.num_rails; ++i) post(c, c.rails[i], Kind::words, 0, 0, imm_of(kind, slot, seq));
+  if (c.num_rails) wake(*c.outbox);
+}
+
+void send_exchange(Comm& c, uint64_t seq) {
+  const int parity = int(seq % 2);
+  const uint64_t at = kPage + offsetof(Control, exchange) + parity * sizeof(ExchangeSlot) + offsetof(ExchangeSlot, words);
+  for (int i = 0; i < c.num_rails; ++i) {
+    post(c, c.rails[i], Kind::words, at, sizeof(ExchangeSlot::words), imm_of(Imm::exchange, parity, seq));
+  }
+  if (c.num_rails) wake(*c.outbox);
+}
+
+void send_resync(Comm& c, int index, uint64_t tag) {
+  const uint64_t at = kPage + offsetof(Control, resync) + index * sizeof(Resync) + offsetof(Resync, counters);
+  constexpr int64_t kBytes = offsetof(Resync, tag) + sizeof(uint64_t) - offsetof(Resync, counters);
+  for (int i = 0; i < c.num_rails; ++i) {
+    post(c, c.rails[i], Kind::words, at, kBytes, imm_of(Imm::resync, index, tag));
+  }
+  if (c.num_rails) wake(*c.outbox);
+}
+
+void send_dispatch(Comm& c, const DispatchOp& op, int slot) {
+  const int64_t tokens = op.routing.tokens, records = tokens * c.g.topk * 4;
+  const uint64_t at = uint64_t(c.own.d(slot));
+  for (int i = 0; i < c.num_rails; ++i) {
+    const int to = c.rails[i], lowest = c.host[to];
+    const auto goes_there = [&](int64_t t) {
+      const int32_t* dest = op.routing.dest + t * c.g.topk;
+      return std::any_of(dest, dest + c.g.topk, [&](int32_t p) { return p >= 0 && c.host[p / c.g.stride] == lowest; });
+    };
+    const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
+    int parts = send_rows(c, to, slot, tokens, part, goes_there);
+    if (records) {
+      post(c, to, Kind::records, at + uint64_t(c.map.d_weights), records, part);
+      ++parts;
+    }
+    c.own.dispatch_meta(slot)->parts[lowest] = parts;
+  }
+  for (int i = 0; i < c.num_rails; ++i) {
+    post(c, c.rails[i], Kind::records, at, int64_t(sizeof(SlotMeta)) + records, imm_of(Imm::dispatch_head, slot, op.seq));
+  }
+  if (c.num_rails) wake(*c.outbox);
+}
+
+void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) {
+  const Geometry& g = c.g;
+  const uint64_t at = uint64_t(c.own.c(slot));
+  const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
+  for (int i = 0; i < c.num_rails; ++i) {
+    const int to = c.rails[i], lowest = c.host[to];
+    int parts = 0;
+    const auto send = [&](Kind kind, int64_t offset, int64_t bytes) {
+      if (bytes == 0) return;
+      post(c, to, kind, at + uint64_t(offset), bytes, part);
+      ++parts;
+    };
+    for (int s = 0; s < g.ranks; ++s) {
+      if (c.host[s] != lowest || !c.is_active(s)) continue;
+      const int64_t records = int64_t(op.routing.source_tokens[s]) * g.topk * 4;
+      const int64_t begin = int64_t(s) * g.max_tokens * g.topk * 4;
+      const int64_t partials = first[s + 1] - first[s];
+      send(Kind::rows, c.map.c_rows + first[s] * c.map.c_row_bytes, partials * c.map.c_row_bytes);
+      send(Kind::rows, c.map.c_scales + first[s] * c.map.c_scale_bytes, partials * c.map.c_scale_bytes);
+      send(Kind::records, c.map.c_table + begin, records);
+      if (op.row_weights) send(Kind::records, c.map.c_row_weights + begin, records);
+    }
+    c.own.combine_meta(slot)->parts[lowest] = parts;
+  }
+  for (int i = 0; i < c.num_rails; ++i) {
+    post(c, c.rails[i], Kind::records, at, sizeof(SlotMeta), imm_of(Imm::combine_head, slot, op.seq));
+  }
+  if (c.num_rails) wake(*c.outbox);
+}
+
+Status quiesce(Comm& c, uint64_t mask, uint64_t tag) {
+  if (!c.outbox) return kOk;
+  const int64_t started = now_ns();
+  for (uint64_t left = mask & ~c.here; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    while (!c.outbox->is_quiet(r)) {
+      if (c.stop.load(std::memory_order_acquire)) return kAborted;
+      if (now_ns() - started >= c.g.timeout_ns) {
+        return c.fail({Op::set_active, Phase::credit, tag}, r, 0, Why::silent, started);
+      }
+      wake(*c.outbox);
+      const timespec nap{0, 50'000};
+      nanosleep(&nap, nullptr);
+    }
+  }
+  return kOk;
+}
+
+uint64_t gone_remotes(const Comm& c, uint64_t among) {
+  uint64_t gone = 0;
+  const uint64_t down = c.down.load(std::memory_order_acquire);
+  const int64_t now = down ? now_ns() : 0;
+  for (uint64_t left = among; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    const bool ended = c.peer[r].control().gone.v.load(std::memory_order_acquire) != 0;
+    const bool cut_off = down >> r & 1 && now - c.down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
+    gone |= uint64_t(ended || cut_off) << r;
+  }
+  return gone;
+}
+
+void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
+  Comm& c = *static_cast<Comm*>(context);
+  switch (event) {
+    case NetEvent::arrived:
+      return arrived(c, rank, uint32_t(value));
+    case NetEvent::down:
+      c.down_ns[rank].store(now_ns(), std::memory_order_relaxed);
+      c.down.fetch_or(1ull << rank, std::memory_order_release);
+      mirror_of(c, rank).control().gone.v.store(1, std::memory_order_release);
+      return ring_host(c);
+    case NetEvent::left_out:
+      c.left_out[rank].store(value, std::memory_order_release);
+      return c.ring(c.g.rank);
+  }
+}
+
+}  // namespace cd

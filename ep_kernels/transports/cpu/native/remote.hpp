@@ -1,0 +1,55 @@
+// Ranks of other hosts.
+//
+// What a rank publishes, it also sends: once to each other host, to one rank there, its rail, whose proxy writes it into
+// the mirror of this rank's region. All ranks of that host read the mirror as they read a region: dispatch.cpp and
+// combine.cpp know no difference. A rank's own words (published, consumed, ...) are never written by the network: the
+// rail's proxy stores them when everything that they promise has come, in whatever order, and rings the host's bells.
+//
+// An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
+// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped.
+//
+// Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens, of which 0, 1 and 3 have experts on ranks 2 or 3. It pushes
+// for rank 2, its rail there: rows 0-1 (a part), row 3 (a part), weights (a part), then meta and places (the head, parts
+// = 3). Rank 2's proxy counts to 3, sees the head, stores published[slot] of rank 0's mirror, and rings ranks 2 and 3.
+#pragma once
+#include "args.hpp"
+
+namespace cd {
+
+enum class Imm : uint32_t {
+  dispatch_part = 0,
+  dispatch_head = 1,
+  combine_part = 2,
+  combine_head = 3,
+  dispatch_consumed = 4,
+  combine_consumed = 5,
+  barrier = 6,
+  exchange = 7,  // slot: parity
+  resync = 8,    // slot: index
+};
+
+constexpr int kSeqBits = 18;
+constexpr uint32_t kSeqMask = (1u << kSeqBits) - 1;
+
+// Which rank of each other host is this rank's rail, and through whose mirrors ranks of other hosts are read. Both ends
+// compute the same from `host` and `active`: the i-th active rank of a host takes the (i mod n)-th of the other's n.
+void set_rails(Comm& c);
+
+void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
+void send_exchange(Comm& c, uint64_t seq);
+void send_resync(Comm& c, int index, uint64_t tag);
+// first [R+1]: where the staged partials of each source begin.
+void send_dispatch(Comm& c, const DispatchOp& op, int slot);
+void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
+
+// Before slots are written again under another membership: waits until nothing of this region is still to be sent to the
+// ranks of `mask`, so that no late write can meet a new one.
+Status quiesce(Comm& c, uint64_t mask, uint64_t tag);
+
+// Of `among`, ranks of other hosts: those whose connection has ended.
+uint64_t gone_remotes(const Comm& c, uint64_t among);
+
+// Called by the proxy. context: the Comm.
+void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);
+
+}  // namespace cd

@@ -1,0 +1,40 @@
+"""Groups over several hosts, in one suite: transports by names that say the network and who lives where.
+
+"cpu" is the transport alone. "cpu-tcp-halves": a group over two hosts, the provider `tcp` between them. The hosts are
+labels of one machine's ranks (`NetworkConfig.domain`), which share nothing but the loop-back device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ep_kernels.network import NetworkConfig
+
+SPLITS: dict[str, Callable[[int, int], int]] = {
+    "halves": lambda rank, size: 2 * rank // size,
+    "first": lambda rank, size: min(rank, 1),
+    "odd": lambda rank, size: rank % 2,
+    "each": lambda rank, size: rank,
+}
+"""Host of a rank: two halves; rank 0 alone; ranks that alternate; a host for each."""
+PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)"}
+SHORT = ("cpu-shuffle-halves",)
+FULL = tuple(f"cpu-{provider}-{split}" for provider in PROVIDERS for split in SPLITS)
+
+
+def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, Any]:
+    """Fields of a MoEConfig for the transport of this name."""
+    transport, _, rest = name.partition("-")
+    if not rest:
+        return {"transport": transport}
+    provider, _, split = rest.partition("-")
+    return {
+        "transport": transport,
+        "network": NetworkConfig(
+            provider=PROVIDERS[provider],
+            listen="127.0.0.1:0",
+            domain=f"host {SPLITS[split](rank, size)}",
+            seed=seed,
+        ),
+    }
