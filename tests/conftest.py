@@ -10,6 +10,17 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=li
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--over-hosts: the contract suite over several hosts."""
+    parser.addoption(
+        "--over-hosts",
+        choices=("none", "short", "full"),
+        default="none",
+        help="transports' tests: on one host alone (none), one group over two hosts as well (short), or over hosts in "
+        "every split by every provider, and nothing else (full)",
+    )
+
+
 def _num_gpus() -> int:
     try:
         import torch
