@@ -153,7 +153,6 @@ class Channel:
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
         self._arrived: dict[int, dict[int, socket.socket]] = {}
-        self._joined: set[int] = set()
         self._freed: int | None = None
         config = network.config
         shuffled = config.provider.startswith("shuffle")
@@ -180,12 +179,13 @@ class Channel:
         return NetworkTicket(network.config.provider, network.address, port, self._token, self._secret.hex())
 
     def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float) -> None:
-        """Connections with those ranks: this rank dials the higher ones and is dialled by the lower.
+        """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
 
         Raises:
             TransportError: ranks that were not reached, or did not come, and what to check.
         """
-        until = time.monotonic() + timeout_s
+        until, up = time.monotonic() + timeout_s, self.up()
+        peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
         for rank, ticket in peers.items():
             if ticket.provider != self._network.config.provider:
                 mine = self._network.config.provider
@@ -196,9 +196,8 @@ class Channel:
                 for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
                     made.result()
         with self._lock:
-            awaited = set(peers)
-            self._lock.wait_for(lambda: awaited <= self._joined, max(0.0, until - time.monotonic()))
-            missing = sorted(awaited - self._joined)
+            self._lock.wait_for(lambda: not self._missing(peers), max(0.0, until - time.monotonic()))
+            missing = self._missing(peers)
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
             raise TransportError(
@@ -252,6 +251,10 @@ class Channel:
         """In a forked child: nothing of this is used any more."""
         self.pointer = None
 
+    def _missing(self, peers: Mapping[int, NetworkTicket]) -> list[int]:
+        up = self.up()
+        return [rank for rank in peers if not up >> rank & 1]
+
     def _admit(self, hello: Hello, connection: socket.socket) -> None:
         """A member's connection, on the listener's thread."""
         roles = {*range(hello.lanes), CONTROL_ROLE}
@@ -259,8 +262,6 @@ class Channel:
         if wrong or hello.role not in roles:
             raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
         with self._lock:
-            if hello.rank in self._joined:
-                raise ValueError(f"rank {hello.rank} is connected")
             here = self._arrived.setdefault(hello.rank, {})
             if hello.role in here:
                 here[hello.role].close()
@@ -286,7 +287,6 @@ class Channel:
             raise TransportError(f"network: rank {rank} cannot be joined: {os.strerror(error)}")
         for connection in roles.values():
             connection.detach()
-        self._joined.add(rank)
         self._lock.notify_all()
 
     def _dial(self, rank: int, ticket: NetworkTicket, until: float) -> None:

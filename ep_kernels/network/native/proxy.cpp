@@ -28,13 +28,17 @@ constexpr uint64_t kEventTag = ~0ull;
 constexpr int64_t kEndNs = 50'000'000;
 constexpr int64_t kLingerNs = 1'000'000'000;
 constexpr int64_t kLingerLookNs = 5'000'000;
-constexpr uint32_t kLeftOut = 1;  // the one message of a control connection
+constexpr uint32_t kLeftOut = 1, kCloses = 2;  // messages of a control connection: the last words of a rank
 
 struct ControlMessage {
   uint32_t kind, unused;
   uint64_t value;
 };
 static_assert(sizeof(ControlMessage) == 16);
+
+void say(int fd, const ControlMessage& message) {
+  (void)!send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
 
 uint64_t tag_of(const NetChannel& c, int rank, int lane) {
   return uint64_t(c.generation) << 32 | uint64_t(c.index) << 16 | uint64_t(rank) << 8 | uint64_t(lane);
@@ -172,7 +176,10 @@ void Proxy::remove(NetChannel* c) {
   Hold hold(*this);
   for (int rank = 0; rank < c->ranks; ++rank) {
     NetPeer& p = c->peers[rank];
-    if (p.control_fd >= 0) linger(p.control_fd);
+    if (p.control_fd >= 0) {
+      say(p.control_fd, {kCloses, 0, 0});
+      linger(p.control_fd);
+    }
     int fds[kMaxLanes];
     const int n = c->provider->release(rank, fds);
     for (int i = 0; i < n; ++i) linger(fds[i]);
@@ -202,7 +209,8 @@ void Proxy::linger(int fd) {
 int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
   Hold hold(*this);
   NetPeer& p = c->peers[rank];
-  if (p.up || p.control_fd >= 0 || num_lanes > kMaxLanes) return EEXIST;
+  if (num_lanes > kMaxLanes) return EINVAL;
+  if (p.up) fall(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
   event.data.u64 = tag_of(*c, rank, kControlLane);
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, control_fd, &event) != 0) return errno;
@@ -216,7 +224,12 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   }
   p.control_fd = control_fd;
   p.lanes = num_lanes;
+  p.lanes_ended = p.next_lane = p.error = p.message_bytes = 0;
+  p.ends_ns = 0;
+  p.in_order = false;
+  p.left_out = 0;
   p.up = true;
+  c->handler(c->context, rank, NetEvent::up, 0);
   return 0;
 }
 
@@ -224,8 +237,7 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   Hold hold(*this);
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
-    const ControlMessage message{kLeftOut, 0, tag};
-    (void)!send(p.control_fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    say(p.control_fd, {kLeftOut, 0, tag});
     linger(p.control_fd);
     p.control_fd = -1;
   }
@@ -375,23 +387,29 @@ void Proxy::happen(uint64_t tag, uint32_t events) {
 }
 
 void Proxy::control(NetChannel& c, int rank) {
+  const int error = hear(c, rank);
+  if (error < 0) return;
+  close(c.peers[rank].control_fd);
+  c.peers[rank].control_fd = -1;
+  ending(c, rank, error);
+}
+
+// What the control connection brings. -1: more may come; else it has ended, with an errno or in order.
+int Proxy::hear(NetChannel& c, int rank) {
   NetPeer& p = c.peers[rank];
   for (;;) {
-    const ssize_t got = recv(p.control_fd, p.message + p.message_bytes, sizeof p.message - p.message_bytes, MSG_DONTWAIT);
+    const int wanted = int(sizeof p.message) - p.message_bytes;
+    const ssize_t got = recv(p.control_fd, p.message + p.message_bytes, size_t(wanted), MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (got <= 0) {
-      const int error = got < 0 ? errno : 0;
-      close(p.control_fd);
-      p.control_fd = -1;
-      return ending(c, rank, error);
-    }
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return -1;
+    if (got <= 0) return got < 0 ? errno : 0;
     p.message_bytes += int(got);
     if (p.message_bytes < int(sizeof p.message)) continue;
     p.message_bytes = 0;
     ControlMessage message;
     memcpy(&message, p.message, sizeof message);
-    if (message.kind == kLeftOut) c.handler(c.context, rank, NetEvent::left_out, message.value);
+    p.in_order |= message.kind == kCloses;
+    if (message.kind == kLeftOut) p.left_out = message.value;
   }
 }
 
@@ -404,11 +422,19 @@ void Proxy::ending(NetChannel& c, int rank, int error) {
 void Proxy::fall(NetChannel& c, int rank, bool tell) {
   NetPeer& p = c.peers[rank];
   p.up = false;
-  if (p.control_fd >= 0) close(p.control_fd);
+  if (p.control_fd >= 0) {
+    hear(c, rank);  // its last word says why
+    close(p.control_fd);
+  }
   p.control_fd = -1;
   c.provider->disconnect(rank);
   for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
-  if (tell) c.handler(c.context, rank, NetEvent::down, uint64_t(p.error));
+  if (!tell) return;
+  if (p.left_out) {
+    c.handler(c.context, rank, NetEvent::left_out, p.left_out);
+  } else if (!p.in_order) {
+    c.handler(c.context, rank, NetEvent::down, uint64_t(p.error));
+  }
 }
 
 bool Proxy::idle() const {

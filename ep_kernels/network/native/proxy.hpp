@@ -39,6 +39,8 @@ struct NetPeer {
   int control_fd = -1;
   int lanes = 0, lanes_ended = 0, next_lane = 0;
   bool up = false;
+  bool in_order = false;  // it said that it closes
+  uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
   int error = 0;
   int64_t ends_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
   uint8_t message[16];
@@ -74,6 +76,7 @@ struct Proxy {
   // Any thread.
   int add(NetChannel* channel);     // 0 or an errno
   void remove(NetChannel* channel);  // no event comes any more
+  // Replaces a connection that stands: whoever dials anew has lost it.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
   uint64_t up(NetChannel* channel);
@@ -99,6 +102,7 @@ struct Proxy {
   bool flush(NetChannel& c);
   void happen(uint64_t tag, uint32_t events);
   void control(NetChannel& c, int rank);
+  int hear(NetChannel& c, int rank);
   void ending(NetChannel& c, int rank, int error);
   void fall(NetChannel& c, int rank, bool tell);
   void linger(int fd);

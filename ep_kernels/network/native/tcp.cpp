@@ -74,6 +74,7 @@ class Tcp final : public Provider {
       free(made);
       return false;
     }
+    free(lanes_[peer][lane]);  // of an earlier connection
     lanes_[peer][lane] = made;
     return true;
   }

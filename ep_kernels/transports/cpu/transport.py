@@ -19,7 +19,7 @@ from ep_kernels import tuning
 from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import Channel, Memory, Network
+from ep_kernels.network.network import Channel, Memory, Network, NetworkTicket
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
@@ -32,6 +32,8 @@ LL_MAX_TOKENS = 128
 _NS = 1_000_000_000
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
+_PART_S = 0.1
+"""What is left to be sent to a rank that is left out gets so long."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _DRAIN = 256
@@ -111,7 +113,7 @@ class CpuTransport:
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._reason: str | None = None
-        self._hosts: list[int] = []
+        self._remote: dict[int, NetworkTicket] = {}
         self.capabilities = Capabilities(
             device_type="cpu",
             cross_host=config.network is not None,
@@ -170,10 +172,9 @@ class CpuTransport:
             if rank != own and hosts[rank] == hosts[own]:
                 self._map(comm, rank, ticket)
         if comm.channel is not None:
-            remote = {rank: ticket.network for rank, ticket in enumerate(read) if ticket.network is not None}
-            peers = {rank: ticket for rank, ticket in remote.items() if hosts[rank] != hosts[own]}
-            comm.channel.connect(peers, self.config.timeout_s)
-        self._hosts = hosts
+            tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
+            self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
+            comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, self._mask(self.active))
 
     def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
@@ -194,13 +195,10 @@ class CpuTransport:
 
     def drain(self) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
-        comm = self.native()
-        deadline = time.monotonic() + self.config.timeout_s
-        peers = sum(1 << rank for rank, active in enumerate(self.active) if active)
-        while comm.channel is not None and not comm.channel.is_quiet(peers) and self._reason is None:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_QUIET_S)
+        channel = self.native().channel
+        if channel is not None:
+            active = [rank for rank in self._remote if self.active[rank]]
+            self._flush(channel, active, self.config.timeout_s)
 
     def close(self) -> None:
         """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
@@ -325,11 +323,23 @@ class CpuTransport:
         self._dispatches.clear()
         self._combines.clear()
         if comm.channel is not None:
-            for rank, stays in enumerate(mask):
-                if not stays and self._hosts[rank] != self._hosts[int(self.geometry.rank)]:
-                    comm.channel.leave(rank, epoch + 1)
+            self._change_peers(comm.channel, mask, epoch)
         self.judge(self.lib.cd_resync(comm.pointer, self._mask(mask), epoch))
         self.active, self.epoch = tuple(mask), epoch
+
+    def _change_peers(self, channel: Channel, mask: Sequence[bool], epoch: int) -> None:
+        """Part from the ranks of other hosts that are left out; reach those again whose connection was lost."""
+        out = [rank for rank in self._remote if not mask[rank]]
+        self._flush(channel, out, _PART_S)  # of an operation that this rank has ended, others may still be waiting
+        for rank in out:
+            channel.leave(rank, epoch + 1)
+        channel.connect({rank: ticket for rank, ticket in self._remote.items() if mask[rank]}, self.config.timeout_s)
+
+    def _flush(self, channel: Channel, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until everything for those ranks has been sent, or is given up; at most so long."""
+        mask, until = sum(1 << rank for rank in ranks), time.monotonic() + timeout_s
+        while not channel.is_quiet(mask) and self._reason is None and time.monotonic() < until:
+            time.sleep(_QUIET_S)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `Transport.exchange`."""

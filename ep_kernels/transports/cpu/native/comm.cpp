@@ -150,10 +150,10 @@ uint64_t Comm::gone_peers(uint64_t among) const {
   return gone;
 }
 
-int Comm::leaver(uint64_t among) const {
+int Comm::leaver(uint64_t among, uint64_t tag) const {
   for (uint64_t left = among & ~here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    if (left_out[r].load(std::memory_order_acquire) > membership) return r;
+    if (left_out[r].load(std::memory_order_acquire) > tag) return r;
   }
   return -1;
 }

@@ -170,8 +170,8 @@ struct Comm {
   void ring_peers();
   void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
   uint64_t gone_peers(uint64_t among) const;
-  // A peer among these that goes on in an epoch without this rank, or -1.
-  int leaver(uint64_t among) const;
+  // A peer among these that has left this rank out, later than under `tag`; or -1.
+  int leaver(uint64_t among, uint64_t tag) const;
 
   // The one wait loop: until seen(peer) >= want.seq for each active peer.
   template <typename Seen>
@@ -230,8 +230,9 @@ Status Comm::wait(Want want, Seen seen) {
     if (now - started >= g.timeout_ns) return fail(want, silent, seen(silent), Why::silent, started);
     if (now - looked >= kSliceNs) {
       looked = now;
-      if (const int r = leaver(missing); r >= 0) {
-        fail({want.op, Phase::membership, membership}, r, left_out[r].load(std::memory_order_relaxed), Why::silent, started);
+      if (const int r = leaver(missing, want.op == Op::set_active ? want.seq : membership); r >= 0) {
+        const uint64_t theirs = left_out[r].load(std::memory_order_relaxed);
+        fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, started);
         return kDiffers;
       }
       for (uint64_t gone = gone_peers(missing); gone; gone &= gone - 1) {

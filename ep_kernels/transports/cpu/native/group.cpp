@@ -3,7 +3,8 @@
 // Exchange: two slots by parity are enough, without credit. A rank writes slot e % 2 again in exchange e + 2; it gets
 // there only after every peer has entered e + 1, and a peer enters e + 1 only after it has read all of exchange e.
 //
-// Agreement: survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
+// Agreement: first, what this rank has sent to those of other hosts is out of its region: no late write can meet a new
+// one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
 // takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
 // rank passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are
 // free. Two entries by parity suffice for the same reason as in exchange. A rank that was left out may live and go on
@@ -22,8 +23,11 @@ Status barrier(Comm& c) {
   const uint64_t seq = c.take(Op::barrier);
   c.publish(c.own.control().barrier, seq);
   send_word(c, Imm::barrier, 0, seq);
-  return c.wait({Op::barrier, Phase::arrival, seq},
-                [&](int r) { return c.peer[r].control().barrier.v.load(std::memory_order_acquire); });
+  const Status status = c.wait({Op::barrier, Phase::arrival, seq}, [&](int r) {
+    return c.peer[r].control().barrier.v.load(std::memory_order_acquire);
+  });
+  // Who has met the others may end its process: then its word has left it.
+  return status == kOk ? flush(c, c.active, {Op::barrier, Phase::credit, seq}) : status;
 }
 
 Status exchange(Comm& c, const int64_t* words, int64_t* all) {
@@ -54,7 +58,7 @@ Status wait_for_peer(Comm& c, int64_t timeout_ns) {
     const uint32_t bell_before = c.bell[c.g.rank]->bell.load(std::memory_order_acquire);
     if (c.stop.load(std::memory_order_acquire)) return kAborted;
     if (c.wakes.exchange(0) > 0) return kOk;
-    if (c.leaver(c.peers()) >= 0) return kOk;  // the exchange that follows says so
+    if (c.leaver(c.peers(), c.membership) >= 0) return kOk;  // the exchange that follows says so
     for (uint64_t left = c.peers(); left; left &= left - 1) {
       const auto& latest = c.peer[__builtin_ctzll(left)].control().exchange_latest.v;
       if (latest.load(std::memory_order_acquire) >= c.next[int(Op::exchange)]) return kOk;
@@ -67,7 +71,7 @@ Status wait_for_peer(Comm& c, int64_t timeout_ns) {
 
 Status resync(Comm& c, uint64_t mask, uint64_t epoch) {
   const uint64_t tag = epoch + 1;
-  if (const Status status = quiesce(c, mask, tag); status != kOk) return status;
+  if (const Status status = flush(c, mask, {Op::set_active, Phase::credit, tag}); status != kOk) return status;
   c.activate(mask);
   Resync& mine = c.own.control().resync[c.resyncs++ % 2];
   std::copy_n(c.next, 4, mine.counters);

@@ -249,19 +249,22 @@ void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) 
   if (c.num_rails) wake(*c.outbox);
 }
 
-Status quiesce(Comm& c, uint64_t mask, uint64_t tag) {
+Status flush(Comm& c, uint64_t mask, Want want) {
   if (!c.outbox) return kOk;
   const int64_t started = now_ns();
   for (uint64_t left = mask & ~c.here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     while (!c.outbox->is_quiet(r)) {
+      const int64_t waited = now_ns() - started;
       if (c.stop.load(std::memory_order_acquire)) return kAborted;
-      if (now_ns() - started >= c.g.timeout_ns) {
-        return c.fail({Op::set_active, Phase::credit, tag}, r, 0, Why::silent, started);
-      }
+      if (waited >= c.g.timeout_ns) return c.fail(want, r, 0, Why::silent, started);
       wake(*c.outbox);
-      const timespec nap{0, 50'000};
-      nanosleep(&nap, nullptr);
+      if (waited < kSpinNs) {
+        relax();
+      } else {
+        const timespec nap{0, 20'000};
+        nanosleep(&nap, nullptr);
+      }
     }
   }
   return kOk;
@@ -290,6 +293,10 @@ void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
       c.down.fetch_or(1ull << rank, std::memory_order_release);
       mirror_of(c, rank).control().gone.v.store(1, std::memory_order_release);
       return ring_host(c);
+    case NetEvent::up:
+      mirror_of(c, rank).control().gone.v.store(0, std::memory_order_release);
+      c.down.fetch_and(~(1ull << rank), std::memory_order_release);
+      return;
     case NetEvent::left_out:
       c.left_out[rank].store(value, std::memory_order_release);
       return c.ring(c.g.rank);

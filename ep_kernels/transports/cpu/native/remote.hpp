@@ -42,9 +42,8 @@ void send_resync(Comm& c, int index, uint64_t tag);
 void send_dispatch(Comm& c, const DispatchOp& op, int slot);
 void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
 
-// Before slots are written again under another membership: waits until nothing of this region is still to be sent to the
-// ranks of `mask`, so that no late write can meet a new one.
-Status quiesce(Comm& c, uint64_t mask, uint64_t tag);
+// Waits until nothing of this region is still to be sent to the ranks of `mask`.
+Status flush(Comm& c, uint64_t mask, Want want);
 
 // Of `among`, ranks of other hosts: those whose connection has ended.
 uint64_t gone_remotes(const Comm& c, uint64_t among);
