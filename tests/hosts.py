@@ -23,6 +23,11 @@ SHORT = ("cpu-shuffle-halves",)
 FULL = tuple(f"cpu-{provider}-{split}" for provider in PROVIDERS for split in SPLITS)
 
 
+def is_over_hosts(name: str) -> bool:
+    """Whether a transport's name says a group over several hosts."""
+    return "-" in name
+
+
 def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, Any]:
     """Fields of a MoEConfig for the transport of this name."""
     transport, _, rest = name.partition("-")

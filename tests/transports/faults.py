@@ -18,6 +18,7 @@ from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.compare import expert
+from tests.hosts import is_over_hosts
 from tests.transports.steps import (
     Place,
     Store,
@@ -59,8 +60,14 @@ class Loss:
     waited_s: float
 
 
-def kill_self() -> None:
+SENT_S = 0.1
+"""What a rank has published is sent to other hosts within this time; what is not dies with it."""
+
+
+def kill_self(transport: str) -> None:
     """As kill -9 from outside: no handler, no cleanup."""
+    if is_over_hosts(transport):
+        time.sleep(SENT_S)
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
@@ -155,7 +162,7 @@ def one_dies(
         old = check_step(comm, case)
         call = until(comm, when, case)
         if rank == victim:
-            kill_self()
+            kill_self(transport)
         seen = lose(call)
         refuses_at_once(comm, case, seen.peer)
         alive = [r != victim for r in range(size)]
@@ -229,7 +236,7 @@ def two_die_in_turn(rank: int, size: int, store: Store, transport: str, case: Ro
         for epoch, victim in enumerate((1, 3), 1):
             check_step(comm, next_case(case, epoch))
             if rank == victim:
-                kill_self()
+                kill_self(transport)
             named.append(lose(lambda: check_step(comm, case)).peer)
             alive[victim] = False
             comm.set_active(alive, epoch)
@@ -309,7 +316,7 @@ def dies_in_bring_up(rank: int, size: int, store: Store, transport: str, case: R
     """A rank that never says hello is named."""
     place = Place(rank, size, store, transport)
     if rank == victim:
-        kill_self()
+        kill_self(transport)
     with pytest.raises(TransportError) as error:
         MoECommunicator(place.config(case, timeout_s=PATIENCE_S))
     return str(error.value)
@@ -363,7 +370,7 @@ def dead_before_close(rank: int, size: int, store: Store, transport: str, case: 
         check_step(comm, case)
         comm.barrier()
         if rank == 0:
-            kill_self()
+            kill_self(transport)
         begin = time.monotonic()
     return time.monotonic() - begin
 
