@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from ep_kernels.errors import ConfigError
-from ep_kernels.network.config import NetworkConfig
+from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.routing import ExpertMap
 from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
 
@@ -100,8 +100,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     network: Any = None
-    """None: the group stays on one host. Else a `network.NetworkConfig`: how ranks of other hosts are reached; may differ
-    between ranks, its provider apart."""
+    """None: the group stays on one host. Else a `network.NetworkConfig`: how ranks of other hosts are reached. May
+    differ between ranks, its provider apart."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
     as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 
 from ep_kernels.errors import TransportError
-from ep_kernels.network.config import NetworkConfig, split
+from ep_kernels.network.network_config import NetworkConfig, split
 
 _SIOCGIFADDR = 0x8915
 _ANYWHERE = ("0.0.0.0", "::", "")

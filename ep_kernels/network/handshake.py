@@ -30,7 +30,7 @@ HELLO_BYTES = _HELLO.size
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Greeting:
     """First words of the dialer.
 
     Attributes:
@@ -54,19 +54,19 @@ class Hello:
         return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce)
 
 
-def hello(token: int, rank: int, peer: int, role: int, lanes: int) -> Hello:
+def hello(token: int, rank: int, peer: int, role: int, lanes: int) -> Greeting:
     """A fresh one."""
-    return Hello(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES))
+    return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES))
 
 
-def decode(raw: bytes) -> Hello:
+def decode(raw: bytes) -> Greeting:
     """Raises ValueError: these are no words of this protocol and version."""
     magic, *fields = _HELLO.unpack(raw)
     if magic[:5] != MAGIC[:5]:
         raise ValueError(f"expected a hello of Crossdock's data port, got {raw[:8]!r}")
     if magic != MAGIC:
         raise ValueError(f"expected version {MAGIC[-1]} of the handshake, got {magic[-1]}")
-    return Hello(*fields)
+    return Greeting(*fields)
 
 
 def proof(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:

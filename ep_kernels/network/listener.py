@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import handshake
-from ep_kernels.network.config import split
-from ep_kernels.network.handshake import Hello
+from ep_kernels.network.handshake import Greeting
+from ep_kernels.network.network_config import split
 
 HANDSHAKE_S = 5.0
 MOST_STRANGERS = 256
 _BACKLOG = 256
 
-Admit = Callable[[Hello, socket.socket], None]
+Admit = Callable[[Greeting, socket.socket], None]
 """Takes over the socket of a member."""
 
 
@@ -35,7 +35,7 @@ class _Stranger:
     connection: socket.socket
     until: float
     received: bytearray = field(default_factory=bytearray)
-    hello: Hello | None = None
+    hello: Greeting | None = None
     challenge: bytes = b""
 
     @property
@@ -160,7 +160,7 @@ class Listener:
         stranger.challenge = secrets.token_bytes(handshake.CHALLENGE_BYTES)
         self._say(stranger, stranger.challenge)
 
-    def _judge(self, stranger: _Stranger, hello: Hello) -> None:
+    def _judge(self, stranger: _Stranger, hello: Greeting) -> None:
         with self._lock:
             door = self._doors.get(hello.token)
         raw = bytes(stranger.received[: handshake.HELLO_BYTES])

@@ -1,8 +1,8 @@
 """The network of a process: data port, proxy thread, and one channel for each communicator.
 
-Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts, and
-tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and go, port
-and thread stay. See docs/network.md.
+Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts,
+and tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and
+go, port and thread stay. See docs/network.md.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
 from ep_kernels.errors import TransportError
-from ep_kernels.network import handshake, native
+from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
-from ep_kernels.network.config import MAX_LANES, NetworkConfig
-from ep_kernels.network.handshake import CONTROL_ROLE, Hello
+from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Door, Listener
+from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 
 _DIALS = 16
 """Peers dialled at the same time."""
@@ -54,7 +55,7 @@ class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ChannelMemory:
     """What a channel works on, by address.
 
     Attributes:
@@ -81,12 +82,12 @@ class Network:
         TransportError: the port cannot be listened on, the native library is missing, or there can be no thread.
     """
 
-    _shared: dict[NetworkConfig, Network] = {}
+    _shared: ClassVar[dict[NetworkConfig, Network]] = {}
     _lock = threading.Lock()
 
     def __init__(self, config: NetworkConfig) -> None:
         self.config = config
-        self.lib = native.load()
+        self.lib = proxy.load()
         chosen = advertised(config)
         self.address, self.why = chosen.address, chosen.why
         self.listener = Listener(config.listen)
@@ -147,7 +148,7 @@ class Channel:
         TransportError: memory is short.
     """
 
-    def __init__(self, network: Network, rank: int, ranks: int, memory: Memory) -> None:
+    def __init__(self, network: Network, rank: int, ranks: int, memory: ChannelMemory) -> None:
         self._network, self._rank, self._ranks = network, rank, ranks
         self._lib = network.lib
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
@@ -218,9 +219,9 @@ class Channel:
         """Bit per rank whose connections stand."""
         return 0 if self.pointer is None else int(self._lib.cn_up(self.pointer))
 
-    def traffic(self) -> list[native.Traffic]:
+    def traffic(self) -> list[proxy.Traffic]:
         """By rank, since the channel was made."""
-        counters = (native.Traffic * self._ranks)()
+        counters = (proxy.Traffic * self._ranks)()
         if self.pointer is not None:
             self._lib.cn_traffic(self.pointer, counters)
         return list(counters)
@@ -255,7 +256,7 @@ class Channel:
         up = self.up()
         return [rank for rank in peers if not up >> rank & 1]
 
-    def _admit(self, hello: Hello, connection: socket.socket) -> None:
+    def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         """A member's connection, on the listener's thread."""
         roles = {*range(hello.lanes), CONTROL_ROLE}
         wrong = hello.peer != self._rank or not hello.rank < self._rank or not 0 < hello.lanes <= MAX_LANES
@@ -319,7 +320,8 @@ class Channel:
                     ) from error
                 time.sleep(_RETRY_S)
         try:
-            _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, self._network.config.lanes), ticket)
+            lanes = self._network.config.lanes
+            _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
             connection.setblocking(False)
         except (OSError, ValueError) as error:
             connection.close()
@@ -329,7 +331,7 @@ class Channel:
         return connection
 
 
-def _greet(connection: socket.socket, hello: Hello, ticket: NetworkTicket) -> None:
+def _greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:
     """The dialer's side of the handshake. Raises OSError, ValueError."""
     secret, raw = bytes.fromhex(ticket.secret), hello.encode()
     connection.sendall(raw)

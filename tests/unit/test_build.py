@@ -56,7 +56,7 @@ def test_compiler_wheel_is_asked_for_only_without_a_compiler(
 def scratch(folder: Path, transport: str = "nvlink") -> build.Native:
     """A transport's sources in a folder of their own."""
     shutil.copytree(build.native_of(transport).sources, folder / "native")
-    return build.Native(folder / "native", folder / "_native.so")
+    return build.Native(folder / "native", folder / "_native.so", build.native_of(transport).included)
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,9 @@ def test_every_transport_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name / "native").mkdir(parents=True)
         (tmp_path / name / "native" / "a.cpp").write_text(f'extern "C" const char* {name}() {{ return CD_BUILD_ID; }}')
     monkeypatch.setattr(build, "HERE", tmp_path)
-    assert build.build_all() == [tmp_path / "one" / "_native.so", tmp_path / "two" / "_native.so"]
+    monkeypatch.setattr(build, "NETWORK", tmp_path / "two")
+    two = tmp_path / "two" / "_native.so"
+    assert build.build_all() == [tmp_path / "one" / "_native.so", two, two]
     assert all(build.native_of(name).is_current() for name in ("one", "two"))
 
 
@@ -148,7 +150,8 @@ def test_the_wheel_brings_kernels_that_need_no_compiler(wheel: Path, monkeypatch
 
 def test_the_wheel_is_whole_and_has_nothing_else(wheel: Path) -> None:
     packed = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
-    assert {f"ep_kernels/transports/{name}/_native.so" for name in ("cpu", "nvlink")} <= packed
+    libraries = {f"ep_kernels/{folder}/_native.so" for folder in ("transports/cpu", "transports/nvlink", "network")}
+    assert libraries <= packed
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "ep_kernels").rglob("*.cuh")}
     assert sources <= packed, "kernels are compiled from these where no cubin fits"
     assert "ep_kernels/removed_since.py" not in packed

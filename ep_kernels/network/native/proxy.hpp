@@ -10,6 +10,9 @@
 
 namespace cd {
 
+constexpr int kControlLane = 0xff;     // in the tag of a descriptor: the control connection of a peer
+constexpr uint64_t kEventTag = ~0ull;  // the proxy's own event descriptor
+
 int64_t net_now_ns();
 
 // Orders that wait for room in a provider's window. Bounded by what the ranks' own flow control lets them push.
@@ -88,7 +91,7 @@ struct Proxy {
     int fd;
     int64_t until_ns;
   };
-  class Hold;  // of the mutex, by another thread than the proxy
+  class Hold;
 
   template <typename Fn>
   void for_each(Fn fn) const {
@@ -122,6 +125,22 @@ struct Proxy {
   NetChannel* channels_[kChannels];
   int lingering_count_;
   Lingering lingering_[kLingering];
+};
+
+// The mutex of the proxy, held by another thread.
+class Proxy::Hold {
+ public:
+  explicit Hold(Proxy& proxy) : proxy_(proxy) {
+    proxy.waiting_.fetch_add(1);
+    pthread_mutex_lock(&proxy.mutex_);
+    proxy.waiting_.fetch_sub(1);
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+  ~Hold() { pthread_mutex_unlock(&proxy_.mutex_); }
+
+ private:
+  Proxy& proxy_;
 };
 
 }  // namespace cd

@@ -1,4 +1,4 @@
-"""One rank's shared memory, and how peers find it: those of the same host. For the others, a ticket says how the rank is
+"""One rank's shared memory, and how peers of the same host find it. For the others, a ticket says how the rank is
 reached over a network, if it is.
 
 A region is a memfd: memory with a file descriptor and no name, so it vanishes with the last process that holds it,

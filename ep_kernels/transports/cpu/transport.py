@@ -16,22 +16,22 @@ from dataclasses import replace
 import torch
 
 from ep_kernels import tuning
-from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
-from ep_kernels.errors import AbortedError, ClosedError, ConfigError, TransportError
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import AbortedError, ClosedError, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import Channel, Memory, Network, NetworkTicket
+from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
 from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, NativeComm, RoutingState, fresh_state
+from ep_kernels.transports.cpu.comm import NativeComm
+from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
+from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Layout, Mode
+from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Mode
 
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
 _NS = 1_000_000_000
-MAX_ROWS = 2**31 - 1
-"""Places of rows are int32."""
 _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 _QUIET_S = 0.0002
@@ -45,59 +45,6 @@ def create(config: MoEConfig) -> CpuTransport:
     return CpuTransport(config)
 
 
-def geometry_of(config: MoEConfig) -> native.Geometry:
-    """Everything that fixes shapes, as the native half wants it."""
-    experts = config.resolved_expert_map
-    group, local = config.group, experts.num_local_experts(config.group.rank)
-    out_dtype, layout = config.resolved_output_dtype, config.resolved_layout
-    capacity = receive_rows(config, local)
-    most = receive_rows(config, experts.stride)
-    groups = {Layout.EXPERT_MAJOR: (local, experts.stride), Layout.RANK_MAJOR: (group.size, group.size)}
-    here, anywhere = groups.get(layout, (1, 1))
-    scale_bytes, scales = _scale_format(config)
-    return native.Geometry(
-        rank=group.rank,
-        ranks=group.size,
-        experts=config.num_experts,
-        local_experts=local,
-        stride=experts.stride,
-        topk=config.topk,
-        max_tokens=config.max_tokens_per_rank,
-        in_flight=config.max_in_flight,
-        hidden=config.hidden_size,
-        exact=config.exact_combine,
-        alignment=config.expert_alignment,
-        x_type=native.type_code(config.dtype),
-        out_type=native.type_code(out_dtype),
-        combine_type=native.type_code(config.resolved_combine_dtype),
-        layout=native.layout_code(layout),
-        scales=scales,
-        row_bytes=config.hidden_size * config.payload_dtype.itemsize,
-        scale_bytes=scale_bytes,
-        capacity=capacity * here,
-        slots=capacity,
-        y_rows=most * anywhere,
-        timeout_ns=int(config.timeout_s * _NS),
-    )
-
-
-def _check_rows(config: MoEConfig, geometry: native.Geometry) -> None:
-    routed = geometry.ranks * geometry.max_tokens * geometry.topk
-    most = max(routed, geometry.capacity, geometry.y_rows)
-    field = "max_recv_rows" if config.max_recv_rows and routed <= MAX_ROWS else "max_tokens_per_rank"
-    if most > MAX_ROWS:
-        raise ConfigError(field, f"at most {MAX_ROWS} rows in all with transport cpu", f"room for {most}")
-
-
-def _scale_format(config: MoEConfig) -> tuple[int, int]:
-    """(bytes of one row's scales as they are staged, `cd::Scales`)."""
-    if config.quantize:
-        return -(-config.hidden_size // FP8_BLOCK) * 4, native.scales_code(config.scale_format)
-    if config.scale_columns:
-        return config.scale_columns * config.scale_dtype.itemsize, native.CALLER_SCALES
-    return 0, 0
-
-
 class CpuTransport:
     """See `transports.base.Transport`."""
 
@@ -105,7 +52,7 @@ class CpuTransport:
         self.config = config
         native.check_limits(config.group.size, config.max_in_flight)
         self.geometry = geometry_of(config)
-        _check_rows(config, self.geometry)
+        check_rows(config, self.geometry)
         self.lib = native.load()
         self.comm: NativeComm | None = NativeComm(config, self.lib, self.geometry)
         self.active = (True,) * config.group.size
@@ -151,8 +98,9 @@ class CpuTransport:
         landing = comm.landing.bytes.data_ptr()
         if self.lib.cd_attach_network(comm.pointer, landing):
             raise TransportError("cpu transport: out of memory")
-        memory = Memory(region.bytes.data_ptr(), region.num_bytes, landing, mirror, self.lib.cd_network_handler(),
-                        comm.pointer)  # fmt: skip
+        handler = self.lib.cd_network_handler()
+        own = region.bytes.data_ptr()
+        memory = ChannelMemory(own, region.num_bytes, landing, mirror, handler, comm.pointer)
         comm.channel = Channel(network, int(self.geometry.rank), ranks, memory)
         self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 

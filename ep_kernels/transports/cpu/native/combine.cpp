@@ -86,8 +86,9 @@ void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t
   }
 }
 
-// Pre-reduces every (source, token) held here of the sources in `among`; table[s][t][0] = its partial, -1 = none. Exact:
-// table[s][t][k]. The partials of one source follow each other, the sources ascend; first [R+1] says where each begins.
+// Pre-reduces every (source, token) held here of the sources in `among`; table[s][t][0] = its partial, -1 = none.
+// Exact: table[s][t][k]. The partials of one source follow each other, the sources ascend; first [R+1] says where each
+// begins.
 void stage_partials(Comm& c, const CombineOp& op, int slot, uint64_t among, int64_t* first) {
   const Geometry& g = c.g;
   const Routing& r = op.routing;

@@ -146,8 +146,8 @@ struct Comm {
   // Maps a peer's region, read-only but for the bell page. Owns `process_fd` from now on. 0, an errno, or -1 when the
   // header is not what the ticket promised.
   int attach_peer(int rank, int region_fd, int process_fd, uint64_t nonce);
-  // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or an
-  // errno.
+  // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or
+  // an errno.
   int attach_network(uint8_t* own_landing);
   void set_hosts(const int32_t* lowest);
   int attach_landing(int rank, int landing_fd);

@@ -180,7 +180,8 @@ void send_word(Comm& c, Imm kind, int slot, uint64_t seq) {
 
 void send_exchange(Comm& c, uint64_t seq) {
   const int parity = int(seq % 2);
-  const uint64_t at = kPage + offsetof(Control, exchange) + parity * sizeof(ExchangeSlot) + offsetof(ExchangeSlot, words);
+  const uint64_t slot = kPage + offsetof(Control, exchange) + parity * sizeof(ExchangeSlot);
+  const uint64_t at = slot + offsetof(ExchangeSlot, words);
   for (int i = 0; i < c.num_rails; ++i) {
     post(c, c.rails[i], Kind::words, at, sizeof(ExchangeSlot::words), imm_of(Imm::exchange, parity, seq));
   }
@@ -213,8 +214,9 @@ void send_dispatch(Comm& c, const DispatchOp& op, int slot) {
     }
     c.own.dispatch_meta(slot)->parts[lowest] = parts;
   }
+  const uint32_t head = imm_of(Imm::dispatch_head, slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::records, at, int64_t(sizeof(SlotMeta)) + records, imm_of(Imm::dispatch_head, slot, op.seq));
+    post(c, c.rails[i], Kind::records, at, int64_t(sizeof(SlotMeta)) + records, head);
   }
   if (c.num_rails) wake(*c.outbox);
 }

@@ -1,16 +1,16 @@
 // Ranks of other hosts.
 //
-// What a rank publishes, it also sends: once to each other host, to one rank there, its rail, whose proxy writes it into
-// the mirror of this rank's region. All ranks of that host read the mirror as they read a region: dispatch.cpp and
+// What a rank publishes, it also sends: once to each other host, to one rank there, its rail, whose proxy writes it
+// into the mirror of this rank's region. All ranks of that host read the mirror as they read a region: dispatch.cpp and
 // combine.cpp know no difference. A rank's own words (published, consumed, ...) are never written by the network: the
 // rail's proxy stores them when everything that they promise has come, in whatever order, and rings the host's bells.
 //
 // An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
 // and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped.
 //
-// Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens, of which 0, 1 and 3 have experts on ranks 2 or 3. It pushes
-// for rank 2, its rail there: rows 0-1 (a part), row 3 (a part), weights (a part), then meta and places (the head, parts
-// = 3). Rank 2's proxy counts to 3, sees the head, stores published[slot] of rank 0's mirror, and rings ranks 2 and 3.
+// Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens; 0, 1 and 3 have experts on ranks 2 or 3. It pushes for rank
+// 2, its rail there: rows 0-1 (a part), row 3 (a part), weights (a part), then meta and places (the head; parts = 3).
+// Rank 2's proxy counts to 3, has the head, stores published[slot] of rank 0's mirror, and rings ranks 2 and 3.
 #pragma once
 #include "args.hpp"
 

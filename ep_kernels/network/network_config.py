@@ -16,7 +16,7 @@ MAX_LANES = 16
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The network of one rank. Checked when built; raises ConfigError naming the field.
 
-    Ranks of one group may differ in everything but `provider`. Ranks of one `domain` use shared memory among themselves.
+    Ranks of one group may differ in all but `provider`. Ranks of one `domain` use shared memory among themselves.
     """
 
     provider: str = "tcp"
@@ -25,8 +25,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """address:port of the data port. Port 0: any free one. The data port takes members of the group only, and its bytes
     are plain text: keep it inside the cluster's network."""
     advertise: str = ""
-    """Address at which ranks of other hosts reach the data port. Empty: the one `listen` names; for every interface, the
-    address of the interface of the default route."""
+    """Address at which ranks of other hosts reach the data port. Empty: the one `listen` names; for every interface,
+    the address of the interface of the default route."""
     devices: tuple[str, ...] = ()
     """Network interfaces to use, the first that has an address wins. Empty: chosen by `advertise`."""
     domain: str = ""

@@ -1,0 +1,238 @@
+// The peers of a channel: how their connections begin and end.
+//
+// A peer is down when all its lanes have ended, or 50 ms after the first sign of an end (a lane, the control
+// connection): what it had sent before is delivered first, since it counts.
+#include <errno.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "proxy.hpp"
+
+namespace cd {
+namespace {
+
+constexpr int64_t kEndNs = 50'000'000;
+constexpr int64_t kLingerNs = 1'000'000'000;
+constexpr uint32_t kLeftOut = 1, kCloses = 2;  // messages of a control connection: the last words of a rank
+
+struct ControlMessage {
+  uint32_t kind, unused;
+  uint64_t value;
+};
+static_assert(sizeof(ControlMessage) == 16);
+
+uint64_t tag_of(const NetChannel& c, int rank, int lane) {
+  return uint64_t(c.generation) << 32 | uint64_t(c.index) << 16 | uint64_t(rank) << 8 | uint64_t(lane);
+}
+
+void say(int fd, const ControlMessage& message) {
+  (void)!send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+}  // namespace
+
+bool Backlog::push(const Order& order) {
+  if (count_ == size_) {
+    const uint64_t larger = size_ ? size_ * 2 : 64;
+    auto* data = static_cast<Order*>(malloc(larger * sizeof(Order)));
+    if (!data) return false;
+    for (uint64_t i = 0; i < count_; ++i) data[i] = data_[(head_ + i) % size_];
+    free(data_);
+    data_ = data;
+    size_ = larger;
+    head_ = 0;
+  }
+  data_[(head_ + count_++) % size_] = order;
+  return true;
+}
+
+uint64_t Backlog::clear() {
+  const uint64_t count = count_;
+  head_ = count_ = 0;
+  return count;
+}
+
+void Backlog::free_memory() {
+  free(data_);
+  data_ = nullptr;
+  size_ = head_ = count_ = 0;
+}
+
+int Proxy::add(NetChannel* c) {
+  Hold hold(*this);
+  for (int i = 0; i < kChannels; ++i) {
+    if (channels_[i]) continue;
+    c->proxy = this;
+    c->index = i;
+    c->generation = ++generations_ & 0x7fffffff;
+    c->outbox->event_fd = event_fd_;
+    c->outbox->asleep.store(1);  // the proxy may be, and does not know this outbox yet
+    if (!c->provider->open({c, &Proxy::sent, &Proxy::arrived, &Proxy::ended}, epoll_fd_)) return EIO;
+    channels_[i] = c;
+    num_channels_ = std::max(num_channels_, i + 1);
+    return 0;
+  }
+  return EMFILE;
+}
+
+void Proxy::remove(NetChannel* c) {
+  Hold hold(*this);
+  for (int rank = 0; rank < c->ranks; ++rank) {
+    NetPeer& p = c->peers[rank];
+    if (p.control_fd >= 0) {
+      say(p.control_fd, {kCloses, 0, 0});
+      linger(p.control_fd);
+    }
+    int fds[kMaxLanes];
+    const int n = c->provider->release(rank, fds);
+    for (int i = 0; i < n; ++i) linger(fds[i]);
+    p.control_fd = -1;
+    p.up = false;
+    p.backlog.free_memory();
+  }
+  c->provider->close();
+  c->provider = nullptr;
+  channels_[c->index] = nullptr;
+  while (num_channels_ > 0 && !channels_[num_channels_ - 1]) --num_channels_;
+}
+
+// The peer reads what was sent before it sees the end: a socket closed with unread bytes in it resets the connection,
+// and with it what is still under way. So: say that nothing more comes, read until the peer says so too.
+void Proxy::linger(int fd) {
+  if (lingering_count_ == kLingering || shutdown(fd, SHUT_WR) != 0) {
+    close(fd);
+    return;
+  }
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
+  lingering_[lingering_count_++] = {fd, net_now_ns() + kLingerNs};
+  const uint64_t one = 1;
+  (void)!write(event_fd_, &one, sizeof one);
+}
+
+int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
+  Hold hold(*this);
+  NetPeer& p = c->peers[rank];
+  if (num_lanes > kMaxLanes) return EINVAL;
+  if (p.up) fall(*c, rank, false);
+  epoll_event event{EPOLLIN, {}};
+  event.data.u64 = tag_of(*c, rank, kControlLane);
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, control_fd, &event) != 0) return errno;
+  for (int lane = 0; lane < num_lanes; ++lane) {
+    if (c->provider->connect(rank, lane, lanes[lane], tag_of(*c, rank, lane))) continue;
+    const int error = errno ? errno : EIO;
+    int fds[kMaxLanes];
+    c->provider->release(rank, fds);  // the caller closes them
+    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, control_fd, nullptr);
+    return error;
+  }
+  p.control_fd = control_fd;
+  p.lanes = num_lanes;
+  p.lanes_ended = p.next_lane = p.error = p.message_bytes = 0;
+  p.ends_ns = 0;
+  p.in_order = false;
+  p.left_out = 0;
+  p.up = true;
+  c->handler(c->context, rank, NetEvent::up, 0);
+  return 0;
+}
+
+void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
+  Hold hold(*this);
+  NetPeer& p = c->peers[rank];
+  if (p.control_fd >= 0) {
+    say(p.control_fd, {kLeftOut, 0, tag});
+    linger(p.control_fd);
+    p.control_fd = -1;
+  }
+  fall(*c, rank, false);
+}
+
+uint64_t Proxy::up(NetChannel* c) {
+  Hold hold(*this);
+  uint64_t mask = 0;
+  for (int rank = 0; rank < c->ranks; ++rank) mask |= uint64_t(c->peers[rank].up) << rank;
+  return mask;
+}
+
+void Proxy::traffic(NetChannel* c, Traffic* out) {
+  Hold hold(*this);
+  for (int rank = 0; rank < c->ranks; ++rank) out[rank] = c->peers[rank].traffic;
+}
+
+void Proxy::control(NetChannel& c, int rank) {
+  const int error = hear(c, rank);
+  if (error < 0) return;
+  close(c.peers[rank].control_fd);
+  c.peers[rank].control_fd = -1;
+  ending(c, rank, error);
+}
+
+// What the control connection brings. -1: more may come; else it has ended, with an errno or in order.
+int Proxy::hear(NetChannel& c, int rank) {
+  NetPeer& p = c.peers[rank];
+  for (;;) {
+    const int wanted = int(sizeof p.message) - p.message_bytes;
+    const ssize_t got = recv(p.control_fd, p.message + p.message_bytes, size_t(wanted), MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return -1;
+    if (got <= 0) return got < 0 ? errno : 0;
+    p.message_bytes += int(got);
+    if (p.message_bytes < int(sizeof p.message)) continue;
+    p.message_bytes = 0;
+    ControlMessage message;
+    memcpy(&message, p.message, sizeof message);
+    p.in_order |= message.kind == kCloses;
+    if (message.kind == kLeftOut) p.left_out = message.value;
+  }
+}
+
+void Proxy::ending(NetChannel& c, int rank, int error) {
+  NetPeer& p = c.peers[rank];
+  if (error) p.error = error;
+  if (!p.ends_ns) p.ends_ns = net_now_ns() + kEndNs;
+}
+
+void Proxy::fall(NetChannel& c, int rank, bool tell) {
+  NetPeer& p = c.peers[rank];
+  p.up = false;
+  if (p.control_fd >= 0) {
+    hear(c, rank);  // its last word says why
+    close(p.control_fd);
+  }
+  p.control_fd = -1;
+  c.provider->disconnect(rank);
+  for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
+  if (!tell) return;
+  if (p.left_out) {
+    c.handler(c.context, rank, NetEvent::left_out, p.left_out);
+  } else if (!p.in_order) {
+    c.handler(c.context, rank, NetEvent::down, uint64_t(p.error));
+  }
+}
+
+void Proxy::sent(void* channel, int rank) {
+  auto* c = static_cast<NetChannel*>(channel);
+  c->outbox->done[rank].fetch_add(1, std::memory_order_release);
+}
+
+void Proxy::arrived(void* channel, int rank, uint32_t imm) {
+  auto* c = static_cast<NetChannel*>(channel);
+  ++c->peers[rank].traffic.received_messages;
+  c->handler(c->context, rank, NetEvent::arrived, imm);
+}
+
+void Proxy::ended(void* channel, int rank, int error) {
+  auto* c = static_cast<NetChannel*>(channel);
+  NetPeer& p = c->peers[rank];
+  if (!p.up) return;
+  ++p.lanes_ended;
+  c->proxy->ending(*c, rank, error);
+  if (p.lanes_ended == p.lanes) c->proxy->fall(*c, rank, true);
+}
+
+}  // namespace cd

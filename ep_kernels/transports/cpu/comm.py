@@ -1,0 +1,130 @@
+"""Memory of a communicator on this rank: the native object, the region, the mirrors, and the buffers of each slot."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ep_kernels import quant
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import TransportError
+from ep_kernels.network.network import Channel
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
+from ep_kernels.types import Layout, ScaleFormat
+
+
+class SlotBuffers:
+    """Buffers of one of the max_in_flight slots: `input` and `expert_outputs` are parts of the region, what dispatch
+    delivers to is private and made when first used."""
+
+    def __init__(self, config: MoEConfig, geometry: native.Geometry) -> None:
+        self._config, self._geometry = config, geometry
+        self.layout = config.resolved_layout
+        self._lead: tuple[int, ...] = {
+            Layout.EXPERT_MAJOR: (geometry.local_experts, geometry.slots),
+            Layout.RANK_MAJOR: (geometry.ranks, geometry.max_tokens),
+        }.get(self.layout, (geometry.capacity,))
+        self.output_row_bytes = config.hidden_size * config.resolved_output_dtype.itemsize
+        self.expert_outputs = torch.empty(0, dtype=torch.uint8)
+        self.input = torch.empty(0, dtype=torch.uint8)
+        self._tokens: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None
+        self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
+        self._words = quant.scale_columns(config.hidden_size, config.scale_format) if config.quantize else 0
+
+    def lead(self, num_rows: int) -> tuple[int, ...]:
+        """Leading shape of what is handed out."""
+        compact = self.layout in (Layout.GROUPED, Layout.FLAT)
+        return (num_rows,) if compact and self._config.exact_shapes else self._lead
+
+    def tokens(self) -> torch.Tensor:
+        """Payload [*worst case, H]."""
+        if self._tokens is None:
+            geometry = self._geometry
+            raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
+            self._tokens = raw.view(*self._lead, self._config.hidden_size)
+        return self._tokens
+
+    def scale_bytes(self) -> torch.Tensor | None:
+        """Room for the scales of the worst case, or None."""
+        if self._scales is None and self._geometry.scale_bytes:
+            rows = self._geometry.capacity
+            planes = 1 if len(self._lead) == 1 else self._lead[0]
+            padded = rows + planes * quant.ROW_PAD
+            self._scales = private_bytes(
+                padded * self._words * 4 if self._packed else rows * self._geometry.scale_bytes
+            )
+        return self._scales
+
+    def scales(self, lead: tuple[int, ...], packed_stride: int) -> torch.Tensor | None:
+        """What was delivered, as the caller wants it."""
+        raw = self.scale_bytes()
+        if raw is None:
+            return None
+        if self._packed:
+            plane = (self._words * packed_stride,) if len(lead) > 1 else ()
+            return raw.view(torch.int32).as_strided((*lead, self._words), (*plane, 1, packed_stride))
+        config = self._config
+        dtype, columns = (torch.float32, self._words) if config.quantize else (config.scale_dtype, config.scale_columns)
+        return raw.view(dtype).view(*self._lead, columns)[: lead[0]]
+
+    def input_rows(self, num_tokens: int) -> torch.Tensor:
+        """The registered input buffer, [num_tokens, H] of `config.dtype`."""
+        rows = self.input.view(self._config.dtype).view(-1, self._config.hidden_size)
+        return rows[:num_tokens]
+
+    def outputs(self, lead: tuple[int, ...]) -> torch.Tensor:
+        """The registered expert output buffer, [*lead, H] output dtype."""
+        rows = 1
+        for size in lead:
+            rows *= size
+        raw = self.expert_outputs[: rows * self.output_row_bytes].view(self._config.resolved_output_dtype)
+        return raw.view(*lead, self._config.hidden_size)
+
+
+class NativeComm:
+    """Owner of the native object and of the memory it works on. Freed when the last operation that uses it has
+    returned, whatever `close` does meanwhile."""
+
+    def __init__(self, config: MoEConfig, lib: ctypes.CDLL, geometry: native.Geometry) -> None:
+        self.lib = lib
+        experts = config.resolved_expert_map
+        first, ranks, slots = experts.tables()
+        places = ranks * experts.stride + slots
+        self.channel: Channel | None = None
+        self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
+        if not self.pointer:
+            raise TransportError("cpu transport: out of memory")
+        self.region: OwnRegion | None = None
+        self.landing: OwnRegion | None = None
+        self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
+
+    def forsake(self) -> None:
+        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+        if self.channel is not None:
+            self.channel.forsake()
+        self.__del__()
+        for buffers in self.buffers:
+            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
+        self.close()
+        self.region = self.landing = None
+
+    def close(self) -> None:
+        """Nobody finds this rank any more, and the network touches nothing of it. What operations work on stays."""
+        if self.channel is not None:
+            self.channel.close()
+        for memory in (self.region, self.landing):
+            if memory is not None:
+                memory.close()
+
+    def __del__(self) -> None:
+        pointer, self.pointer = getattr(self, "pointer", None), None
+        if pointer:
+            channel = self.channel
+            if channel is not None:
+                channel.close()
+            self.lib.cd_destroy(pointer)
+            if channel is not None:
+                channel.free()

@@ -1,0 +1,66 @@
+"""Everything that fixes the shapes of a region, out of a configuration."""
+
+from __future__ import annotations
+
+from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
+from ep_kernels.errors import ConfigError
+from ep_kernels.transports.cpu import native
+from ep_kernels.types import Layout
+
+MAX_ROWS = 2**31 - 1
+"""Places of rows are int32."""
+_NS = 1_000_000_000
+
+
+def geometry_of(config: MoEConfig) -> native.Geometry:
+    """Everything that fixes shapes, as the native half wants it."""
+    experts = config.resolved_expert_map
+    group, local = config.group, experts.num_local_experts(config.group.rank)
+    out_dtype, layout = config.resolved_output_dtype, config.resolved_layout
+    capacity = receive_rows(config, local)
+    most = receive_rows(config, experts.stride)
+    groups = {Layout.EXPERT_MAJOR: (local, experts.stride), Layout.RANK_MAJOR: (group.size, group.size)}
+    here, anywhere = groups.get(layout, (1, 1))
+    scale_bytes, scales = _scale_format(config)
+    return native.Geometry(
+        rank=group.rank,
+        ranks=group.size,
+        experts=config.num_experts,
+        local_experts=local,
+        stride=experts.stride,
+        topk=config.topk,
+        max_tokens=config.max_tokens_per_rank,
+        in_flight=config.max_in_flight,
+        hidden=config.hidden_size,
+        exact=config.exact_combine,
+        alignment=config.expert_alignment,
+        x_type=native.type_code(config.dtype),
+        out_type=native.type_code(out_dtype),
+        combine_type=native.type_code(config.resolved_combine_dtype),
+        layout=native.layout_code(layout),
+        scales=scales,
+        row_bytes=config.hidden_size * config.payload_dtype.itemsize,
+        scale_bytes=scale_bytes,
+        capacity=capacity * here,
+        slots=capacity,
+        y_rows=most * anywhere,
+        timeout_ns=int(config.timeout_s * _NS),
+    )
+
+
+def check_rows(config: MoEConfig, geometry: native.Geometry) -> None:
+    """Raises ConfigError: more rows than their numbers can say."""
+    routed = geometry.ranks * geometry.max_tokens * geometry.topk
+    most = max(routed, geometry.capacity, geometry.y_rows)
+    field = "max_recv_rows" if config.max_recv_rows and routed <= MAX_ROWS else "max_tokens_per_rank"
+    if most > MAX_ROWS:
+        raise ConfigError(field, f"at most {MAX_ROWS} rows in all with transport cpu", f"room for {most}")
+
+
+def _scale_format(config: MoEConfig) -> tuple[int, int]:
+    """(bytes of one row's scales as they are staged, `cd::Scales`)."""
+    if config.quantize:
+        return -(-config.hidden_size // FP8_BLOCK) * 4, native.scales_code(config.scale_format)
+    if config.scale_columns:
+        return config.scale_columns * config.scale_dtype.itemsize, native.CALLER_SCALES
+    return 0, 0
