@@ -18,10 +18,12 @@ from ep_kernels.errors import (
     TransportError,
 )
 from ep_kernels.groups import StoreGroup, TorchGroup
+from ep_kernels.network import NetworkConfig
 from ep_kernels.requests import CombineRequest, DispatchRequest
 from ep_kernels.routing import ExpertMap
 from ep_kernels.types import (
     Capabilities,
+    CombineOrder,
     DispatchHandle,
     DispatchOutput,
     LatencySample,
@@ -37,6 +39,7 @@ __all__ = [
     "Capabilities",
     "CapacityError",
     "ClosedError",
+    "CombineOrder",
     "CombineRequest",
     "ConfigError",
     "DispatchHandle",
@@ -51,6 +54,7 @@ __all__ = [
     "MoECommunicator",
     "MoEConfig",
     "Mode",
+    "NetworkConfig",
     "Overflow",
     "PeerTimeout",
     "ScaleFormat",

@@ -11,7 +11,7 @@ import torch
 from ep_kernels.errors import ConfigError
 from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.routing import ExpertMap
-from ep_kernels.types import Layout, Mode, Overflow, ScaleFormat
+from ep_kernels.types import CombineOrder, Layout, Mode, Overflow, ScaleFormat
 
 MAX_TOPK = 32
 """Ids and weights of a token fit one warp."""
@@ -76,6 +76,9 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scaled fp8. torch.float32: no rounding (cpu only)."""
     output_dtype: Any = None
     """dtype of combine's result and of the expert output. None: `dtype`, or bfloat16 when dtype is a byte format."""
+    combine_order: CombineOrder = CombineOrder.RANK
+    """Order in which partials of several hosts are added. One host: the same bits either way. `exact_combine` has an
+    order of its own."""
     exact_combine: bool = False
     """Every routed row travels and is summed at home in ascending k, without pre-reduction. Per-expert layouts only."""
     expert_map: Any = None
@@ -171,7 +174,8 @@ def _check(c: MoEConfig) -> None:
 
 
 def _check_kinds(c: MoEConfig) -> None:
-    for name, kind in (("mode", Mode), ("scale_format", ScaleFormat), ("overflow", Overflow)):
+    enums = (("mode", Mode), ("scale_format", ScaleFormat), ("overflow", Overflow), ("combine_order", CombineOrder))
+    for name, kind in enums:
         _require(isinstance(getattr(c, name), kind), name, f"a {kind.__name__}", getattr(c, name))
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
     for name in ("quantize", "exact_combine", "exact_shapes", "validate"):

@@ -81,6 +81,11 @@ class GroupMember:
         return self._transport.capabilities
 
     @property
+    def domains(self) -> tuple[int, ...]:
+        """[R], lowest rank of each rank's domain: ranks of one domain reach each other without a network."""
+        return self._transport.domains
+
+    @property
     def device_name(self) -> str:
         """What this rank computes on, as its maker names it: `tuning` keeps crossovers by it."""
         return self._transport.device_name()

@@ -19,7 +19,7 @@ import torch
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.routing import Route, Rows, expert_rows, group_offsets, rank_rows, route
-from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
+from ep_kernels.types import CombineOrder, DispatchOutput, Layout, ScaleFormat
 
 Tensors = Sequence[torch.Tensor]
 
@@ -135,15 +135,27 @@ def _deliver(columns: Tensors, rows: Rows, place: torch.Tensor, shape: tuple[int
 
 
 def combine(
-    step: ReferenceStep, ys: Tensors, *, row_weights: Tensors | None = None, apply_weights: bool = True
+    step: ReferenceStep,
+    ys: Tensors,
+    *,
+    row_weights: Tensors | None = None,
+    apply_weights: bool = True,
+    domains: Sequence[int] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """Bring the expert rows of every rank home: (z [T, H] in the output dtype, per-row numbers as [T, K] or None)."""
+    """Bring the expert rows of every rank home: (z [T, H] in the output dtype, per-row numbers as [T, K] or None).
+
+    domains: [R], lowest rank of each rank's domain, for `CombineOrder.DOMAIN`. None: one domain.
+    """
     pad = [torch.cat([y.flatten(0, -2).float(), torch.zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
     gather = _exact_terms if step.config.exact_combine else _rank_terms
     zs = []
     for source, r in enumerate(step.routes):
         weights = step.weights[source][: len(r.rank)] if apply_weights else torch.ones_like(r.rank).float()
-        total = _sum(gather(step, pad, source, weights), (len(r.rank), step.config.hidden_size))
+        terms = gather(step, pad, source, weights)
+        by_domain = step.config.combine_order is CombineOrder.DOMAIN and not step.config.exact_combine
+        if domains is not None and by_domain:
+            terms = _domain_terms(step.config, list(terms), source, domains)
+        total = _sum(terms, (len(r.rank), step.config.hidden_size))
         zs.append(total.to(step.config.resolved_output_dtype))
     return zs, None if row_weights is None else [_weights_home(step, row_weights, s) for s in range(len(zs))]
 
@@ -171,6 +183,18 @@ def _rank_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.Te
         else:
             partial = y[place.amax(1)]
         yield _moved(step.config, partial), (step.routes[source].rank == rank).any(1)
+
+
+def _domain_terms(config: MoEConfig, partials: list[Term], source: int, domains: Sequence[int]) -> Iterable[Term]:
+    """One sum per domain, ascending by its lowest rank; that of another domain than the source's is rounded once more,
+    unless it is one partial, which crosses as it is."""
+    for lowest in sorted(set(domains)):
+        inside = [partial for partial, domain in zip(partials, domains, strict=True) if domain == lowest]
+        total = _sum(inside, (partials[0][0].shape[0], partials[0][0].shape[1]))
+        count = torch.stack([present for _, present in inside]).sum(0)
+        if lowest != domains[source]:
+            total = torch.where((count > 1)[:, None], _moved(config, total), total)
+        yield total, count > 0
 
 
 def _exact_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:

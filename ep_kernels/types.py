@@ -24,6 +24,17 @@ class Mode(enum.Enum):
     """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks."""
 
 
+class CombineOrder(enum.Enum):
+    """In which order combine adds the partials of a token's ranks; defined in `reference.combine`."""
+
+    RANK = "rank"
+    """Ascending ranks. The bits do not depend on which rank runs on which host."""
+    DOMAIN = "domain"
+    """The partials of one domain (ranks of one host) first, in ascending rank, then the sums of the domains, in
+    ascending order of their lowest rank. The sum of another domain than the token's own is rounded to the combine dtype
+    as it crosses; a partial alone in its domain crosses as it is. So a domain may send one row per token."""
+
+
 class Layout(enum.Enum):
     """What the rows of `DispatchOutput.tokens` are, and so who applies the weights."""
 

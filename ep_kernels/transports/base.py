@@ -124,6 +124,9 @@ class Transport(Protocol):
     """One backend between the ranks of one group."""
 
     capabilities: Capabilities
+    domains: tuple[int, ...]
+    """[R], lowest rank of each rank's domain: the ranks of one are reached without a network. Final after
+    `import_regions`."""
 
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB.

@@ -82,7 +82,7 @@ class Expected:
     """What the reference says of one step."""
 
     def __init__(self, comm: MoECommunicator, inputs: Inputs) -> None:
-        self.config = comm.config
+        self.config, self.domains = comm.config, comm.domains
         self.outputs, self.step = reference.dispatch(
             comm.config, inputs.xs, inputs.ids, inputs.weights, scales=inputs.scales, active=comm.active
         )
@@ -90,7 +90,7 @@ class Expected:
     def combined(self) -> list[torch.Tensor]:
         """z of every rank when all run the toy experts."""
         dtype = self.config.resolved_output_dtype
-        return reference.combine(self.step, [expert(out, dtype) for out in self.outputs])[0]
+        return reference.combine(self.step, [expert(out, dtype) for out in self.outputs], domains=self.domains)[0]
 
 
 def start(comm: MoECommunicator, case: RoutingCase, **options: Any) -> tuple[Any, Inputs]:

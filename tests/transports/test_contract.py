@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_kernels.types import Capabilities, Layout, Mode, Overflow, ScaleFormat
+from ep_kernels.types import Capabilities, CombineOrder, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated, routing_cases
 from tests.transports.steps import run_cases
 from tests.worlds import World
@@ -240,3 +240,14 @@ def test_anything(world: Worlds, transport: str, capabilities: Capabilities, siz
         world(size).run(run_cases, transport, same, overrides, (None, 0, 6))
 
     check()
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp32 partials", "fp8 combine", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_combine_by_domain(
+    world: Worlds, transport: str, capabilities: Capabilities, layout: Layout, payload: str
+) -> None:
+    overrides = {"mode": Mode.HT, "layout": layout, "combine_order": CombineOrder.DOMAIN, **PAYLOADS.get(payload, {})}
+    skip_unless(capabilities, overrides)
+    steps = cases(4, 6, hidden_size=272, num_experts=9, topk=5)
+    world(4).run(run_cases, transport, steps, overrides)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from ep_kernels import quant, reference
 from ep_kernels.config import MoEConfig
 from ep_kernels.routing import delivered, route
-from ep_kernels.types import DispatchOutput, Layout, Mode, Overflow, ScaleFormat
+from ep_kernels.types import CombineOrder, DispatchOutput, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import RoutingCase, draw_seed, replicated, routing_cases
 from tests.compare import packed_layout, same_bits
 from tests.groups import LonelyGroup
@@ -208,3 +209,40 @@ def test_row_weights_come_home() -> None:
         assert home is not None
         for rank in range(2):
             assert torch.equal(home[rank], torch.where(ids[rank] >= 0, weights[rank], 0.0))
+
+
+def test_order_of_domains_is_that_of_ranks_in_one_domain_and_another_in_two() -> None:
+    """In two domains, the sum of the other one is rounded as it crosses: the bits differ for somebody."""
+    case = RoutingCase(8, 6, 64, (9, 7, 8, 5), seed=draw_seed())
+    base = case.config(LonelyGroup(0, 4))
+    ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]
+
+    def combined(order: CombineOrder, domains: list[int] | None) -> list[torch.Tensor]:
+        config = msgspec.structs.replace(base, combine_order=order)
+        xs = [
+            torch.randn(t, 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r, t in enumerate(case.tokens)
+        ]
+        outs, step = reference.dispatch(config, xs, ids, weights)
+        return reference.combine(step, [out.tokens for out in outs], domains=domains)[0]
+
+    by_rank = combined(CombineOrder.RANK, [0, 0, 2, 2])
+    one = combined(CombineOrder.DOMAIN, [0, 0, 0, 0])
+    two = combined(CombineOrder.DOMAIN, [0, 0, 2, 2])
+    assert all(torch.equal(a, b) for a, b in zip(by_rank, one, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(by_rank, two, strict=True))
+
+
+def test_order_of_domains_by_hand() -> None:
+    """2^-8, 1 and 2^-8 in bf16, whose last bit of 1 is 2^-7: a partial alone in its domain crosses as it is; the sum of
+    two crosses rounded, and loses the bit, but not in the domain of the token's own rank."""
+    case = RoutingCase(3, 3, 8, (1, 0, 0))
+    config = msgspec.structs.replace(case.config(LonelyGroup(0, 3)), combine_order=CombineOrder.DOMAIN)
+    ids = [torch.tensor([[0, 1, 2]], dtype=torch.int32), *[torch.zeros(0, 3, dtype=torch.int32)] * 2]
+    weights = [torch.ones(1, 3), *[torch.zeros(0, 3)] * 2]
+    xs = [torch.ones(1, 8).bfloat16(), *[torch.zeros(0, 8).bfloat16()] * 2]
+    outs, step = reference.dispatch(config, xs, ids, weights)
+    values, kept = (2.0**-8, 1.0, 2.0**-8), 1 + 2.0**-7
+    ys = [torch.full_like(out.tokens, value) for out, value in zip(outs, values, strict=True)]
+    for domains, want in (([0, 1, 2], kept), ([0, 1, 1], 1.0), ([0, 0, 0], kept), ([0, 0, 2], kept)):
+        z = reference.combine(step, ys, domains=domains)[0][0]
+        assert z[0, 0] == torch.tensor(want).bfloat16(), domains

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.cpu import native
-from ep_kernels.types import Layout
+from ep_kernels.types import CombineOrder, Layout
 
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
@@ -34,6 +34,7 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         hidden=config.hidden_size,
         exact=config.exact_combine,
         alignment=config.expert_alignment,
+        by_domain=config.combine_order is CombineOrder.DOMAIN,
         x_type=native.type_code(config.dtype),
         out_type=native.type_code(out_dtype),
         combine_type=native.type_code(config.resolved_combine_dtype),

@@ -60,6 +60,7 @@ class CpuTransport:
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._reason: str | None = None
+        self.domains = (0,) * config.group.size
         self._remote: dict[int, NetworkTicket] = {}
         self.capabilities = Capabilities(
             device_type="cpu",
@@ -114,6 +115,7 @@ class CpuTransport:
         read = [read_ticket(rank, raw, abi=abi, num_bytes=num_bytes, domain=domain) for rank, raw in enumerate(tickets)]
         domains = [ticket.domain for ticket in read]
         hosts = [domains.index(ticket.domain) if network is not None else 0 for ticket in read]
+        self.domains = tuple(hosts)
         if network is not None:
             self.lib.cd_set_hosts(comm.pointer, (ctypes.c_int32 * len(hosts))(*hosts))
         for rank, ticket in enumerate(read):

@@ -54,6 +54,7 @@ class NvlinkTransport:
     def __init__(self, config: MoEConfig) -> None:
         self._config = config
         fingerprint = abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS))  # AUTO's crossover sizes its buffers
+        self.domains = (0,) * config.group.size
         self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, fingerprint)
         self._epoch: int = config.group.epoch
         local = config.resolved_expert_map.num_local_experts(config.group.rank)

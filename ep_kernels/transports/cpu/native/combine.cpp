@@ -54,15 +54,18 @@ void reduce(const Comm& c, const Terms& terms, bool weighted, int64_t first, int
 }
 
 // acc becomes what it would be after travelling in the combine dtype.
-void travel(const Comm& c, float* acc, int64_t n) {
-  if (c.g.combine_type != Type::e4m3) {
-    if (c.g.combine_type != c.g.out_type || per_expert(c.g.layout)) c.ops.round(acc, c.g.combine_type, n);
-    return;
-  }
+void cross(const Comm& c, float* acc, int64_t n) {
+  if (c.g.combine_type != Type::e4m3) return c.ops.round(acc, c.g.combine_type, n);
   uint8_t q[kChunk];
   float scales[kChunk / 128];
   c.ops.quantize(q, scales, acc, false, n);
   c.ops.dequantize(acc, q, scales, n);
+}
+
+// The same for a partial that home makes; rows of a rank-wise layout are in the combine dtype as they are.
+void travel(const Comm& c, float* acc, int64_t n) {
+  const bool as_is = c.g.combine_type == c.g.out_type && !per_expert(c.g.layout);
+  if (!as_is) cross(c, acc, n);
 }
 
 // Writes a partial of this rank to place `at` of the slot.
@@ -174,6 +177,7 @@ struct Addend {
   const uint8_t* moved = nullptr;  // as staged, combine dtype
   const float* scales = nullptr;
   Terms terms;  // direct
+  int domain = 0;  // lowest rank of the host that it comes from
   bool weighted = false;
   float weight = 1.0f;  // exact
 };
@@ -191,7 +195,7 @@ void fetch(const Comm& c, const Addend& a, int64_t first, int64_t n, float* acc)
 
 class Home {
  public:
-  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op) {
+  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), by_domain_(c.g.by_domain && !c.g.exact) {
     for (int r = 0; r < c.g.ranks; ++r) {
       if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
     }
@@ -200,7 +204,7 @@ class Home {
   void run() {
     for (int64_t t = 0; t < op_.routing.tokens; ++t) {
       collect(t);
-      sum(op_.z + t * c_.map.y_row_bytes);
+      by_domain_ ? sum_by_domain(op_.z + t * c_.map.y_row_bytes) : sum(op_.z + t * c_.map.y_row_bytes);
       if (op_.weights_home) carry_weights(t);
     }
   }
@@ -222,7 +226,21 @@ class Home {
     for (int k = 0; k < c_.g.topk; ++k) {
       if (dest(t)[k] >= 0) ranks |= 1ull << rank_of(dest(t)[k]);
     }
-    for (; ranks; ranks &= ranks - 1) add_partial(t, __builtin_ctzll(ranks));
+    if (!by_domain_) {
+      for (; ranks; ranks &= ranks - 1) add_partial(t, __builtin_ctzll(ranks));
+      return;
+    }
+    while (ranks) {  // hosts in ascending order of their lowest rank, which need not hold a row of this token
+      int lowest = kMaxRanks;
+      for (uint64_t left = ranks; left; left &= left - 1) lowest = std::min(lowest, c_.host[__builtin_ctzll(left)]);
+      for (uint64_t left = ranks; left; left &= left - 1) {
+        const int r = __builtin_ctzll(left);
+        if (c_.host[r] != lowest) continue;
+        add_partial(t, r);
+        addends_[n_ - 1].domain = lowest;
+        ranks &= ~(1ull << r);
+      }
+    }
   }
 
   Addend& next() {
@@ -292,6 +310,27 @@ class Home {
     }
   }
 
+  // CombineOrder::DOMAIN. The addends of one host follow each other.
+  void sum_by_domain(uint8_t* z) {
+    for (int64_t first = 0; first < c_.g.hidden; first += kChunk) {
+      const int64_t n = std::min(kChunk, c_.g.hidden - first);
+      alignas(64) float total[kChunk], part[kChunk], value[kChunk];
+      if (n_ == 0) std::fill_n(total, n, 0.0f);
+      for (int i = 0; i < n_;) {
+        float* into = i == 0 ? total : part;
+        const int begin = i, domain = addends_[i].domain;
+        fetch(c_, addends_[i++], first, n, into);
+        for (; i < n_ && addends_[i].domain == domain; ++i) {
+          fetch(c_, addends_[i], first, n, value);
+          c_.ops.add(into, value, Type::f32, n);
+        }
+        if (i - begin > 1 && domain != c_.host[c_.g.rank]) cross(c_, into, n);
+        if (begin > 0) c_.ops.add(total, part, Type::f32, n);
+      }
+      c_.ops.store(z + first * size_of(c_.g.out_type), total, c_.g.out_type, n);
+    }
+  }
+
   void carry_weights(int64_t t) {
     for (int k = 0; k < c_.g.topk; ++k) {
       const int32_t place = dest(t)[k];
@@ -302,6 +341,7 @@ class Home {
 
   Comm& c_;
   const CombineOp& op_;
+  const bool by_domain_;
   Contribution from_[kMaxRanks];
   Addend addends_[kMaxRanks];
   int n_ = 0;

@@ -38,7 +38,7 @@ constexpr int64_t page_up(int64_t n) { return (n + kPage - 1) / kPage * kPage; }
 // Everything that fixes shapes. Equal on all ranks, `rank` and `local_experts` apart. Mirrored by native.py.
 struct Geometry {
   int32_t rank, ranks, experts, local_experts, stride, topk, max_tokens, in_flight;
-  int32_t hidden, exact, alignment, reserved;
+  int32_t hidden, exact, alignment, by_domain;
   Type x_type, out_type, combine_type;
   Layout layout;
   Scales scales;
