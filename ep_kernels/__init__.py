@@ -30,6 +30,7 @@ from ep_kernels.types import (
     Layout,
     Mode,
     Overflow,
+    PeerTraffic,
     ScaleFormat,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "NetworkConfig",
     "Overflow",
     "PeerTimeout",
+    "PeerTraffic",
     "ScaleFormat",
     "StoreGroup",
     "TorchGroup",

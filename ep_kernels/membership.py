@@ -24,7 +24,7 @@ from ep_kernels import checks
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
 from ep_kernels.transports import base
-from ep_kernels.types import Capabilities, LatencySample
+from ep_kernels.types import Capabilities, LatencySample, PeerTraffic
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,6 +144,12 @@ class GroupMember:
         """Latency records since the last call, oldest first. Any thread; empty once closed."""
         with self._sampling:
             return [] if self._closed else self._transport.samples()
+
+    def traffic(self) -> list[PeerTraffic]:
+        """What has passed between this rank and those of other hosts, by rank; [] on one host. Any thread; empty once
+        closed."""
+        with self._sampling:
+            return [] if self._closed else self._transport.traffic()
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """These ranks are lost, as whoever owns the group says: what this rank does with them, now or later, ends in

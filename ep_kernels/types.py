@@ -162,6 +162,24 @@ class LatencySample:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """What has passed between this rank and one of another host since the communicator was made.
+
+    Attributes:
+        peer: the other rank.
+        is_up: whether their connections stand.
+        sent_messages, sent_bytes: by this rank to that one, payload only; a host gets each row once, through one rank.
+        received_messages: by this rank from that one.
+    """
+
+    peer: int
+    is_up: bool
+    sent_messages: int
+    sent_bytes: int
+    received_messages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do; tests and the communicator ask this, never the transport's name.
 

@@ -15,7 +15,7 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`, and a
 `transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It may assume
 that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread, except
-`samples`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two of these
+`samples`, `traffic`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two of these
 at once).
 
 Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
@@ -36,7 +36,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode, PeerTraffic
 
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
@@ -200,6 +200,9 @@ class Transport(Protocol):
 
     def samples(self) -> list[LatencySample]:
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
+
+    def traffic(self) -> list[PeerTraffic]:
+        """By rank of other hosts, in ascending order; [] without a network. Any thread."""
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it

@@ -27,7 +27,7 @@ from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Mode
+from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Mode, PeerTraffic
 
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
@@ -329,6 +329,18 @@ class CpuTransport:
             if count < _DRAIN:
                 break
         return samples
+
+    def traffic(self) -> list[PeerTraffic]:
+        """See `Transport.traffic`."""
+        comm = self.comm
+        if comm is None or comm.channel is None:
+            return []
+        up, by_rank = comm.channel.up(), comm.channel.traffic()
+        return [
+            PeerTraffic(rank, bool(up >> rank & 1), one.sent_messages, one.sent_bytes, one.received_messages)
+            for rank, one in enumerate(by_rank)
+            if rank in self._remote
+        ]
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `Transport.peek`."""

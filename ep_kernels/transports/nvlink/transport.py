@@ -26,7 +26,16 @@ from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispa
 from ep_kernels.transports.nvlink.links import TICKET
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
+from ep_kernels.types import (
+    Capabilities,
+    DispatchHandle,
+    DispatchOutput,
+    LatencySample,
+    Layout,
+    Mode,
+    Overflow,
+    PeerTraffic,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 _kept_for_graphs: list[Any] = []
@@ -363,6 +372,10 @@ class NvlinkTransport:
     def samples(self) -> list[LatencySample]:
         """See `base.Transport`."""
         return self._engine.tables.samples()
+
+    def traffic(self) -> list[PeerTraffic]:
+        """See `base.Transport`. A group stays in one NVLink domain."""
+        return []
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `base.Transport`."""
