@@ -15,8 +15,8 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`, and a
 `transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It may assume
 that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread, except
-`samples`, `traffic`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never two of these
-at once).
+`samples`, `traffic`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never
+two of these at once).
 
 Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
 `import_regions` -> `barrier` -> operations -> `close`.

@@ -26,16 +26,7 @@ from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispa
 from ep_kernels.transports.nvlink.links import TICKET
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
-from ep_kernels.types import (
-    Capabilities,
-    DispatchHandle,
-    DispatchOutput,
-    LatencySample,
-    Layout,
-    Mode,
-    Overflow,
-    PeerTraffic,
-)
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 _kept_for_graphs: list[Any] = []
@@ -373,7 +364,7 @@ class NvlinkTransport:
         """See `base.Transport`."""
         return self._engine.tables.samples()
 
-    def traffic(self) -> list[PeerTraffic]:
+    def traffic(self) -> list[Any]:
         """See `base.Transport`. A group stays in one NVLink domain."""
         return []
 
