@@ -93,8 +93,11 @@ class PeerTimeout(TransportError, TimeoutError):
         expected: sequence number waited for.
         seen: sequence number last seen from that peer.
         waited_s: seconds waited.
-        gone: True if the peer's process was seen dead, False if it is merely silent.
+        gone: True if the peer's process was seen dead, or its connection ended; False if it is merely silent.
         given_up: True if `give_up` said that it is lost.
+
+    Args:
+        end: how a peer of another host ended, in words.
     """
 
     def __init__(
@@ -108,8 +111,9 @@ class PeerTimeout(TransportError, TimeoutError):
         waited_s: float,
         gone: bool = False,
         given_up: bool = False,
+        end: str = "",
     ) -> None:
-        why = "its process is gone" if gone else "it was given up" if given_up else "deadline passed"
+        why = end or "its process is gone" if gone else "it was given up" if given_up else "deadline passed"
         super().__init__(
             f"{op}: rank {peer} did not deliver {phase} (expected seq {expected}, seen {seen}, "
             f"waited {waited_s:.3f} s): {why}"

@@ -104,11 +104,11 @@ void Proxy::remove(NetChannel* c) {
 // The peer reads what was sent before it sees the end: a socket closed with unread bytes in it resets the connection,
 // and with it what is still under way. So: say that nothing more comes, read until the peer says so too.
 void Proxy::linger(int fd) {
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   if (lingering_count_ == kLingering || shutdown(fd, SHUT_WR) != 0) {
     close(fd);
     return;
   }
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   lingering_[lingering_count_++] = {fd, net_now_ns() + kLingerNs};
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
@@ -167,8 +167,7 @@ void Proxy::traffic(NetChannel* c, Traffic* out) {
 void Proxy::control(NetChannel& c, int rank) {
   const int error = hear(c, rank);
   if (error < 0) return;
-  close(c.peers[rank].control_fd);
-  c.peers[rank].control_fd = -1;
+  drop(c.peers[rank].control_fd);
   ending(c, rank, error);
 }
 
@@ -191,6 +190,13 @@ int Proxy::hear(NetChannel& c, int rank) {
   }
 }
 
+// Closes a descriptor; out of epoll first, since a forked child's copy would keep it there.
+void Proxy::drop(int& fd) {
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
+  close(fd);
+  fd = -1;
+}
+
 void Proxy::ending(NetChannel& c, int rank, int error) {
   NetPeer& p = c.peers[rank];
   if (error) p.error = error;
@@ -202,9 +208,8 @@ void Proxy::fall(NetChannel& c, int rank, bool tell) {
   p.up = false;
   if (p.control_fd >= 0) {
     hear(c, rank);  // its last word says why
-    close(p.control_fd);
+    drop(p.control_fd);
   }
-  p.control_fd = -1;
   c.provider->disconnect(rank);
   for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
   if (!tell) return;

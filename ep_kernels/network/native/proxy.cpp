@@ -192,6 +192,7 @@ bool Proxy::flush(NetChannel& c) {
       continue;
     }
     touched |= 1ull << order.rank;
+    p.traffic.backlog_most = std::max(p.traffic.backlog_most, p.backlog.count());
   }
   bool moved = touched != 0;
   for (int rank = 0; rank < c.ranks; ++rank) {

@@ -24,6 +24,7 @@ class Backlog {
     head_ = (head_ + 1) % size_;
     --count_;
   }
+  uint64_t count() const { return count_; }
   uint64_t clear();  // how many there were
   void free_memory();
 
@@ -109,6 +110,7 @@ struct Proxy {
   void ending(NetChannel& c, int rank, int error);
   void fall(NetChannel& c, int rank, bool tell);
   void linger(int fd);
+  void drop(int& fd);
   bool idle() const;
   static void sent(void* channel, int rank);
   static void arrived(void* channel, int rank, uint32_t imm);

@@ -145,7 +145,8 @@ class Tcp final : public Provider {
 
   void shut(int peer, Lane& l) {
     if (l.fd < 0) return;
-    ::close(l.fd);  // leaves epoll with it
+    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, l.fd, nullptr);  // a forked child's copy would keep it there
+    ::close(l.fd);
     l.fd = -1;
     for (; l.head != l.tail; ++l.head) sink_.sent(sink_.owner, peer);
   }

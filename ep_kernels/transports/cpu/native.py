@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
@@ -16,7 +17,7 @@ from ep_kernels.types import Layout, ScaleFormat
 
 OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
 OPS = ("dispatch", "combine", "barrier", "exchange", "set_active")
-_GONE, _GIVEN_UP = 1, 2
+_GONE, _GIVEN_UP, _DISCONNECTED = 1, 2, 3
 """`cd::Why` of a NativeFault; 0: silent."""
 PHASES = ("credit", "payload", "arrival", "outputs", "routing", "membership")
 MAX_RANKS = 64
@@ -106,7 +107,7 @@ SENT_KINDS = ("rows", "records", "words")
 class NativeFault(ctypes.Structure):
     """`cd::Fault`."""
 
-    _fields_ = _fields(c_int32, "peer why op phase") + _fields(c_int64, "expected seen waited_ns")
+    _fields_ = _fields(c_int32, "peer why op phase") + _fields(c_int64, "expected seen waited_ns error")
 
     def difference(self) -> HandleError | TransportError:
         """The exception for DIFFERS: what ranks must have in common, they have not."""
@@ -115,6 +116,9 @@ class NativeFault(ctypes.Structure):
             return TransportError(f"{op}: rank {self.peer} has gone on in epoch {self.seen - 1} without this rank")
         mine, other = f"dispatch {self.expected}", f"dispatch {self.seen}"
         return HandleError(f"{op}: this rank brought the routing of {mine}, rank {self.peer} that of {other}")
+
+    def _end(self) -> str:
+        return f"its connection has ended ({os.strerror(self.error) if self.error else 'closed by the other end'})"
 
     def timeout(self) -> PeerTimeout:
         """The exception for TIMEOUT."""
@@ -125,7 +129,8 @@ class NativeFault(ctypes.Structure):
             expected=self.expected,
             seen=self.seen,
             waited_s=self.waited_ns / 1e9,
-            gone=self.why == _GONE,
+            gone=self.why in {_GONE, _DISCONNECTED},
+            end=self._end() if self.why == _DISCONNECTED else "",
             given_up=self.why == _GIVEN_UP,
         )
 

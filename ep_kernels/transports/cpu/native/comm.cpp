@@ -172,7 +172,8 @@ Status Comm::confirm(Op op) {
 }
 
 Status Comm::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t started) {
-  fault = {peer_rank, why, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started};
+  const int64_t error = why == Why::disconnected ? end_of(*this, peer_rank) : 0;
+  fault = {peer_rank, why, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started, error};
   return kTimeout;
 }
 

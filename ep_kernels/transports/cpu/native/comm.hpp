@@ -16,7 +16,7 @@ enum Status : int32_t { kOk = 0, kTimeout = 1, kAborted = 2, kDiffers = 3, kNoth
 enum class Op : int32_t { dispatch = 0, combine = 1, barrier = 2, exchange = 3, set_active = 4 };
 enum class Phase : int32_t { credit = 0, payload = 1, arrival = 2, outputs = 3, routing = 4, membership = 5 };
 
-enum class Why : int32_t { silent = 0, gone = 1, given_up = 2 };
+enum class Why : int32_t { silent = 0, gone = 1, given_up = 2, disconnected = 3 };
 
 // Why a wait ended badly. Mirrored by native.py.
 struct Fault {
@@ -25,6 +25,7 @@ struct Fault {
   Op op;
   Phase phase;
   int64_t expected, seen, waited_ns;
+  int64_t error;  // disconnected: errno of the connection, 0 = closed
 };
 
 // One operation as this rank saw it. Mirrored by telemetry.py.
@@ -238,7 +239,7 @@ Status Comm::wait(Want want, Seen seen) {
       for (uint64_t gone = gone_peers(missing); gone; gone &= gone - 1) {
         const int r = __builtin_ctzll(gone);
         // Whatever it published before it died counts.
-        if (seen(r) < want.seq) return fail(want, r, seen(r), Why::gone, started);
+        if (seen(r) < want.seq) return fail(want, r, seen(r), is_here(r) ? Why::gone : Why::disconnected, started);
       }
     }
     sleep_on_bell(bell_before, kSliceNs);

@@ -79,7 +79,7 @@ struct Control {
   int64_t rank;
   Word barrier;
   Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
-  Word gone;        // in a mirror: the owner's connection to whom the mirror belongs has ended
+  Word gone;        // in a mirror: 1 + errno when the connection with the mirror's rank has ended
   Word exchange_latest;
   ExchangeSlot exchange[2];
   Resync resync[2];

@@ -90,7 +90,7 @@ int64_t ahead(uint32_t low, uint32_t near) {
 uint64_t whole(uint32_t low, uint64_t near) { return near + uint64_t(ahead(low, uint32_t(near))); }
 
 // Words only grow, whatever order their messages come in.
-void raise(Word& word, uint64_t seq) {
+void grow(Word& word, uint64_t seq) {
   if (seq > word.v.load(std::memory_order_relaxed)) word.v.store(seq, std::memory_order_release);
 }
 
@@ -118,7 +118,7 @@ void arrived(Comm& c, int rank, uint32_t imm) {
       SlotMeta& meta = *mirror.dispatch_meta(slot);
       if (!count(c, Op::dispatch, rank, slot, low, kind == Imm::dispatch_head, meta)) return;
       meta.published_ns = now_ns();
-      raise(words.dispatch_published[slot], meta.seq);
+      grow(words.dispatch_published[slot], meta.seq);
       break;
     }
     case Imm::combine_part:
@@ -127,24 +127,24 @@ void arrived(Comm& c, int rank, uint32_t imm) {
       SlotMeta& meta = *mirror.combine_meta(slot);
       if (!count(c, Op::combine, rank, slot, low, kind == Imm::combine_head, meta)) return;
       meta.published_ns = now_ns();
-      raise(words.combine_published[slot], meta.seq);
+      grow(words.combine_published[slot], meta.seq);
       break;
     }
     case Imm::dispatch_consumed:
       if (slot >= c.g.in_flight) return;
-      raise(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
+      grow(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
       break;
     case Imm::combine_consumed:
       if (slot >= c.g.in_flight) return;
-      raise(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
+      grow(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
       break;
     case Imm::barrier:
-      raise(words.barrier, whole(low, c.upcoming(Op::barrier)));
+      grow(words.barrier, whole(low, c.upcoming(Op::barrier)));
       break;
     case Imm::exchange: {
       const uint64_t seq = whole(low, c.upcoming(Op::exchange));
       words.exchange[seq % 2].seq.store(seq, std::memory_order_release);
-      raise(words.exchange_latest, seq);
+      grow(words.exchange_latest, seq);
       break;
     }
     case Imm::resync:
@@ -285,6 +285,11 @@ uint64_t gone_remotes(const Comm& c, uint64_t among) {
   return gone;
 }
 
+int64_t end_of(const Comm& c, int rank) {
+  const uint64_t ended = c.peer[rank].control().gone.v.load(std::memory_order_acquire);
+  return ended ? int64_t(ended - 1) : 0;
+}
+
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
   Comm& c = *static_cast<Comm*>(context);
   switch (event) {
@@ -293,7 +298,7 @@ void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
     case NetEvent::down:
       c.down_ns[rank].store(now_ns(), std::memory_order_relaxed);
       c.down.fetch_or(1ull << rank, std::memory_order_release);
-      mirror_of(c, rank).control().gone.v.store(1, std::memory_order_release);
+      mirror_of(c, rank).control().gone.v.store(1 + value, std::memory_order_release);
       return ring_host(c);
     case NetEvent::up:
       mirror_of(c, rank).control().gone.v.store(0, std::memory_order_release);

@@ -48,6 +48,9 @@ Status flush(Comm& c, uint64_t mask, Want want);
 // Of `among`, ranks of other hosts: those whose connection has ended.
 uint64_t gone_remotes(const Comm& c, uint64_t among);
 
+// Errno with which the connection with a rank of another host ended; 0: it was closed.
+int64_t end_of(const Comm& c, int rank);
+
 // Called by the proxy. context: the Comm.
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);
 
