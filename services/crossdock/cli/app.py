@@ -57,6 +57,10 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", help="Ranks of all hosts; those of this one.")
+    ] = None,
+    network: Annotated[str, typer.Option("--network", help="tcp: how ranks of other hosts are reached.")] = "",
     transport: Annotated[str, typer.Option("--transport", help=f"How ranks reach each other: {KNOWN}.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
@@ -69,14 +73,17 @@ def up(
     from crossdock.common.config import ConfigFileError, HostConfig, load
     from crossdock.host.run import on_runtime, run_host
 
-    if join and listen:
-        raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
+    for option, given in (("--listen", listen), ("--world-size", world_size)):
+        if join and given:
+            raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
     chosen = {
         "worker.model": model,
         "worker.transport": transport,
         "worker.dtype": dtype,
         "worker.control": join,
+        "worker.network.provider": network,
         "num_workers": workers,
+        "control.world_size": world_size,
         "log_dir": log_dir,
         "control.listen": listen,
     }

@@ -384,7 +384,8 @@ def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
         record = next((kind for kind in (node, *get_args(node)) if _is_struct(kind)), None)  # through "| None"
         fields = {field.name: field.type for field in msgspec.structs.fields(record)} if record else {}
         node = fields.get(name)
-    return node is str or get_origin(node) is Literal
+    bare = get_args(node)[0] if get_origin(node) is Annotated else node
+    return bare is str or get_origin(bare) is Literal
 
 
 def _is_struct(node: object) -> bool:
