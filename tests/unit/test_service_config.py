@@ -242,9 +242,7 @@ def test_a_group_of_several_hosts_is_larger_than_the_workers_of_one(tmp_path: Pa
     assert ControlConfig().num_ranks == 4
     with pytest.raises(ConfigFileError, match=r"control.world_size: expected num_workers, 2, or more, got 1"):
         load(HostConfig, None, [*given, "control.world_size=1"])
-    with pytest.raises(
-        ConfigFileError, match=r"control.world_size: expected num_workers, 2, or worker.network .*6"
-    ):
+    with pytest.raises(ConfigFileError, match=r"control.world_size: expected num_workers, 2, or worker.network .*6"):
         load(HostConfig, None, [*given[:2], "control.world_size=6"])
 
 

@@ -29,6 +29,7 @@ from crossdock.cli.console import (
     security_override,
     show_json,
 )  # fmt: skip
+from crossdock.cli.doctor import doctor
 from crossdock.cli.members import cordon, drain, uncordon
 from crossdock.cli.tune import tune
 
@@ -272,28 +273,6 @@ def topo(
 
 
 @app.command()
-def doctor(
-    transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
-    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
-    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
-    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
-    as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
-    security: SecurityFile = None,
-) -> None:
-    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
-    from crossdock.doctor import run
-
-    request = run.DoctorRequest(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
-    findings = run.examine(request)
-    kept = list(findings) if as_json else run.show(findings, console())
-    if as_json:
-        show_json(run.as_dict(kept, strict=strict))
-    raise typer.Exit(run.exit_code(kept, strict=strict))
-
-
-@app.command()
 def memory(
     as_json: Json = False,
     num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
@@ -313,7 +292,7 @@ def memory(
     show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
 
 
-for _command in (tune, drain, cordon, uncordon):
+for _command in (doctor, tune, drain, cordon, uncordon):
     app.command()(_command)
 
 
