@@ -222,13 +222,18 @@ def demo(
     transport: Annotated[str, typer.Option("--transport", help=f"{KNOWN}; on GPUs one worker on each.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="2: half of the workers in another namespace.")] = 1,
     as_json: Json = False,
     security: SecurityFile = None,
+    in_namespace: Annotated[bool, typer.Option("--in-namespace", hidden=True)] = False,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo.hosts import become
     from crossdock.demo.run import FAMILIES, run_demo
 
+    why_not = None if in_namespace else become([*sys.argv[1:], "--in-namespace"]) if hosts > 1 else "one host"
     chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
+    chosen |= {"num_hosts": hosts, "no_namespaces": why_not}
     raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
 
 
