@@ -54,7 +54,7 @@ class Limits:
     @staticmethod
     def of(world_size: int) -> Limits:
         """Limits such that a view with all regions and names fits in one message."""
-        room = MAX_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
+        room = MAX_SENT_BYTES // world_size - 11 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
