@@ -190,12 +190,12 @@ http: {{ .Values.tls.http }}
 {{- if and (has $transport (include "crossdock.gpuTransports" . | fromJsonArray)) (not $worker.gpus) (not $worker.resourceClaims) -}}
 {{- fail (printf "worker.config.transport %s: expected worker.gpus or worker.resourceClaims beside it, got neither" $transport) -}}
 {{- end -}}
-{{- $used := $transport | default "cpu" -}}
+{{- $used := $transport -}}
 {{- if and $worker.gpus (not $transport) -}}
 {{- $used = first (include "crossdock.gpuTransports" . | fromJsonArray) -}}
 {{- end -}}
 {{- $crossHost := include "crossdock.crossHostTransports" . | fromJsonArray -}}
-{{- if and (include "crossdock.network" .) (not (has $used $crossHost)) -}}
+{{- if and (include "crossdock.network" .) $used (not (has $used $crossHost)) -}}
 {{- fail (printf "worker.hosts: expected 1 and no worker.config.network with transport %s (%s joins several hosts), got %v" $used (join ", " $crossHost) $worker.hosts) -}}
 {{- end -}}
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}

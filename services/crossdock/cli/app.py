@@ -58,9 +58,7 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", help="Ranks of all hosts; those of this one.")
-    ] = None,
+    world_size: Annotated[int | None, typer.Option("--world-size", help="Ranks of all hosts.")] = None,
     network: Annotated[str, typer.Option("--network", help="tcp: how ranks of other hosts are reached.")] = "",
     transport: Annotated[str, typer.Option("--transport", help=f"How ranks reach each other: {KNOWN}.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
@@ -74,9 +72,7 @@ def up(
     from crossdock.common.config import ConfigFileError, HostConfig, load
     from crossdock.host.run import on_runtime, run_host
 
-    for option, given in (("--listen", listen), ("--world-size", world_size)):
-        if join and given:
-            raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
+    _refuse_beside_join(join, {"--listen": listen, "--world-size": world_size})
     chosen = {
         "worker.model": model,
         "worker.transport": transport,
@@ -92,10 +88,8 @@ def up(
         raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
-    if security:
-        flags += [
-            f"{part}.security={security_override(security)}" for part in ("worker", *([] if join else ["control"]))
-        ]
+    guarded = ("worker", *([] if join else ["control"])) if security else ()
+    flags += [f"{part}.security={security_override(security)}" for part in guarded if security]
     loaded = load(HostConfig, config, [*flags, *(overrides or [])])
     raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
 
@@ -332,6 +326,14 @@ def version(as_json: Json = False) -> None:
         show_json(found)
     else:
         print(*(f"{name} {number or 'not installed'}" for name, number in found.items()), sep="\n")
+
+
+def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
+    from crossdock.common.config import ConfigFileError
+
+    for option, given in options.items():
+        if join and given:
+            raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
 
 
 def _die_with(parent_pid: int) -> None:

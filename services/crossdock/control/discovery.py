@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, SOCKETS, WAYS, installed
+from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, SOCKETS, installed
+from crossdock.control.means import Means, means_of_transport
 from crossdock.control.ranks import Area, NetworkPlace, Place, natural
 from crossdock.protocol.v1 import topology_pb2 as pb
 
@@ -24,10 +24,6 @@ CPU = -1
 WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe distances from near to far, in the words of `nvidia-smi topo`; `ep_kernels.topology.distance` explains them."""
 FAR = len(WORDS)
-UNBUILT = {NETWORK: "rdma"}
-"""Ways that hardware may offer and this release has no transport for, by the name that it will have."""
-TCP = "tcp"
-"""Name of the way over SOCKETS."""
 _ONE_SWITCH = 4
 _BITS = 8e9
 
@@ -93,29 +89,6 @@ class Reach:
     served: bool
     off: tuple[tuple[str, str], ...]
     over: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """A transport as far as this page needs to know it: `built` is False for one that this release does not have."""
-
-    name: str
-    over: str
-    cross_host: bool
-    built: bool = True
-    about: str = ""
-
-
-@cache
-def means_of_transport() -> tuple[Means, ...]:
-    """Every transport, those over the best way first; sockets come last."""
-    found = [Means(one.name, one.over, one.cross_host, about=one.about) for one in installed().values()]
-    used = {means.over for means in found}
-    found += [Means(name, over, cross_host=True, built=False) for over, name in UNBUILT.items() if over not in used]
-    found.sort(key=lambda means: WAYS.index(means.over))
-    if any(means.over == MEMORY and means.cross_host for means in found):
-        found.append(Means(TCP, SOCKETS, cross_host=True, about="sockets between hosts"))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.plural import counted
-from crossdock.control.discovery import CPU, Reach, gpu_trouble, means_of_transport
+from crossdock.control.discovery import CPU, Reach, gpu_trouble
+from crossdock.control.means import means_of_transport
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16
