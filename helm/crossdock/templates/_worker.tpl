@@ -43,7 +43,8 @@ spec:
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       args:
         - up
-        - --config=/etc/crossdock/host.yaml
+        - --config
+        - /etc/crossdock/host.yaml
         {{- if include "crossdock.network" . }}
         - --set=worker.uid=$(POD_NAME)
         - --set=worker.network.listen=[$(POD_IP)]:7700
@@ -113,7 +114,7 @@ spec:
   {{- with .Values.worker.tolerations }}
   tolerations: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .Values.worker.affinity }}
+  {{- with include "crossdock.workerAffinity" . | fromYaml }}
   affinity: {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end -}}
