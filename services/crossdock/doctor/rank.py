@@ -95,15 +95,13 @@ def main_between_hosts(transport: str, rank: int, size: int, meeting: str, netwo
 def _meet(rank: int, size: int, meeting: str, wait: timedelta) -> Any:
     """The store of all ranks, once all are there. Raises RuntimeError."""
     host, port = split_address(meeting)
+    options: dict[str, Any] = {"timeout": wait, "wait_for_workers": False}
     if rank == 0:
         listener = socket.create_server((host, port), family=family_of(host))
-        fields = {"is_master": True, "master_listen_fd": listener.detach()}
-    else:
-        fields = {"is_master": False}
+        options.update(is_master=True, master_listen_fd=listener.detach())
     reached, _ = split_address(reachable_from_here(meeting))
-    options = {"timeout": wait, "wait_for_workers": False, **fields}
     try:
-        store = dist.TCPStore(reached, port, size, **options)  # type: ignore[attr-defined]
+        store: Any = dist.TCPStore(reached, port, size, **options)  # type: ignore[attr-defined]
         store.set(f"here/{rank}", b"1")
         store.wait([f"here/{other}" for other in range(size)], wait)
     except RuntimeError:
