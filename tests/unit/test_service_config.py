@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -30,7 +31,6 @@ from crossdock.worker.data_network import announced, network_of
 from crossdock.worker.process import _Process
 from ep_kernels import ConfigError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.config import PROVIDERS
 
 
 @pytest.mark.parametrize("kind", [ControlConfig, WorkerConfig, HostConfig])
@@ -282,7 +282,7 @@ def test_the_service_s_network_is_that_of_the_data_plane() -> None:
     )
     assert ours == theirs
     providers = get_args(get_type_hints(WorkerNetworkConfig)["provider"])
-    assert providers == PROVIDERS
+    assert providers == import_module(NetworkConfig.__module__).PROVIDERS
     full = WorkerNetworkConfig(provider=providers[-1], advertise="fd00::7", listen="[::1]:7", devices=("a",), seed=3)
     made = network_of(WorkerConfig(model="m", network=full))
     assert made is not None
