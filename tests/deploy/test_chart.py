@@ -47,6 +47,10 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("worker", {"numWorkers": 0}),
         ("worker", {"modle": {}}),
         ("worker", {"gpus": -1}),
+        ("worker", {"hosts": 0}),
+        ("worker", {"workload": "Deployment"}),
+        ("worker", {"spread": "yes"}),
+        ("worker", {"config": {"network": {"provider": "udp"}}}),
         ("worker", {"gpuResource": "gpu"}),
         ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
         ("worker", {"extraVolumes": {"name": "a"}}),
@@ -88,9 +92,9 @@ def render(*flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ip", ["10.0.0.1", "fd00::7"])
 def test_pods_of_either_family_say_where_they_are(ip: str) -> None:
-    templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.yaml")))
-    told = re.findall(r"advertise=(\S*\$\(POD_IP\)\S*?)\"", templates)
-    assert [split_address(one.replace("$(POD_IP)", ip)) for one in told] == [(ip, 7400), (ip, 7500)]
+    templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.*")))
+    told = re.findall(r"(?:advertise|listen)=(\S*\$\(POD_IP\)[^\s\"]*)", templates)
+    assert {split_address(one.replace("$(POD_IP)", ip)) for one in told} == {(ip, 7400), (ip, 7500), (ip, 7700)}
 
 
 @needs_helm
@@ -318,6 +322,11 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
             "tls.enabled=true,worker.config.security.cert_file=mine",
             "worker.config.security.cert_file: expected none beside tls.enabled, got mine",
         ),
+        (
+            "worker.hosts=2,worker.gpus=4",
+            "expected 1 and no worker.config.network with transport nvlink (cpu joins several hosts), got 2",
+        ),
+        ("worker.gpus=4,worker.config.network.provider=tcp", "worker.hosts: expected 1 and no worker.config.network"),
         ("worker.numWorkers=0", "numWorkers"),
         ("worker.nmuWorkers=3", "nmuWorkers"),
         ("control.config.lease_s=none", "lease_s"),

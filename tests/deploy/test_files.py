@@ -70,9 +70,9 @@ def test_prometheus_in_a_cluster_scrapes_the_ports_that_the_chart_names_and_no_o
         if rule.get("action") == "keep" and rule["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
     )
     chart = ROOT / "helm" / "crossdock" / "templates"
-    pods = "".join((chart / name).read_text() for name in ("deployment-control.yaml", "statefulset-worker.yaml"))
+    pods = "".join((chart / name).read_text() for name in ("deployment-control.yaml", "_worker.tpl"))
     named = {re.sub(r"{{.*?}}", "11", name) for name in re.findall(r"{name: (\S+?(?: \$i }})?), containerPort", pods)}
-    assert named == {"grpc", "http", "health", "grpc-11", "http-11"}
+    assert named == {"grpc", "http", "health", "grpc-11", "http-11", "data-11"}
     assert {name for name in named if re.fullmatch(ports, name)} == {"http", "health", "http-11"}
 
 

@@ -2,6 +2,7 @@
 
 helm/crossdock/values.schema.json   from ControlConfig and WorkerConfig (chart.py)
 helm/crossdock/gpu-transports.json  from the transports' transport.toml (chart.py)
+helm/crossdock/cross-host-transports.json  likewise
 helm/crossdock/README.md            its table of values, from values.yaml (chart.py)
 helm/crossdock/dashboard.json       from common/metrics.py (dashboard.py); deploy/grafana has the same
 docs/operations.md                  its metrics table, between two marker lines, from common/metrics.py
@@ -55,6 +56,7 @@ def generated() -> dict[Path, str]:
     return {
         chart.SCHEMA: chart.values_schema(),
         chart.GPU_TRANSPORTS: chart.gpu_transports(),
+        chart.CROSS_HOST_TRANSPORTS: chart.cross_host_transports(),
         chart.README: chart.readme_page(chart.README.read_text(encoding="utf-8")),
         **dict.fromkeys(dashboard.PLACES, dashboard.dashboard_json()),
         OPERATIONS: operations_page(OPERATIONS.read_text(encoding="utf-8")),

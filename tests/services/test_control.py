@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -224,6 +225,9 @@ async def test_metrics_follow_the_group(control: InProcess) -> None:
         ({"model": "\x1b[2J"}, "model: expected printable"),
         ({"host": topology_pb2.HostFacts(hostname="h\x00")}, "host.hostname: expected printable"),
         ({"local_rank": 1 << 31}, "local_rank: expected <="),
+        ({"network": topology_pb2.Network()}, "network.provider: expected a name, got none"),
+        ({"network": topology_pb2.Network(provider="\x1b[2J")}, "network.provider: expected printable"),
+        ({"network": topology_pb2.Network(provider="tcp", domain="x" * 257)}, "network.domain: expected at most 256"),
         ({"prior": pb.PriorMembership(epoch=0)}, "prior.epoch: expected 1"),
         ({"prior": pb.PriorMembership(epoch=(1 << 64) - 1)}, "prior.epoch: expected 1"),
         ({"prior": pb.PriorMembership(epoch=1, region=bytes(70_000))}, "prior.region: expected at most 65536 bytes"),
@@ -305,6 +309,27 @@ async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(cont
     await rpc.call(control.stub.Leave, leave, timeout_s=TIMEOUT_S)
     answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
     assert [seat.uid for seat in answer.seats] == ["a/1"]
+
+
+async def test_the_network_of_members_is_shown_and_its_provider_is_that_of_all(control: InProcess) -> None:
+    network = topology_pb2.Network(provider="tcp", address="10.0.0.1:7700", domain="d")
+
+    def request(uid: str, **fields: Any) -> pb.RegisterRequest:
+        return pb.RegisterRequest(worker=pb.WorkerId(uid=uid, incarnation=1), **fields)
+
+    await rpc.call(control.stub.Register, request("a/0", network=network), timeout_s=TIMEOUT_S)
+    assert (await newest_view(control.stub)).members[0].network == network
+    answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert answer.seats[0].network == network
+    words = "worker b/0: network: expected 'tcp' as rank 0 .a/0. has, got 'none'"
+    with pytest.raises(rpc.FailedPrecondition, match=words):  # a worker without one, or of an older version
+        await rpc.call(control.stub.Register, request("b/0"), timeout_s=TIMEOUT_S)
+    other = topology_pb2.Network(provider="efa")
+    with pytest.raises(rpc.FailedPrecondition, match=r"network: expected .tcp. .* got .efa."):
+        await rpc.call(control.stub.Register, request("b/0", network=other), timeout_s=TIMEOUT_S)
+    await rpc.call(
+        control.stub.Register, request("b/0", network=topology_pb2.Network(provider="tcp")), timeout_s=TIMEOUT_S
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,17 @@ def test_one_family() -> None:
 
 
 @pytest.mark.slow
+def test_one_family_on_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two domains on loopback, so rows between them take the network."""
+    monkeypatch.setattr(run, "DTYPES", {"float32": torch.float32})
+    printed = Console(file=io.StringIO(), width=200, record=True)
+    assert run.run_demo(["mixtral"], printed, num_hosts=2) == 0, printed.export_text()
+    words = printed.export_text()
+    assert "hosts: two domains on loopback (not asked for); shared memory inside, tcp between" in words
+    assert "128/128" in words
+
+
+@pytest.mark.slow
 def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
     monkeypatch.setattr(compare, "MIN_CLEAR_SHARE", 1.1)

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
 from crossdock.common.addresses import split_address
-from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
+from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig, load
 from crossdock.common.http import ask_http
 from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.protocol.v1.expert_pb2 import DescribeResponse
@@ -35,23 +36,15 @@ NUM_WORKERS = 2
 class Up:
     """A running `crossdock up`, and what it has printed."""
 
-    def __init__(self, folder: Path) -> None:
-        write_model(folder / "model")
-        free = [
-            "--listen",
-            "127.0.0.1:0",
-            "--set",
-            "control.http_listen=127.0.0.1:0",
-            "--set",
-            "control.lease_s=60",
-            "--set",
-            "worker.step_timeout_s=100",
-            "--log-dir",
-            str(folder / "logs"),
-        ]
-        self.log_dir = folder / "logs"
+    def __init__(self, folder: Path, num_workers: int = NUM_WORKERS, flags: Sequence[str] = (), join: str = "") -> None:
+        if not (folder / "model").exists():
+            write_model(folder / "model")
+        own = ["--set", "control.http_listen=127.0.0.1:0", "--set", "control.lease_s=60", "--listen", "127.0.0.1:0"]
+        self.log_dir = folder / ("logs-of-joined" if join else "logs")
+        free = [*(["--join", join] if join else own), "--set", "worker.step_timeout_s=100"]
+        free += ["--log-dir", str(self.log_dir), *flags]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "crossdock", "up", "-m", str(folder / "model"), "-n", str(NUM_WORKERS), *free],
+            [sys.executable, "-m", "crossdock", "up", "-m", str(folder / "model"), "-n", str(num_workers), *free],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -88,7 +81,11 @@ class Up:
     def target(self) -> str:
         return self.wait(r"crossdock status --target (\S+)").group(1)
 
-    def status(self) -> tuple[int, dict[str, object]]:
+    def control_address(self) -> str:
+        """Of the control plane that runs here, from the config it was given."""
+        return str(load(ControlConfig, self.log_dir / "control.yaml").listen)
+
+    def status(self) -> tuple[int, dict[str, Any]]:
         command = [sys.executable, "-m", "crossdock", "status", "--json", "--timeout", "60", "--target", self.target]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         return done.returncode, json.loads(done.stdout)
@@ -134,6 +131,30 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     for end in ends:
         assert select.select([end], [], [], DEADLINE_S)[0], "a process outlived its supervisor"
         os.close(end)
+
+
+def test_a_group_of_two_hosts_is_joined_by_the_second_one(tmp_path: Path) -> None:
+    """Two domains on loopback stand for hosts: rows between them take the network."""
+
+    def network(domain: str) -> list[str]:
+        sets = [f"worker.network.domain={domain}", "worker.network.listen=127.0.0.1:0", f"worker.uid={domain}"]
+        return ["--network", "tcp", *(word for one in sets for word in ("--set", one))]
+
+    with contextlib.ExitStack() as stack:
+        first = Up(tmp_path, 1, ["--world-size", "3", *network("a")])
+        stack.callback(first.process.kill)
+        address = first.wait(r"1/3 registered") and first.control_address()
+        second = Up(tmp_path, 2, network("b"), join=address)
+        stack.callback(second.process.kill)
+        second.wait("Ctrl-C drains")
+        code, said = first.status()
+        assert (code, said["state"], said["world_size"]) == (0, "SERVING", 3)
+        told = [(one["uid"], one["network"]["provider"], one["network"]["domain"]) for one in said["members"]]
+        assert sorted(told) == [("a/0", "tcp", "a"), ("b/0", "tcp", "b"), ("b/1", "tcp", "b")]
+        second.process.send_signal(signal.SIGTERM)
+        assert second.process.wait(DEADLINE_S) == 0
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(DEADLINE_S) == 0
 
 
 def test_a_killed_supervisor_leaves_no_process(up: Up) -> None:

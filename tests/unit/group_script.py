@@ -4,7 +4,8 @@ A transcript has lines `> command` and comments `# ...`; indented lines are the 
 run `python -m tests.unit.group_script FILE...` to fill the output in, or to rewrite it after a change that was meant.
 
     > group world=4 lease=3 form=600 recover=5 [elastic=1]     a fresh control plane at time 0
-    > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [prior=EPOCH:RANK[:idle]] [active=0,1]
+    > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [network=]
+        [prior=EPOCH:RANK[:idle]] [active=0,1]
       a worker that finds the group full waits as a spare
     > cordon NAME [drain=1] / > uncordon NAME      an operator; NAME: a uid, a rank or a host
     > region UID epoch= [bytes=]                   PublishRegion
@@ -52,7 +53,7 @@ from crossdock.control.group_state import (
     Waits,
     Worker,
 )
-from crossdock.control.ranks import Place
+from crossdock.control.ranks import NetworkPlace, Place
 
 
 def show(group: Group) -> str:
@@ -123,7 +124,8 @@ class Replay:
             epoch, rank, *idle = named["prior"].split(":")
             active = frozenset(int(one) for one in named["active"].split(",")) if "active" in named else None
             prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle, active)
-        worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind)
+        network = NetworkPlace(named["network"]) if "network" in named else None
+        worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, network=network)
         self.group, effects = step(self.group, Register(worker, prior), self.now)
         lines = [self._render(effect) for effect in effects]
         full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from http.client import BadStatusLine
 from pathlib import Path
 
@@ -12,8 +16,9 @@ import torch
 from prometheus_client import generate_latest
 from rich.console import Console
 
+from crossdock.common.config import ConfigFileError
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.demo import compare, run, scrape, text
+from crossdock.demo import compare, hosts, run, scrape, text
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
 from crossdock.demo.report import Row, notes, table
 from crossdock.demo.stage import Stage
@@ -172,5 +177,73 @@ def test_what_ends_the_demo_is_told_word_for_word(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run, "_run_family", breaks)
     monkeypatch.setattr(run.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     console = Console(record=True, width=200, file=io.StringIO())
-    assert run._play(["mixtral"], Stage.of("cpu", 1, 0), console, as_json=False) == 1
+    assert run._play(["mixtral"], Stage.of("cpu", 1, 0), hosts.LOOPBACK, console, as_json=False) == 1
     assert "failed BadStatusLine: [/b] [lost]" in console.export_text()
+
+
+def test_the_workers_of_two_hosts_share_memory_inside_and_a_network_between() -> None:
+    where = Stage.of("cpu", 4, 0).on_hosts(2)
+    places = (hosts.HostPlace("10.0.0.1"), hosts.HostPlace("10.0.0.2", ("in",)))
+    first, second = where.workers("m", "float32", places)
+    assert [one.uid for one in (*first, *second)] == ["host-0/0", "host-0/1", "host-1/0", "host-1/1"]
+    assert [one.listen for one in (*first, *second)] == ["10.0.0.1:0"] * 2 + ["10.0.0.2:0"] * 2
+    networks = [one.network for one in (*first, *second) if one.network]
+    assert [(one.listen, one.domain) for one in networks] == [("10.0.0.1:0", "host-0")] * 2 + [
+        ("10.0.0.2:0", "host-1")
+    ] * 2
+    (alone,) = Stage.of("cpu", 2, 0).on_hosts(1).workers("m", "float32", hosts.LOOPBACK)
+    assert [(one.network, one.uid, one.listen) for one in alone] == [(None, "", "127.0.0.1:0")] * 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_hosts", "words"),
+    [
+        (Stage.of("cpu", 3, 0), 2, "--workers: expected a multiple of --hosts 2, got 3"),
+        (Stage.of("cpu", 4, 0), 3, "--hosts: expected 1 or 2, got 3"),
+        (Stage.of("nvlink", 4, 4), 2, "--hosts 2: expected --transport cpu, got nvlink"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(stage: Stage, num_hosts: int, words: str) -> None:
+    with pytest.raises(ConfigFileError, match=words):
+        stage.on_hosts(num_hosts)
+
+
+def test_why_there_are_no_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(command: Sequence[str], text: str = "") -> None:
+        raise ConfigFileError(f"{command[0]}: Operation not permitted{' for users' * ('--user' in command)}")
+
+    monkeypatch.setattr(hosts, "_run", refused)
+    assert hosts.become(["demo"]) == "unshare: Operation not permitted"
+
+
+def test_the_program_goes_on_in_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Sequence[str]] = []
+    monkeypatch.setattr(hosts, "_run", lambda command, text="": None)
+    monkeypatch.setattr("os.execvp", lambda file, command: became.append(command))
+    hosts.become(["demo", "--hosts", "2"])
+    assert became[0][:2] == ["unshare", "--net"]
+    assert became[0][-6:] == [sys.executable, "-m", "crossdock", "demo", "--hosts", "2"]
+
+
+_INSIDE = """
+import socket, subprocess, sys
+from crossdock.demo.hosts import namespaces
+code = "import socket; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).getsockname()[0])"
+with namespaces() as (here, there), socket.create_server((here.address, 0)) as server:
+    place = [here.address, str(server.getsockname()[1])]
+    command = [*there.enter, sys.executable, "-c", "import sys;" + code, *place]
+    said = subprocess.run(command, capture_output=True, text=True)
+    print(said.stdout.strip() == there.address, said.stderr)
+"""
+
+
+def test_two_namespaces_reach_each_other_by_their_addresses() -> None:
+    """In a network namespace of its own, as `become` makes it."""
+    start = ["unshare", "--user", "--map-root-user", "--net"] if os.geteuid() else ["unshare", "--net"]
+    up = [*start, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    try:
+        subprocess.run([*up, "unshare", "--net", "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    done = subprocess.run([*up, sys.executable, "-c", _INSIDE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "True", done.stdout + done.stderr

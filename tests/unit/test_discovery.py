@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -84,6 +86,8 @@ def test_two_hgx_hosts(tmp_path: Path) -> None:
     assert across.hops == 4
     assert dict(rail.off)["nvlink"] == "two NVLink domains: boot-h100-0 and boot-h100-1"
     assert dict(rail.off)["cpu"] == "two hosts: shared memory ends with the host"
+    assert dict(rail.off)["tcp"] == "between CPU ranks only, with worker.network"
+    assert "tcp" not in dict(inside.off), "nobody would take it"
 
 
 def test_a_rack_is_one_domain(tmp_path: Path) -> None:
@@ -116,6 +120,7 @@ def test_no_gpu(tmp_path: Path) -> None:
     assert topology.devices[0].no_domain == "NVML: NVML Shared Library Not Found"
     assert topology.reach(0, 1).transport == "none"
     assert dict(topology.reach(0, 1).off)["rdma"] == "one of them has no GPU"
+    assert dict(topology.reach(0, 1).off)["tcp"] == "laptop-0: no network configured (worker.network)"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,54 @@ def test_ranks_of_a_live_group_are_its_own(tmp_path: Path) -> None:
     assert sorted(shown.ranks.values()) == [0, 2]
     assert "rack r9" in picture.as_svg(shown)
     assert listing.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
+
+
+def live(tmp_path: Path, *networks: tuple[int, str] | None) -> sources.Picture:
+    """Two CPU hosts; each worker as (host, domain), or on host 0 without a network."""
+    answer = control_pb2.TopologyResponse(hosts=[facts_of(no_gpu(n), tmp_path) for n in range(2)], epoch=3)
+    for rank, network in enumerate(networks):
+        seat = answer.seats.add(rank=rank, uid=f"w{rank}", host=network[0] if network else 0)
+        if network:
+            seat.network.CopyFrom(topology_pb2.Network(provider="tcp", address=f"h{rank}:7700", domain=network[1]))
+    return sources.of_response(answer, "x:1")
+
+
+def test_cpu_ranks_of_two_hosts_reach_each_other_over_the_network(tmp_path: Path) -> None:
+    shown = live(tmp_path, (0, "a"), (0, "a"), (1, "b"))
+    far = shown.topology.reach(0, 1)
+    assert (far.transport, far.served, far.over) == ("tcp", True, "sockets")
+    assert dict(far.off)["cpu"] == "two hosts: shared memory ends with the host"
+    assert listing.ways(shown) == {far: [(0, 2)]}
+    (way,) = listing.as_dict(shown)["ways"]
+    assert (way["transport"], way["served"]) == ("tcp", True)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(listing.as_tables(shown))
+    words = console.export_text()
+    assert "rank 2 on laptop-1: network tcp at h2:7700, domain b" in words
+    assert "T tcp (sockets between hosts)" in words
+
+
+def test_two_domains_of_one_host_do_not_share_memory(tmp_path: Path) -> None:
+    shown = live(tmp_path, (0, "a"), (0, "b"))
+    way = shown.topology.reach(0, 1)
+    assert (way.transport, way.served) == ("tcp", True)
+    assert dict(way.off)["cpu"].startswith("two domains of one host")
+
+
+def test_without_a_network_hosts_are_apart(tmp_path: Path) -> None:
+    shown = live(tmp_path, (1, "b"), None)
+    way = shown.topology.reach(0, 1)
+    assert (way.transport, way.served) == ("none", False)
+    assert dict(way.off)["tcp"] == "laptop-0: no network configured (worker.network)"
+
+
+def test_providers_of_both_ends_are_compared(tmp_path: Path) -> None:
+    shown = live(tmp_path, (0, "a"), (1, "b"))
+    other = shown.topology.devices[1].network
+    assert other is not None
+    devices = (shown.topology.devices[0], replace(shown.topology.devices[1], network=replace(other, provider="efa")))
+    topology = replace(shown.topology, devices=devices)
+    assert dict(topology.reach(0, 1).off)["tcp"] == "providers differ: tcp and efa"
 
 
 @pytest.mark.parametrize("text", ["{}", "nonsense", '{"crossdock-host-facts": 1}', '{"crossdock-host-facts": 2}', "[]"])

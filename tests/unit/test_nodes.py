@@ -16,7 +16,7 @@ import yaml
 
 pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
-from crossdock.common.config import KubernetesConfig
+from crossdock.common.settings import KubernetesConfig
 from crossdock.control import nodes as nodes_module
 from crossdock.control.discovery import Labels
 from crossdock.control.nodes import Nodes, labels_of

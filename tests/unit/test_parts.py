@@ -13,7 +13,7 @@ import pytest
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
-from crossdock.common.settings import AccessConfig, DockerConfig, SecurityConfig
+from crossdock.common.settings import AccessConfig, DockerConfig, SecurityConfig, WorkerNetworkConfig
 from crossdock.host.docker_plan import ContainerPlan, Owner, changed, control_address, parts_of, with_ports
 
 
@@ -78,6 +78,22 @@ def test_a_joined_control_plane_gets_no_container_and_must_be_reachable_from_one
     for here in ("127.0.0.1:7400", "localhost:7400", "[::1]:7400", "10.1.2.3:7400,127.0.0.1:7400"):
         with pytest.raises(ConfigFileError, match="expected an address that a container reaches"):
             parts_of(host(model, {"control": here}, control=None))
+
+
+def test_data_ports_are_published_and_told_as_this_host_s(model: Path) -> None:
+    network = WorkerNetworkConfig(listen="10.0.0.1:7700", lanes=2)
+    _, worker = both(host(model, {"network": network}))
+    assert isinstance(worker.config, HostConfig)
+    assert {7700: "10.0.0.1", 7701: "10.0.0.1"}.items() <= worker.ports.items()
+    told = worker.config.worker.network
+    assert told == WorkerNetworkConfig(listen="0.0.0.0:7700", advertise="10.0.0.1", lanes=2)
+    fixed = with_ports(host(model, {"network": WorkerNetworkConfig(listen="127.0.0.1:0")})).worker.network
+    assert fixed is not None
+    assert split_address(fixed.listen)[1] > 0
+    with pytest.raises(ConfigFileError, match=r"network.advertise: expected this host.s address for a container"):
+        parts_of(host(model, {"network": WorkerNetworkConfig(listen="0.0.0.0:7700")}))
+    with pytest.raises(ConfigFileError, match=r"network.devices: expected none for a container, got \('eth0',\)"):
+        parts_of(host(model, {"network": WorkerNetworkConfig(listen="10.0.0.1:7700", devices=("eth0",))}))
 
 
 def test_links_of_a_model_cache_are_mounted_where_they_lead(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 
 from crossdock.common.addresses import family_of, format_address, is_loopback, reachable_from_here, split_address
@@ -22,8 +25,12 @@ from crossdock.common.config import (
     dump,
     load,
 )
-from crossdock.common.settings import AccessConfig, SecurityConfig
+from crossdock.common.settings import AccessConfig, SecurityConfig, WorkerNetworkConfig
+from crossdock.host.run import check_network
+from crossdock.worker.data_network import announced, network_of
 from crossdock.worker.process import _Process
+from ep_kernels import ConfigError
+from ep_kernels.network import NetworkConfig
 
 
 @pytest.mark.parametrize("kind", [ControlConfig, WorkerConfig, HostConfig])
@@ -225,6 +232,112 @@ def test_the_group_of_a_host_has_as_many_ranks_as_it_has_workers() -> None:
     host = HostConfig(worker=WorkerConfig(model="m"), num_workers=3, control=ControlConfig(lease_s=2))
     assert host.control_config() == ControlConfig(lease_s=2, world_size=3)
     assert HostConfig(worker=WorkerConfig(model="m"), control=None).control_config() is None
+
+
+def test_a_group_of_several_hosts_is_larger_than_the_workers_of_one(tmp_path: Path) -> None:
+    given = ["worker.model=m", "num_workers=2", "worker.network.provider=tcp", "control.world_size=6"]
+    control = load(HostConfig, None, given).control_config()
+    assert control is not None
+    assert control.num_ranks == 6
+    assert ControlConfig().num_ranks == 4
+    with pytest.raises(ConfigFileError, match=r"control.world_size: expected num_workers, 2, or more, got 1"):
+        load(HostConfig, None, [*given, "control.world_size=1"])
+    with pytest.raises(ConfigFileError, match=r"control.world_size: expected num_workers, 2, or worker.network .*6"):
+        load(HostConfig, None, [*given[:2], "control.world_size=6"])
+
+
+def test_the_network_of_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: m\nnetwork: {listen: '10.0.0.1:7700', cpus: [1, 2]}\n")
+    from_file = load(WorkerConfig, tmp_path / "c.yaml", ["network.domain=7", "network.lanes=4"])
+    expected = WorkerNetworkConfig(listen="10.0.0.1:7700", cpus=(1, 2), domain="7", lanes=4)
+    assert from_file.network == expected
+    assert load(WorkerConfig, None, ["model=m"]).network is None
+    workers = HostConfig(worker=from_file, num_workers=2).worker_configs()
+    assert [worker.network and worker.network.listen for worker in workers] == ["10.0.0.1:7700", "10.0.0.1:7701"]
+    workers = load(HostConfig, None, ["worker.model=m", "worker.network={}"]).worker_configs()
+    assert {worker.network and worker.network.listen for worker in workers} == {"0.0.0.0:0"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("network.provider=udp", r"udp.*\$\.network\.provider"),
+        ("network.listen=7700", "network.listen: expected host:port .* got '7700'"),
+        ("network.advertise=a:1", "network.advertise: expected an address without port, got 'a:1'"),
+        ("network.advertise=0.0.0.0", "network.advertise: expected an address that others reach"),
+        ("network.lanes=17", "<= 16"),
+        ("network.spin_us=-1", ">= 0"),
+        ("network.devises=[a]", "devises"),
+    ],
+)
+def test_a_wrong_network_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigFileError, match=words):
+        load(WorkerConfig, None, ["model=m", override])
+
+
+def test_the_service_s_network_is_that_of_the_data_plane() -> None:
+    ours, theirs = (
+        {field.name: field.default for field in msgspec.structs.fields(kind)}
+        for kind in (WorkerNetworkConfig, NetworkConfig)
+    )
+    assert ours == theirs
+    providers = get_args(get_type_hints(WorkerNetworkConfig)["provider"])
+    assert providers == import_module(NetworkConfig.__module__).PROVIDERS
+    full = WorkerNetworkConfig(provider=providers[-1], advertise="fd00::7", listen="[::1]:7", devices=("a",), seed=3)
+    made = network_of(WorkerConfig(model="m", network=full))
+    assert made is not None
+    assert (made.advertise, made.listen, made.devices, made.seed) == ("[fd00::7]", "[::1]:7", ("a",), 3)
+    assert network_of(WorkerConfig(model="m")) is None
+    with pytest.raises(ConfigError, match=r"worker.network: expected null, or transport cpu, got .* transport nvlink"):
+        network_of(WorkerConfig(model="m", transport="nvlink", network=WorkerNetworkConfig()))
+
+
+@pytest.mark.parametrize(
+    ("network", "address", "domain"),
+    [
+        ({}, "node-a:*", None),
+        ({"listen": "10.0.0.1:7700"}, "10.0.0.1:7700", None),
+        ({"listen": "[::]:7700", "advertise": "fd00::7"}, "[fd00::7]:7700", None),
+        ({"domain": "a"}, "node-a:*", "a"),
+    ],
+)
+def test_what_the_control_plane_is_told_of_a_network(network: dict[str, Any], address: str, domain: str | None) -> None:
+    told = announced(WorkerNetworkConfig(**network), "node-a:7500", "boot")
+    assert told is not None
+    assert (told.provider, told.address) == ("tcp", address)
+    assert told.domain == (domain or f"boot/{Path('/proc/self/ns/pid').stat().st_ino}/{os.geteuid()}")
+    assert announced(None, "node-a:7500", "boot") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "closed"),
+    [
+        (["control.world_size=4"], "control.listen 127.0.0.1:7400, worker.listen 127.0.0.1:0"),
+        (["control.world_size=4", "control.listen=0.0.0.0:7400"], "worker.listen 127.0.0.1:0"),
+        (["control=null"], "worker.listen 127.0.0.1:0"),
+        (
+            ["control=null", "worker.listen=0.0.0.0:0", "worker.network.advertise=127.0.0.1"],
+            r"worker.network.advertise \[127.0.0.1\]:0",
+        ),
+        (["control.world_size=4", "control.listen=0.0.0.0:7400", "worker.listen=0.0.0.0:0"], None),
+        (["control=null", "worker.advertise=node-a:7500"], None),
+        (["control.world_size=4", "worker.network.listen=127.0.0.1:0"], None),
+        ([], None),
+    ],
+)
+def test_a_group_of_several_hosts_listens_where_they_reach_it(given: list[str], closed: str | None) -> None:
+    config = load(HostConfig, None, ["worker.model=m", "num_workers=2", "worker.network.provider=tcp", *given])
+    if closed is None:
+        check_network(config)
+        return
+    with pytest.raises(ConfigFileError, match=f"worker.network: expected addresses .* got {closed}; set"):
+        check_network(config)
+
+
+def test_a_network_is_refused_where_the_transport_has_none() -> None:
+    check_network(load(HostConfig, None, ["worker.model=m", "worker.transport=nvlink"]))
+    with pytest.raises(ConfigFileError, match=r"worker.network: expected null, or transport cpu, got transport nvlink"):
+        check_network(load(HostConfig, None, ["worker.model=m", "worker.transport=nvlink", "worker.network={}"]))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from crossdock.cli.status import as_dict, as_table, plain_text
 from crossdock.host.group_table import format_bytes
 from crossdock.host.supervisor import describe
 from crossdock.protocol.v1.control_pb2 import FORMING, SERVING, GroupView, Member, WorkerId, WorkerStats
+from crossdock.protocol.v1.topology_pb2 import Network
 
 
 def view() -> GroupView:
@@ -41,6 +42,22 @@ def test_the_table_has_a_row_per_rank_in_order_and_says_why() -> None:
     assert "1,234,567" in lines[3]
     assert "0.5 s" in lines[5]
     assert "rank 1 lost" in lines[-1]
+
+
+def test_ranks_that_share_memory_are_told_from_those_that_a_network_joins() -> None:
+    what = view()
+    assert "shared memory" not in rendered(what)
+    assert as_dict(what)["members"][0]["network"] is None  # type: ignore[index]
+    members = [
+        Member(rank=rank, hostname=f"node-{host}", network=Network(provider="tcp", address="x:7700", domain=f"d{host}"))
+        for rank, host in enumerate((0, 0, 0, 1, 0))
+    ]
+    group = GroupView(state=SERVING, world_size=5, members=members)
+    assert "shared memory among ranks 0, 1, 2, 4 on node-0; 3 on node-1, tcp between" in rendered(group)
+    told = json.loads(json.dumps(as_dict(group)))["members"][3]["network"]
+    assert told == {"provider": "tcp", "address": "x:7700", "domain": "d1"}
+    alone = GroupView(state=SERVING, world_size=3, members=members[:3])
+    assert "shared memory among ranks 0-2 on node-0; nobody is reached by tcp" in rendered(alone)
 
 
 def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:

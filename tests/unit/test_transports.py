@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from crossdock.common import transports
-from crossdock.control.discovery import means_of_transport
-from ep_kernels import MoEConfig
+from crossdock.control.means import means_of_transport
+from ep_kernels import Capabilities, MoEConfig
 from ep_kernels.groups import PaperGroup
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports import base
 
 
@@ -33,18 +34,27 @@ def planted(monkeypatch: pytest.MonkeyPatch, folder: Path, **texts: str) -> None
     monkeypatch.setattr(transports, "find_spec", lambda _: found)
 
 
-@pytest.mark.parametrize("name", transports.names())
-def test_they_say_what_they_can(name: str) -> None:
-    config = MoEConfig(
-        group=PaperGroup(0, 2), num_experts=4, hidden_size=128, topk=2, max_tokens_per_rank=8, transport=name
-    )
-    transport, said = base.create(config), transports.installed()[name]
+def capabilities_of(name: str, network: NetworkConfig | None) -> Capabilities:
+    fields = {"num_experts": 4, "hidden_size": 128, "topk": 2, "max_tokens_per_rank": 8}
+    transport = base.create(MoEConfig(group=PaperGroup(0, 2), transport=name, network=network, **fields))
     try:
-        can = transport.capabilities
+        return transport.capabilities
     finally:
         transport.close()
-    assert (can.device_type, can.cross_host) == (said.device_type, said.cross_host)
+
+
+@pytest.mark.parametrize("name", transports.names())
+def test_they_say_what_they_can(name: str) -> None:
+    can, said = capabilities_of(name, None), transports.installed()[name]
+    assert can.device_type == said.device_type
     assert said.needs_gpu == (can.device_type != "cpu")
+    assert not can.cross_host, "no network was given"
+
+
+@pytest.mark.parametrize("name", transports.cross_host_names())
+@pytest.mark.xfail(strict=True, reason="the transports' own part of worker.network is not in this tree yet")
+def test_with_a_network_they_join_several_hosts(name: str) -> None:
+    assert capabilities_of(name, NetworkConfig()).cross_host
 
 
 def test_all_of_the_data_plane_s_are_known_and_no_torch_is_loaded() -> None:
@@ -64,6 +74,7 @@ def test_what_is_taken_where_nothing_is_said() -> None:
     assert transports.of_device("cpu").default_world(8, 2) == 2
     assert transports.of_device("cuda").default_world(8) == 8
     assert not transports.needs_gpu("not-here")
+    assert transports.cross_host_names() == ["cpu"]
     with pytest.raises(LookupError, match="'tpu'"):
         transports.of_device("tpu")
 

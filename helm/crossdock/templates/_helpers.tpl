@@ -119,7 +119,7 @@ http: {{ .Values.tls.http }}
 {{- end -}}
 
 {{- define "crossdock.controlConfig" -}}
-{{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" .Values.worker.numWorkers -}}
+{{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" (mul .Values.worker.hosts .Values.worker.numWorkers) -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
 {{- end -}}
@@ -141,6 +141,9 @@ http: {{ .Values.tls.http }}
 {{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}
 {{- $worker = merge (dict "transport" (first (include "crossdock.gpuTransports" . | fromJsonArray))) $worker -}}
 {{- end -}}
+{{- if include "crossdock.network" . -}}
+{{- $_ := set $worker "network" (get $worker "network" | default dict) -}}
+{{- end -}}
 {{- $host := dict "worker" $worker "num_workers" .Values.worker.numWorkers "control" nil -}}
 {{- $host = merge $host (dict "http_listen" "0.0.0.0:7402" "log_dir" "/tmp/crossdock" "log_to_stderr" true "stop_timeout_s" .Values.worker.stopTimeoutSeconds) -}}
 {{- toYaml $host -}}
@@ -149,6 +152,11 @@ http: {{ .Values.tls.http }}
 {{/* Transports that need GPUs, the preferred one first. The file is made of the transports' own facts (`make schema`). */}}
 {{- define "crossdock.gpuTransports" -}}
 {{- .Files.Get "gpu-transports.json" -}}
+{{- end -}}
+
+{{/* Transports whose ranks may be in several pods; likewise. */}}
+{{- define "crossdock.crossHostTransports" -}}
+{{- .Files.Get "cross-host-transports.json" -}}
 {{- end -}}
 
 {{/* The container's resources: as given, and its GPUs and claims. */}}
@@ -178,9 +186,17 @@ http: {{ .Values.tls.http }}
 {{- if and $worker.gpus (ne (int $worker.gpus) (int $worker.numWorkers)) -}}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
-{{- $transport := get $worker.config "transport" | toString -}}
+{{- $transport := get $worker.config "transport" | default "" | toString -}}
 {{- if and (has $transport (include "crossdock.gpuTransports" . | fromJsonArray)) (not $worker.gpus) (not $worker.resourceClaims) -}}
 {{- fail (printf "worker.config.transport %s: expected worker.gpus or worker.resourceClaims beside it, got neither" $transport) -}}
+{{- end -}}
+{{- $used := $transport -}}
+{{- if and $worker.gpus (not $transport) -}}
+{{- $used = first (include "crossdock.gpuTransports" . | fromJsonArray) -}}
+{{- end -}}
+{{- $crossHost := include "crossdock.crossHostTransports" . | fromJsonArray -}}
+{{- if and (include "crossdock.network" .) $used (not (has $used $crossHost)) -}}
+{{- fail (printf "worker.hosts: expected 1 and no worker.config.network with transport %s (%s joins several hosts), got %v" $used (join ", " $crossHost) $worker.hosts) -}}
 {{- end -}}
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
 {{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}

@@ -29,6 +29,7 @@ from crossdock.cli.console import (
     security_override,
     show_json,
 )  # fmt: skip
+from crossdock.cli.doctor import doctor
 from crossdock.cli.members import cordon, drain, uncordon
 from crossdock.cli.tune import tune
 
@@ -57,6 +58,8 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; by default 4.")] = None,
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
+    world_size: Annotated[int | None, typer.Option("--world-size", help="Ranks of all hosts.")] = None,
+    network: Annotated[str, typer.Option("--network", help="tcp: how ranks of other hosts are reached.")] = "",
     transport: Annotated[str, typer.Option("--transport", help=f"How ranks reach each other: {KNOWN}.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
@@ -69,14 +72,15 @@ def up(
     from crossdock.common.config import ConfigFileError, HostConfig, load
     from crossdock.host.run import on_runtime, run_host
 
-    if join and listen:
-        raise ConfigFileError("--join: expected no --listen beside it (the control plane then runs elsewhere)")
+    _refuse_beside_join(join, {"--listen": listen, "--world-size": world_size})
     chosen = {
         "worker.model": model,
         "worker.transport": transport,
         "worker.dtype": dtype,
         "worker.control": join,
+        "worker.network.provider": network,
         "num_workers": workers,
+        "control.world_size": world_size,
         "log_dir": log_dir,
         "control.listen": listen,
     }
@@ -84,10 +88,8 @@ def up(
         raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
-    if security:
-        flags += [
-            f"{part}.security={security_override(security)}" for part in ("worker", *([] if join else ["control"]))
-        ]
+    guarded = ("worker", *([] if join else ["control"])) if security else ()
+    flags += [f"{part}.security={security_override(security)}" for part in guarded if security]
     loaded = load(HostConfig, config, [*flags, *(overrides or [])])
     raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
 
@@ -214,13 +216,18 @@ def demo(
     transport: Annotated[str, typer.Option("--transport", help=f"{KNOWN}; on GPUs one worker on each.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="2: half of the workers in another namespace.")] = 1,
     as_json: Json = False,
     security: SecurityFile = None,
+    in_namespace: Annotated[bool, typer.Option("--in-namespace", hidden=True)] = False,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo.hosts import become
     from crossdock.demo.run import FAMILIES, run_demo
 
+    why_not = None if in_namespace else become([*sys.argv[1:], "--in-namespace"]) if hosts > 1 else "one host"
     chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
+    chosen |= {"num_hosts": hosts, "no_namespaces": why_not}
     raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
 
 
@@ -265,28 +272,6 @@ def topo(
 
 
 @app.command()
-def doctor(
-    transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
-    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
-    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
-    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine.")] = True,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
-    as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
-    security: SecurityFile = None,
-) -> None:
-    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails."""
-    from crossdock.doctor import run
-
-    request = run.DoctorRequest(transport, target, tuple(reach or ()), passes, timeout_s, security_of(security))
-    findings = run.examine(request)
-    kept = list(findings) if as_json else run.show(findings, console())
-    if as_json:
-        show_json(run.as_dict(kept, strict=strict))
-    raise typer.Exit(run.exit_code(kept, strict=strict))
-
-
-@app.command()
 def memory(
     as_json: Json = False,
     num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
@@ -306,7 +291,7 @@ def memory(
     show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
 
 
-for _command in (tune, drain, cordon, uncordon):
+for _command in (doctor, tune, drain, cordon, uncordon):
     app.command()(_command)
 
 
@@ -341,6 +326,14 @@ def version(as_json: Json = False) -> None:
         show_json(found)
     else:
         print(*(f"{name} {number or 'not installed'}" for name, number in found.items()), sep="\n")
+
+
+def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
+    from crossdock.common.config import ConfigFileError
+
+    for option, given in options.items():
+        if join and given:
+            raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
 
 
 def _die_with(parent_pid: int) -> None:

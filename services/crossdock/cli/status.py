@@ -17,6 +17,7 @@ from crossdock.protocol.v1.control_pb2 import (
     Member,
     WorkerStats,
 )
+from crossdock.protocol.v1.topology_pb2 import Network
 
 
 def plain_text(view: GroupView, target: str) -> list[str]:
@@ -57,7 +58,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    notes = [*left_out, *sick, *out, *reason, *plain_text_warning(exposed)]
+    notes = [*left_out, *_ways(view), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 
@@ -75,6 +76,7 @@ _COLUMNS: dict[str, JustifyMethod] = {
 }
 _LEFT_OUT = ("tokens", "address", "memory", "heartbeat", "experts")
 _FOLDED, _GAP = 24, 2
+_SETS = 8
 
 
 def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, JustifyMethod], list[Text]]:
@@ -90,6 +92,30 @@ def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, Justify
         rows[rank] = [row[at[title]] for title in kept]
     words = f"not shown: {', '.join(left_out)} (wider terminal, or --json)"
     return kept, [Text(words, style="dim")] if left_out else []
+
+
+def _ways(view: GroupView) -> list[Text]:
+    """How ranks reach each other where they have a network: shared memory inside a domain, the provider between."""
+    domains: dict[str, list[Member]] = {}
+    for member in view.members:
+        if member.HasField("network"):
+            domains.setdefault(member.network.domain or f"{member.rank}", []).append(member)
+    if not domains:
+        return []
+    sets = [f"{_span([one.rank for one in members])} on {members[0].hostname}" for members in domains.values()]
+    provider = next(iter(domains.values()))[0].network.provider
+    between = f", {provider} between" if len(sets) > 1 else f"; nobody is reached by {provider}"
+    shown = "; ".join(sets[:_SETS]) + ("; ..." if len(sets) > _SETS else "")
+    return [Text(f"shared memory among ranks {shown}{between}", style="dim")]
+
+
+def _span(ranks: list[int]) -> str:
+    whole = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
+
+
+def _network(network: Network) -> dict[str, str]:
+    return {"provider": network.provider, "address": network.address, "domain": network.domain}
 
 
 def _barred(one: Barred) -> dict[str, object]:
@@ -120,6 +146,7 @@ def _member(member: Member) -> dict[str, object]:
         "https": member.https,
         "ready": member.ready,
         "sick": member.sick,
+        "network": _network(member.network) if member.HasField("network") else None,
         "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         "first_expert": stats.first_expert,
         "num_experts": stats.num_experts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 MAX_PORT = 65535
@@ -65,3 +66,13 @@ def count_up(address: str, steps: int) -> str:
         return ""
     host, port = split_address(address)
     return format_address(host, port + steps if port else 0)
+
+
+def is_host(text: str) -> bool:
+    """Whether it is a name or an address alone, brackets around IPv6 or not."""
+    if re.fullmatch(r"[A-Za-z0-9._-]+", text):
+        return True
+    try:
+        return ipaddress.ip_address(text.removeprefix("[").removesuffix("]")).version == 6
+    except ValueError:
+        return False

@@ -10,16 +10,25 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import yaml
 
 from crossdock.common.addresses import EVERY_INTERFACE, count_up, format_address, split_address, split_targets
-from crossdock.common.settings import DockerConfig, ElectionConfig, Rate, SecurityConfig
+from crossdock.common.settings import (
+    DockerConfig,
+    ElectionConfig,
+    KubernetesConfig,
+    Rate,
+    SecurityConfig,
+    WorkerNetworkConfig,
+)
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+DEFAULT_WORLD = 4
+"""Ranks of a group whose size nobody gave."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,30 +63,6 @@ class LogConfig(_Config, frozen=True, kw_only=True):
     logrotate, and a file that was renamed or removed is opened anew."""
     old_files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     """Renamed files that are kept."""
-
-
-class KubernetesConfig(_Config, frozen=True, kw_only=True):
-    """Labels of Kubernetes nodes as facts about hosts. Of each list of keys the first label that a node has is used; a
-    missing label means unknown."""
-
-    kubeconfig: str = ""
-    """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to list and watch nodes."""
-    clique_labels: tuple[str, ...] = ("nvidia.com/gpu.clique", "accelerator.topograph.run/domain")
-    """NVLink domain of the node's GPUs, if they do not report it themselves."""
-    product_labels: tuple[str, ...] = ("nvidia.com/gpu.product",)
-    zone_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
-    block_labels: tuple[str, ...] = (
-        "fabric.topograph.run/tier-2",
-        "network.topology.nvidia.com/spine",
-        "cloud.google.com/gce-topology-block",
-        "topology.k8s.aws/network-node-layer-2",
-    )
-    rack_labels: tuple[str, ...] = (
-        "fabric.topograph.run/tier-1",
-        "network.topology.nvidia.com/leaf",
-        "cloud.google.com/gce-topology-subblock",
-        "topology.k8s.aws/network-node-layer-3",
-    )
 
 
 class PlacementConfig(_Config, frozen=True, kw_only=True):
@@ -117,8 +102,9 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     default."""
     http_listen: str = "127.0.0.1:7401"
     """host:port of /metrics, /livez, /readyz."""
-    world_size: Count = 4
-    """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced."""
+    world_size: Count | None = None
+    """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced. Null: 4; under `crossdock
+    up` as many as it has workers, and a larger number waits for workers of other hosts."""
     lease_s: Seconds = 3.0
     """Lease of a worker: it is lost after this time without a heartbeat. Workers send one every third of it."""
     form_timeout_s: Seconds = 600.0
@@ -152,6 +138,11 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     hosts."""
     log: LogConfig = LogConfig()
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the group, the default resolved."""
+        return DEFAULT_WORLD if self.world_size is None else self.world_size
+
 
 class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """One expert worker: one process, one device, one rank."""
@@ -175,6 +166,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     announced."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
+    network: WorkerNetworkConfig | None = None
+    """How ranks of other hosts are reached; needs a transport that can, which is cpu. Null: the group is one host."""
     kernel_cache_dir: str = ""
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
@@ -217,10 +210,11 @@ class HostConfig(_Config, frozen=True, kw_only=True):
 
     worker: WorkerConfig
     """Config of all workers. Fixed ports and `device` count up by local rank: worker i listens on port + i."""
-    num_workers: Count = 4
+    num_workers: Count = DEFAULT_WORLD
     """Workers on this host."""
     control: ControlConfig | None = ControlConfig()
-    """The control plane to start here, with `num_workers` as its world_size; null joins the one at `worker.control`."""
+    """The control plane to start here; its `world_size` is `num_workers`, or more where workers of other hosts join.
+    Null joins the one at `worker.control`."""
     http_listen: str = ""
     """host:port of the host's own /metrics, /livez, /readyz (ready = every worker here is). Empty: none."""
     log_dir: str = ""
@@ -234,11 +228,20 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     docker: DockerConfig | None = None
     """Run containers instead of processes (`--runtime docker`). Null: processes."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        world_size = None if self.control is None else self.control.world_size
+        if world_size is not None and world_size < self.num_workers:
+            raise ValueError(f"control.world_size: expected num_workers, {self.num_workers}, or more, got {world_size}")
+        if world_size is not None and world_size > self.num_workers and self.worker.network is None:
+            wanted = f"num_workers, {self.num_workers}, or worker.network for the ranks of other hosts"
+            raise ValueError(f"control.world_size: expected {wanted}, got {world_size} without a network")
+
     def control_config(self) -> ControlConfig | None:
-        """The control plane to start here: its group is this host's workers."""
+        """The control plane to start here, its `world_size` resolved."""
         if self.control is None:
             return None
-        return msgspec.structs.replace(self.control, world_size=self.num_workers)
+        return msgspec.structs.replace(self.control, world_size=self.control.world_size or self.num_workers)
 
     def worker_configs(self) -> list[WorkerConfig]:
         """One config per local rank."""
@@ -254,6 +257,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
             listen=count_up(shared.listen, local_rank),
             advertise=count_up(shared.advertise, local_rank),
             http_listen=count_up(shared.http_listen, local_rank),
+            network=shared.network and shared.network.of_worker(local_rank),
         )
 
 
@@ -377,9 +381,11 @@ def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
     """Whether the field at this path holds text, so that `--set uid=7` means "7"."""
     node: Any = kind
     for name in key.split("."):
-        fields = {field.name: field.type for field in msgspec.structs.fields(node)} if _is_struct(node) else {}
+        record = next((kind for kind in (node, *get_args(node)) if _is_struct(kind)), None)  # through "| None"
+        fields = {field.name: field.type for field in msgspec.structs.fields(record)} if record else {}
         node = fields.get(name)
-    return node is str or get_origin(node) is Literal
+    bare = get_args(node)[0] if get_origin(node) is Annotated else node
+    return bare is str or get_origin(bare) is Literal
 
 
 def _is_struct(node: object) -> bool:

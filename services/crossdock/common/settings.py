@@ -1,4 +1,4 @@
-"""Config of security, election and containers: certificates, tokens, roles, the Lease, Docker.
+"""Config of security, election, network and containers: certificates, tokens, roles, the Lease, sockets, Docker.
 
 Only paths of secrets are configured, never secrets: a config may be logged, dumped and shown.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+
+from crossdock.common.addresses import EVERY_INTERFACE, AddressError, count_up, format_address, is_host, split_address
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -107,6 +109,74 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     leader that cannot renew it for two thirds of that time stops."""
     identity: str = ""
     """Name in the Lease. Empty: the pod's name, or host and process id."""
+
+
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Labels of Kubernetes nodes as facts about hosts. Of each list of keys the first label that a node has is used; a
+    missing label means unknown."""
+
+    kubeconfig: str = ""
+    """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to list and watch nodes."""
+    clique_labels: tuple[str, ...] = ("nvidia.com/gpu.clique", "accelerator.topograph.run/domain")
+    """NVLink domain of the node's GPUs, if they do not report it themselves."""
+    product_labels: tuple[str, ...] = ("nvidia.com/gpu.product",)
+    zone_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
+    block_labels: tuple[str, ...] = (
+        "fabric.topograph.run/tier-2",
+        "network.topology.nvidia.com/spine",
+        "cloud.google.com/gce-topology-block",
+        "topology.k8s.aws/network-node-layer-2",
+    )
+    rack_labels: tuple[str, ...] = (
+        "fabric.topograph.run/tier-1",
+        "network.topology.nvidia.com/leaf",
+        "cloud.google.com/gce-topology-subblock",
+        "topology.k8s.aws/network-node-layer-3",
+    )
+
+
+class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a worker reaches ranks of other hosts. The fields of `ep_kernels.network.NetworkConfig`, where no torch is.
+
+    Workers of one group may differ in everything but `provider`. Workers of one `domain` share memory among themselves.
+    """
+
+    provider: Literal["tcp", "shuffle(tcp)"] = "tcp"
+    """tcp: sockets, nothing to install. shuffle(tcp): the same, writes delayed and reordered, for tests."""
+    listen: str = "0.0.0.0:0"
+    """address:port of the data port; a fixed port counts up by local rank, port 0 is any free one. It takes members of
+    the group only, and its bytes are plain text: keep it inside the cluster's network."""
+    advertise: str = ""
+    """Address, without port, at which ranks of other hosts reach the data port. Empty: the one `listen` names; for
+    every interface, the address of the interface of the default route."""
+    devices: tuple[str, ...] = ()
+    """Network interfaces to use, the first that has an address wins. Empty: chosen by `advertise`."""
+    domain: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
+    user. Containers of one pod without a shared PID namespace are two domains."""
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Connections for data to each peer. More help where one connection cannot fill the network."""
+    spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
+    """How long the proxy thread looks for work before it sleeps, microseconds. 0: it sleeps at once. A sleeping proxy
+    adds a wake-up (5 to 50 us) to the next message."""
+    cpus: tuple[Annotated[int, msgspec.Meta(ge=0, lt=4096)], ...] = ()
+    """Processors that the proxy thread may run on. Empty: any."""
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """shuffle: of its choices."""
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.structs.force_setattr(self, "listen", format_address(*split_address(self.listen)))
+        except AddressError as error:
+            raise ValueError(f"network.listen: {error}") from None
+        if self.advertise and not is_host(self.advertise):
+            raise ValueError(f"network.advertise: expected an address without port, got {self.advertise!r}")
+        if self.advertise in EVERY_INTERFACE:
+            raise ValueError(f"network.advertise: expected an address that others reach, got {self.advertise!r}")
+
+    def of_worker(self, local_rank: int) -> WorkerNetworkConfig:
+        """Of the worker `local_rank` places after this one: the next port but so many, if it is fixed."""
+        return msgspec.structs.replace(self, listen=count_up(self.listen, local_rank))
 
 
 class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,8 @@ from typing import Any
 GPU_LINKS, NETWORK, MEMORY = "gpu links", "network", "memory"
 """Ways between two ranks, the best first: NVLink; NICs; memory of one host."""
 WAYS = (GPU_LINKS, NETWORK, MEMORY)
+SOCKETS = "sockets"
+"""The way between two hosts of a transport over MEMORY that `cross_host` names, if `worker.network` is set."""
 CPU_RANKS = 4
 """Default number of ranks on a host without GPUs."""
 FILE_NAME = "transport.toml"
@@ -45,7 +47,7 @@ class TransportFacts:
         name: of its folder.
         device_type: torch device type of payload tensors, as in `Capabilities`.
         over: the way by which it moves rows, one of WAYS.
-        cross_host: ranks may live on several hosts, as in `Capabilities`.
+        cross_host: ranks may live on several hosts, given a network. `Capabilities` says whether one is given.
         preference: of those that a host can run, "auto" takes the one with the smallest number.
         largest_step: tokens per rank up to which `crossdock tune` measures.
         expected: reference of `crossdock doctor`.
@@ -89,6 +91,11 @@ def needs_gpu(name: str) -> bool:
     """Whether a transport needs GPUs. One that is not installed here counts as needing none."""
     facts = installed().get(name)
     return facts is not None and facts.needs_gpu
+
+
+def cross_host_names() -> list[str]:
+    """Those installed here whose ranks may live on several hosts, given a network."""
+    return [facts.name for facts in installed().values() if facts.cross_host]
 
 
 def automatic(num_gpus: int) -> TransportFacts:

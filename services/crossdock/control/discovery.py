@@ -2,7 +2,7 @@
 
     topology = join(hosts, labels)
     topology.devices[3].domain                       # NVLink domain of a device
-    topology.reach(0, 9).transport                   # "nvlink" | "rdma" | "cpu" | "none"; .off has why not the others
+    topology.reach(0, 9).transport                   # "nvlink" | "rdma" | "cpu" | "tcp" | "none"; .off: why no others
 
 A *domain* is a set of GPUs in which every pair is connected by NVLink: the GPUs of a host, or of many hosts with one
 NVLink fabric. A *rail* is the number of a GPU's own NIC among those of its host, so GPUs of one rail share a leaf
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, WAYS, installed
-from crossdock.control.ranks import Area, Place, natural
+from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, SOCKETS, installed
+from crossdock.control.means import Means, means_of_transport
+from crossdock.control.ranks import Area, NetworkPlace, Place, natural
 from crossdock.protocol.v1 import topology_pb2 as pb
 
 CPU = -1
@@ -24,8 +24,6 @@ CPU = -1
 WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe distances from near to far, in the words of `nvidia-smi topo`; `ep_kernels.topology.distance` explains them."""
 FAR = len(WORDS)
-UNBUILT = {NETWORK: "rdma"}
-"""Ways that hardware may offer and this release has no transport for, by the name that it will have."""
 _ONE_SWITCH = 4
 _BITS = 8e9
 
@@ -57,6 +55,7 @@ class Device:
         nic: the RDMA port that is nearest to it, "" = none; `no_nic` then says why.
         nic_distance: a word of WORDS, "" = unknown.
         rail: number of that NIC among those that GPUs of its host use, -1 = none.
+        network: how its worker says that other hosts reach it; None = it has no network, or no worker.
     """
 
     host: int
@@ -67,6 +66,7 @@ class Device:
     no_nic: str = ""
     nic_distance: str = ""
     rail: int = -1
+    network: NetworkPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Reach:
     """Connection from one device to another.
 
     Attributes:
-        transport: a transport's name, "rdma", "self" or "none": the best served one; if none is served, the best that
-            the hardware offers.
+        transport: a transport's name, "tcp", "rdma", "self" or "none": the best served one; if none is served, the best
+            that the hardware offers.
         hops: links between them. RDMA: 2 on one rail (one leaf switch), else 4, assumed of a rail-optimised fabric.
         gbps: peak gigabytes per second in one direction; 0 = unknown.
         served: whether this release supports it.
@@ -89,26 +89,6 @@ class Reach:
     served: bool
     off: tuple[tuple[str, str], ...]
     over: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """A transport as far as this page needs to know it: `built` is False for one that this release does not have."""
-
-    name: str
-    over: str
-    cross_host: bool
-    built: bool = True
-    about: str = ""
-
-
-@cache
-def means_of_transport() -> tuple[Means, ...]:
-    """Every transport, those over the best way first."""
-    found = [Means(one.name, one.over, one.cross_host, about=one.about) for one in installed().values()]
-    used = {means.over for means in found}
-    found += [Means(name, over, cross_host=True, built=False) for over, name in UNBUILT.items() if over not in used]
-    return tuple(sorted(found, key=lambda means: WAYS.index(means.over)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +133,7 @@ class Topology:
         for means in means_of_transport():
             answer = _FINDERS[means.over](self, one, other, means)
             if isinstance(answer, str):
-                off.append((means.name, answer))
+                off += [(means.name, answer)] if answer else []
                 continue
             off += answer.off
             if found.transport == "none" or (answer.served and not found.served):
@@ -367,7 +347,32 @@ def _by_network(topology: Topology, one: int, other: int, means: Means) -> Reach
 def _by_memory(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
     if not _same_kernel(topology, one, other):
         return "two hosts: shared memory ends with the host"
+    if not _same_domain(topology, one, other):
+        return "two domains of one host: other PID namespaces, users or `worker.network.domain`"
     return Reach(means.name, 1, 0.0, True, (), means.over)
+
+
+def _by_sockets(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
+    if _same_kernel(topology, one, other) and _same_domain(topology, one, other):
+        return ""  # nobody would take them: memory is there
+    networks = []
+    for number in (one, other):
+        device = topology.devices[number]
+        if device.network is None:
+            if device.gpu != CPU:
+                return "between CPU ranks only, with worker.network"
+            return f"{topology.name(number)}: no network configured (worker.network)"
+        networks.append(device.network.provider)
+    if networks[0] != networks[1]:
+        return f"providers differ: {networks[0]} and {networks[1]}"
+    return Reach(means.name, 0, 0.0, True, (), means.over)
+
+
+def _same_domain(topology: Topology, one: int, other: int) -> bool:
+    """Whether they share memory if their hosts do; a domain that was not told is accepted."""
+    networks = topology.devices[one].network, topology.devices[other].network
+    domains = {network.domain for network in networks if network is not None and network.domain}
+    return len(domains) <= 1 or None in networks
 
 
 def _same_kernel(topology: Topology, one: int, other: int) -> bool:
@@ -376,4 +381,4 @@ def _same_kernel(topology: Topology, one: int, other: int) -> bool:
     return a == b or (boots[0] == boots[1] != "")
 
 
-_FINDERS = {GPU_LINKS: _by_links, NETWORK: _by_network, MEMORY: _by_memory}
+_FINDERS = {GPU_LINKS: _by_links, NETWORK: _by_network, MEMORY: _by_memory, SOCKETS: _by_sockets}

@@ -350,9 +350,8 @@ def _check_same_kind(worker: Worker, member: Member | None) -> None:
     """All members must be of one kind. `member`: any other one, None = there is none."""
     if member is None:
         return
-    for field in ("abi", "model", "transport"):
-        here, there = getattr(member.worker, field), getattr(worker, field)
-        if here != there:
+    for field, here in member.worker.kind.items():
+        if here != (there := worker.kind[field]):
             message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
             raise _Refused(Refusal.MIXED_GROUP, message)
 

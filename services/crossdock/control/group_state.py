@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from crossdock.control.ranks import Claim, Place, Slot, assign_first_ranks
+from crossdock.control.ranks import Claim, NetworkPlace, Place, Slot, assign_first_ranks
 
 
 class Phase(enum.Enum):
@@ -121,10 +121,17 @@ class Worker:
     model: str
     https: bool = False
     """`http_address` takes TLS only."""
+    network: NetworkPlace | None = None
 
     @property
     def uid(self) -> str:
         return self.place.uid
+
+    @property
+    def kind(self) -> dict[str, str]:
+        """What is equal in all members of a group."""
+        provider = self.network.provider if self.network else "none"
+        return {"abi": self.abi, "model": self.model, "transport": self.transport, "network": provider}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.watch import Watch
 
 from crossdock.common import log as logs
-from crossdock.common.config import KubernetesConfig
+from crossdock.common.settings import KubernetesConfig
 from crossdock.control.discovery import Labels
 from crossdock.control.kube import ApiError, ApiServer, Timeouts
 

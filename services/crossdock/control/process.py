@@ -18,13 +18,14 @@ from crossdock.common import rpc
 from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
-from crossdock.common.config import ControlConfig, Identity, KubernetesConfig
+from crossdock.common.config import ControlConfig, Identity
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.grpc_core_log import grpc_core_log
 from crossdock.common.http import serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
+from crossdock.common.settings import KubernetesConfig
 from crossdock.common.tasks import background
 from crossdock.control.election import State
 from crossdock.control.leader import Elector, Replica
@@ -134,7 +135,7 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         closing.callback(alive.close)
         nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
         health = rpc.Health([SERVICE_NAME])
-        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.world_size)
+        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.num_ranks)
         authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
         server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
         closing.push_async_callback(server.stop, STOP_GRACE_S)
@@ -154,7 +155,7 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         await server.start()
         leadership.ready(alive)
         announce(address, http.address, https=http.https)
-        log.info("listening", address=address, http=http.address, world_size=config.world_size)
+        log.info("listening", address=address, http=http.address, world_size=config.num_ranks)
         warn_of_plain_text(address, security)
         await stop.wait()
         alive.let_end()

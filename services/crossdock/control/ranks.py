@@ -24,6 +24,15 @@ Area = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkPlace:
+    """How ranks of other hosts reach a worker; the fields of `topology.proto`'s Network."""
+
+    provider: str
+    address: str = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Location of a worker."""
 

@@ -78,7 +78,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
     ) -> None:
         settings = Settings(
-            config.world_size,
+            config.num_ranks,
             config.lease_s,
             config.form_timeout_s,
             config.recover_s,
@@ -92,17 +92,17 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
         self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
-        self._limits = views.Limits.of(config.world_size)
+        self._limits = views.Limits.of(config.num_ranks)
         self._group = new_group(settings, clock())
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = WorkerKeys()
-        self._watchers = Watchers(config.world_size, metrics)
+        self._watchers = Watchers(config.num_ranks, metrics)
         self._rendered: dict[bool, tuple[int, bytes]] = {}
         self._experts = PlacementService(
-            config.placement, config.world_size, metrics, clock, lambda: self._group, self._announce
+            config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
-        metrics.world_size.set(config.world_size)
+        metrics.world_size.set(config.num_ranks)
         self._measure()
 
     @property

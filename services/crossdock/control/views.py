@@ -14,7 +14,18 @@ from google.protobuf.message import Message
 from crossdock.common.access import MAX_UID_CHARS, check_uid
 from crossdock.common.rpc import MAX_SENT_BYTES, FailedPrecondition, InvalidArgument
 from crossdock.control import blame, discovery
-from crossdock.control.group_state import Group, Heartbeat, Leave, Member, Prior, PublishRegion, Ready, Register, Worker
+from crossdock.control.group_state import (
+    Group,
+    Heartbeat,
+    Leave,
+    Member,
+    Prior,
+    PublishRegion,
+    Ready,
+    Register,
+    Worker,
+)
+from crossdock.control.ranks import NetworkPlace
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 
@@ -43,7 +54,7 @@ class Limits:
     @staticmethod
     def of(world_size: int) -> Limits:
         """Limits such that a view with all regions and names fits in one message."""
-        room = MAX_SENT_BYTES // world_size - 8 * MAX_NAME_CHARS
+        room = MAX_SENT_BYTES // world_size - 11 * MAX_NAME_CHARS
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
@@ -96,6 +107,7 @@ def register_event(
         abi=_name("abi", request.abi),
         model=_name("model", request.model),
         https=request.https,
+        network=_network(request.network) if request.HasField("network") else None,
     )
     return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
 
@@ -226,6 +238,8 @@ def topology_response(
             response.hosts.append(host)
         seat = response.seats.add(rank=member.rank, uid=member.uid, host=number, on_gpu=gpu != discovery.CPU)
         seat.gpu = max(gpu, 0)
+        if member.worker.network is not None:
+            seat.network.CopyFrom(_network_message(member.worker.network))
     for hostname in sorted({host.hostname for host in response.hosts} & set(labels)):
         response.labels.add(hostname=hostname, **asdict(labels[hostname]))
     return response
@@ -242,7 +256,19 @@ def _member(member: Member, age_s: float, stats: pb.WorkerStats | None) -> pb.Me
         ready=member.ready,
         heartbeat_age_s=age_s,
         stats=stats,
+        network=_network_message(member.worker.network) if member.worker.network else None,
     )
+
+
+def _network(network: topology_pb2.Network) -> NetworkPlace:
+    _check_texts("network", network)
+    if not network.provider:
+        raise InvalidArgument("network.provider: expected a name, got none")
+    return NetworkPlace(network.provider, network.address, network.domain)
+
+
+def _network_message(network: NetworkPlace) -> topology_pb2.Network:
+    return topology_pb2.Network(**asdict(network))
 
 
 def _check_host(host: topology_pb2.HostFacts) -> None:

@@ -14,11 +14,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+import msgspec
 import torch
 import transformers
 from rich.console import Console
@@ -29,8 +31,9 @@ from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.transports import needs_gpu
-from crossdock.demo import scrape, stage
+from crossdock.demo import hosts, scrape, stage
 from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
+from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, table
 from crossdock.demo.stage import Stage
@@ -85,6 +88,8 @@ def run_demo(
     num_workers: int | None = None,
     security: SecurityConfig | None = None,
     as_json: bool = False,
+    num_hosts: int = 1,
+    no_namespaces: str | None = "not asked for",
 ) -> int:
     """Run the whole comparison and print the table.
 
@@ -95,6 +100,9 @@ def run_demo(
         num_workers: None: four on a CPU, one per GPU otherwise.
         security: certificates and tokens of every part; None: plain text on loopback.
         as_json: print the rows as JSON on stdout, and all else on stderr.
+        num_hosts: 2: half of the workers are another host, which the others reach over the network.
+        no_namespaces: why that host is only another domain on loopback; None: it is another network namespace, and this
+            process is in one of its own.
 
     Returns:
         0 if every criterion was met, else 1; the reasons are printed, and logs kept.
@@ -105,8 +113,13 @@ def run_demo(
     _require("--transport", transports.names(), [transport])
     _require("--family", FAMILIES, families)
     where = Stage.of(transport, num_workers, stage.num_gpus() if needs_gpu(transport) else 0)
-    where = replace(where, security=security or where.security)
-    return _play(families, where, console or Console(stderr=as_json), as_json=as_json)
+    where = replace(where, security=security or where.security).on_hosts(num_hosts)
+    console = console or Console(stderr=as_json)
+    with hosts.namespaces() if no_namespaces is None else nullcontext(hosts.LOOPBACK) as places:
+        if num_hosts > 1:
+            apart = f"two domains on loopback ({no_namespaces})" if no_namespaces else "two network namespaces"
+            console.print(f"hosts: {apart}; shared memory inside, tcp between", soft_wrap=True, highlight=False)
+        return _play(families, where, places, console, as_json=as_json)
 
 
 def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
@@ -115,7 +128,9 @@ def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
             raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name}")
 
 
-def _play(families: Sequence[str], where: Stage, console: Console, *, as_json: bool) -> int:
+def _play(
+    families: Sequence[str], where: Stage, places: Sequence[HostPlace], console: Console, *, as_json: bool
+) -> int:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="crossdock-demo-"))
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -128,7 +143,7 @@ def _play(families: Sequence[str], where: Stage, console: Console, *, as_json: b
     torch.set_num_threads(1)  # the models are small, and the workers want the other cores
     try:
         for family in families:
-            for row in _run_family(family, folder / family, text, where, console):
+            for row in _run_family(family, folder / family, text, where, places, console):
                 rows.append(row)
     except (SupervisorError, ClientError, OSError, HTTPException) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -155,12 +170,14 @@ def _report(rows: Sequence[Row], problem: str, console: Console) -> bool:
     return not (failures or problem)
 
 
-def _run_family(family: str, folder: Path, text: bytes, where: Stage, console: Console) -> Iterator[Row]:
+def _run_family(
+    family: str, folder: Path, text: bytes, where: Stage, places: Sequence[HostPlace], console: Console
+) -> Iterator[Row]:
     """Write the model, run it plain, then serve it once per dtype."""
     write_checkpoint(family, folder, dtype=torch.bfloat16, **FAMILIES[family])
     plain = functools.cache(lambda: _run_plain(folder, text, where.device))
     for name in DTYPES:
-        yield _serve(family, folder, name, plain, text, where, console)
+        yield _serve(family, folder, name, plain, text, where, places, console)
 
 
 def _run_plain(folder: Path, text: bytes, device: torch.device) -> Plain:
@@ -170,14 +187,18 @@ def _run_plain(folder: Path, text: bytes, device: torch.device) -> Plain:
 
 
 def _serve(
-    family: str, folder: Path, name: Name, plain: Callable[[], Plain], text: bytes, where: Stage, console: Console
+    family: str,
+    folder: Path,
+    name: Name,
+    plain: Callable[[], Plain],
+    text: bytes,
+    where: Stage,
+    places: Sequence[HostPlace],
+    console: Console,
 ) -> Row:
     """Start the service, run the plain model meanwhile, attach the model to the service, compare, scrape."""
     started = time.monotonic()
-    free = "127.0.0.1:0"
-    control = ControlConfig(listen=free, http_listen=free, world_size=where.num_workers, security=where.security)
-    workers = [where.worker(str(folder), rank, name) for rank in range(where.num_workers)]
-    with Supervisor(control, workers, folder / f"logs-{name}") as group:
+    with _group(folder, name, where, places) as group:
         plain()
         view = group.wait_serving(FORM_TIMEOUT_S)
         urls = [metrics_url(member.http_address, https=member.https) for member in view.members]
@@ -189,6 +210,22 @@ def _serve(
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
         phases = scrape.phase_buckets(scrape.fetch(view.members, group.security))
     return Row(family, name, verdict, phases, tokens_per_s, urls)
+
+
+@contextmanager
+def _group(folder: Path, name: Name, where: Stage, places: Sequence[HostPlace]) -> Iterator[Supervisor]:
+    """The processes of every host: a supervisor with the control plane and the first workers, one for each other host.
+    Those of the others are stopped first: workers leave while there is a control plane."""
+    free = f"{places[0].address}:0"
+    control = ControlConfig(listen=free, http_listen=free, world_size=where.num_workers, security=where.security)
+    first, *others = where.workers(str(folder), name, places)
+    with ExitStack() as stack:
+        group = stack.enter_context(Supervisor(control, first, folder / f"logs-{name}"))
+        for number, workers in enumerate(others, start=1):
+            joining = [msgspec.structs.replace(worker, control=group.control_address) for worker in workers]
+            logs, enter = folder / f"logs-{name}-host-{number}", places[number].enter
+            stack.enter_context(Supervisor(None, joining, logs, enter=enter))
+        yield group
 
 
 def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple[Comparison, float]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from crossdock.common.config import ConfigFileError, WorkerConfig
-from crossdock.common.settings import SecurityConfig
-from crossdock.common.transports import CPU_RANKS, needs_gpu
+from crossdock.common.settings import SecurityConfig, WorkerNetworkConfig
+from crossdock.common.transports import CPU_RANKS, cross_host_names, needs_gpu
+from crossdock.demo.hosts import NUM_HOSTS, HostPlace
 
 MAX_GPU_WORKERS = 8
 """Smallest number of experts of the demo's models."""
@@ -25,12 +28,14 @@ class Stage:
         num_workers: how many.
         device: where the plain model runs, and the one with remote experts: that of worker 0.
         security: certificates and tokens of every part.
+        num_hosts: among which the workers are divided.
     """
 
     transport: str
     num_workers: int
     device: torch.device
     security: SecurityConfig = PLAIN
+    num_hosts: int = 1
 
     @staticmethod
     def of(transport: str, num_workers: int | None, num_gpus: int) -> Stage:
@@ -64,6 +69,35 @@ class Stage:
             combine_dtype="float32",
             security=self.security,
         )
+
+    def on_hosts(self, num_hosts: int) -> Stage:
+        """The same with its workers divided among hosts. Raises ConfigFileError."""
+        if num_hosts not in (1, NUM_HOSTS):
+            raise ConfigFileError(f"--hosts: expected 1 or {NUM_HOSTS}, got {num_hosts}")
+        if num_hosts > 1 and self.transport not in cross_host_names():
+            joins = " or ".join(cross_host_names())
+            raise ConfigFileError(f"--hosts {num_hosts}: expected --transport {joins}, got {self.transport}")
+        if self.num_workers % num_hosts:
+            raise ConfigFileError(f"--workers: expected a multiple of --hosts {num_hosts}, got {self.num_workers}")
+        return replace(self, num_hosts=num_hosts)
+
+    def workers(self, model: str, dtype: str, places: Sequence[HostPlace]) -> list[list[WorkerConfig]]:
+        """The workers of each host; where there are several, `places` says where they listen."""
+        each = self.num_workers // self.num_hosts
+        plain = [self.worker(model, local_rank, dtype) for local_rank in range(each)]
+        if self.num_hosts == 1:
+            return [plain]
+        return [
+            [_placed(worker, f"host-{number}", place.address) for worker in plain]
+            for number, place in enumerate(places)
+        ]
+
+
+def _placed(worker: WorkerConfig, host: str, address: str) -> WorkerConfig:
+    free = f"{address}:0"
+    network = WorkerNetworkConfig(listen=free, domain=host)
+    uid = f"{host}/{worker.local_rank}"
+    return msgspec.structs.replace(worker, uid=uid, listen=free, http_listen=free, network=network, torch_threads=1)
 
 
 def num_gpus() -> int:

@@ -148,7 +148,7 @@ def _domain(topology: Topology) -> Finding:
 
 def _nics(host: pb.HostFacts) -> Iterator[Finding]:
     if not host.nics:
-        yield untried("rdma", "no RDMA device: one group is one host")
+        yield untried("rdma", "no RDMA device: hosts are joined by sockets only (worker.network)")
         return
     down = [nic_trouble(nic) for nic in host.nics if nic_trouble(nic)]
     if down:

@@ -12,9 +12,10 @@ from rich.text import Text
 from crossdock.common import transports
 from crossdock.common.config import ConfigFileError
 from crossdock.common.security import Security
+from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.control.discovery import join
-from crossdock.doctor import hardware, reach, system, trial
-from crossdock.doctor.findings import Finding, Level, untried
+from crossdock.doctor import data_port, hardware, reach, system, trial
+from crossdock.doctor.findings import Finding, Level, good, untried
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
 from ep_kernels.topology import try_peers
@@ -33,6 +34,10 @@ class DoctorRequest:
         passes: also try peer access, and dispatch and combine.
         timeout_s: of each connection.
         security: TLS and token for the control plane; None: plain text. Its certificate is looked at too.
+        network: of this host's workers, looked at too; None = none is configured.
+        num_workers: on this host.
+        listen, peer: host:port where a trial between two hosts meets: listen there, or connect to it; "" = neither.
+        wait_s: how long the other host may take to come.
     """
 
     transport: str = "auto"
@@ -41,6 +46,11 @@ class DoctorRequest:
     passes: bool = True
     timeout_s: float = 5.0
     security: Security | None = None
+    network: WorkerNetworkConfig | None = None
+    num_workers: int = 1
+    listen: str = ""
+    peer: str = ""
+    wait_s: float = 300.0
 
 
 def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
@@ -58,6 +68,7 @@ def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) 
     yield from reach.judge_addresses(request.addresses, request.timeout_s)
     if request.target:
         yield from reach.judge_group(request.target, request.timeout_s, request.security)
+    yield from _network(request)
     if not request.passes:
         yield untried("pass", "disabled (--no-pass)")
         return
@@ -68,6 +79,23 @@ def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) 
     over_links = transports.installed()[transport].over == transports.GPU_LINKS
     gpus = [gpu.nvlink_gbps for gpu in host.gpus] if over_links else []
     yield from trial.judge_trial(transport, answers, min(gpus, default=0.0))
+
+
+def _network(request: DoctorRequest) -> Iterator[Finding]:
+    """The configured network, and a trial with another host, which does the same."""
+    meeting = request.listen or request.peer
+    if request.network is None and not meeting:
+        return
+    listens = bool(request.listen)
+    network = data_port.trial_network(request.network, meeting, listens=listens) if meeting else request.network
+    assert network is not None
+    yield from data_port.judge_network(network, request.num_workers)
+    if meeting:
+        how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
+        yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")
+        transport = transports.cross_host_names()[0]
+        answers = trial.run_between_hosts(transport, int(not listens), meeting, network, request.wait_s)
+        yield from trial.judge_trial(transport, answers, 0.0, name="network")
 
 
 def choose(transport: str, host: topology_pb2.HostFacts) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""A real dispatch and combine: processes of this host, one for each rank, and what their times say.
+"""A real dispatch and combine: processes of this host, one for each rank, or of two hosts, and what their times say.
 
 Nothing of it stays: the ranks are processes of their own, stopped at the deadline, and their bootstrap is a file in
 a temporary folder.
@@ -16,11 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from crossdock.common.plural import counted
+from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.common.transports import Expected, installed
 from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
 
 CPU_RANKS = 2
+HOSTS = 2
+"""Of a trial between hosts, with a rank on each."""
 MOST_GPUS = 8
 DEADLINE_S = 120.0
 """GPUs: kernels that are not in the wheel are compiled first."""
@@ -30,20 +35,44 @@ def run_trial(transport: str, num_ranks: int, deadline_s: float = DEADLINE_S) ->
     """The answers of the ranks, by rank; one that failed or was silent has "failed" instead of "steps"."""
     with tempfile.TemporaryDirectory(prefix="crossdock-doctor-") as folder:
         store = str(Path(folder) / "store")
-        command = [sys.executable, "-m", "crossdock.doctor.rank", transport]
-        said = [(Path(folder) / f"rank-{rank}.out", Path(folder) / f"rank-{rank}.err") for rank in range(num_ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
-        deadline = time.monotonic() + deadline_s
-        try:
-            for rank, (out, errors) in enumerate(said):  # files: a rank that says much must not wait for a reader
-                with out.open("wb") as to, errors.open("wb") as aside:
-                    place = [str(rank), str(num_ranks), store]
-                    processes.append(subprocess.Popen([*command, *place], stdout=to, stderr=aside))
-            return [_answer(process, rank, deadline, *said[rank]) for rank, process in enumerate(processes)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        commands = [[transport, str(rank), str(num_ranks), store] for rank in range(num_ranks)]
+        return _run(commands, Path(folder), deadline_s)
+
+
+def run_between_hosts(
+    transport: str, rank: int, meeting: str, network: WorkerNetworkConfig, wait_s: float
+) -> list[dict[str, Any]]:
+    """The same of two ranks, of which one is here and the other one at another host, where this is called too.
+
+    Args:
+        rank: 0 listens at `meeting`, 1 connects to it.
+        meeting: host:port.
+        network: of the rank here. It is a domain of its own, so rows take the network even on one host.
+        wait_s: how long the other host may take to come.
+    """
+    own = json.dumps({**msgspec.to_builtins(network), "domain": f"doctor-{rank}"})
+    command = [transport, str(rank), str(HOSTS), meeting, own, f"{wait_s}"]
+    with tempfile.TemporaryDirectory(prefix="crossdock-doctor-") as folder:
+        (answer,) = _run([command], Path(folder), wait_s + DEADLINE_S)
+    answers: list[dict[str, Any]] = answer.get("answers", [{**answer, "rank": rank}])
+    return answers
+
+
+def _run(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) -> list[dict[str, Any]]:
+    """What each `python -m crossdock.doctor.rank ARGUMENTS` answers; all are stopped at the deadline."""
+    said = [(folder / f"rank-{number}.out", folder / f"rank-{number}.err") for number in range(len(commands))]
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + deadline_s
+    try:
+        for command, (out, errors) in zip(commands, said, strict=True):
+            with out.open("wb") as to, errors.open("wb") as aside:  # a rank that says much must not wait for a reader
+                program = [sys.executable, "-m", "crossdock.doctor.rank", *command]
+                processes.append(subprocess.Popen(program, stdout=to, stderr=aside))
+        return [_answer(process, number, deadline, *said[number]) for number, process in enumerate(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _answer(process: subprocess.Popen[bytes], rank: int, deadline: float, out: Path, errors: Path) -> dict[str, Any]:
@@ -60,22 +89,28 @@ def _answer(process: subprocess.Popen[bytes], rank: int, deadline: float, out: P
 
 
 def judge_trial(
-    transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expected | None = None
+    transport: str,
+    answers: Sequence[Mapping[str, Any]],
+    links_gbps: float,
+    expected: Expected | None = None,
+    *,
+    name: str = "",
 ) -> Iterator[Finding]:
     """What the answers of the ranks say.
 
     Args:
         transport: its name.
+        name: of the checks; empty: the transport's.
         answers: of `run_trial`.
         links_gbps: gigabytes per second that leave a GPU by its NVLinks on paper; 0 = unknown.
         expected: what is enough; by default what the transport says of itself.
     """
-    expected = expected or installed()[transport].expected
+    expected, name = expected or installed()[transport].expected, name or transport
     broken = [answer for answer in answers if "failed" in answer]
     if broken:
         words = "; ".join(f"rank {answer['rank']}: {answer['failed']}" for answer in broken[:3])
         cure = "findings above may say why; of ranks that wait for each other, look at the one they name"
-        yield fail(f"{transport}-pass", words, "a group of this transport would not serve here", cure)
+        yield fail(f"{name}-pass", words, "a group of this transport would not serve here", cure)
         return
     wrong = [answer["rank"] for answer in answers if any(step["wrong"] for step in answer["steps"].values())]
     cause = "rows came back changed: do not serve on this host"
@@ -83,15 +118,15 @@ def judge_trial(
         "findings above (ecc, peer-access) may say why; please report it with the output of `crossdock doctor --json`"
     )
     words = f"{counted(len(answers), 'rank')}, every token came back as it was sent"
-    yield judge(f"{transport}-pass", not wrong, f"wrong answers on ranks {wrong}" if wrong else words, cause, cure)
+    yield judge(f"{name}-pass", not wrong, f"wrong answers on ranks {wrong}" if wrong else words, cause, cure)
     yield from _handles(answers)
     pair_us = _took_us(answers, "latency")
     what = f"one token: {pair_us:.0f} us for dispatch and combine (expected at most {expected.pair_us:.0f})"
     cure = "run this on an idle host; fewer ranks than cores; check clocks and CPU limits"
     yield judge(
-        f"{transport}-latency", pair_us <= expected.pair_us, what, "every step would be slow", cure, level=Level.WARN
+        f"{name}-latency", pair_us <= expected.pair_us, what, "every step would be slow", cure, level=Level.WARN
     )
-    yield _bandwidth(transport, answers, links_gbps, expected)
+    yield _bandwidth(name, answers, links_gbps, expected)
 
 
 def _took_us(answers: Sequence[Mapping[str, Any]], step: str) -> float:
@@ -100,7 +135,7 @@ def _took_us(answers: Sequence[Mapping[str, Any]], step: str) -> float:
     return float(statistics.median(min(times) for times in rounds))
 
 
-def _bandwidth(transport: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expected) -> Finding:
+def _bandwidth(name: str, answers: Sequence[Mapping[str, Any]], links_gbps: float, expected: Expected) -> Finding:
     took_us = _took_us(answers, "bandwidth")
     rates = [answer["steps"]["bandwidth"]["remote_bytes"] / took_us / 1e3 for answer in answers]
     least = expected.share_of_links * links_gbps or expected.gbps
@@ -110,8 +145,8 @@ def _bandwidth(transport: str, answers: Sequence[Mapping[str, Any]], links_gbps:
     what = f"{rate} (expected at least {least:.2f}{paper})"
     cure = "run this on an idle host; `nvidia-smi nvlink -s -e` for links in error; check clocks"
     if rates[slowest] < least:
-        return warn(f"{transport}-bandwidth", what, "a link or a rank is slower than it should be", cure)
-    return good(f"{transport}-bandwidth", what)
+        return warn(f"{name}-bandwidth", what, "a link or a rank is slower than it should be", cure)
+    return good(f"{name}-bandwidth", what)
 
 
 def _handles(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -16,9 +16,16 @@ from typing import TypeVar
 
 import msgspec
 
-from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address, split_targets
-from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig
-from crossdock.common.settings import DockerConfig, SecurityConfig
+from crossdock.common.addresses import (
+    EVERY_INTERFACE,
+    family_of,
+    format_address,
+    reachable_from_here,
+    split_address,
+    split_targets,
+)
+from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig
+from crossdock.common.settings import DockerConfig, SecurityConfig, WorkerNetworkConfig
 from crossdock.common.transports import needs_gpu
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -114,10 +121,11 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Conta
             listen=_everywhere(worker.listen),
             advertise=worker.advertise or reachable_from_here(worker.listen),
             http_listen=_everywhere(worker.http_listen),
+            network=_network(worker.network),
             security=_absolute(worker.security),
         ),
     )
-    each = [address for one in config.worker_configs() for address in (one.listen, one.http_listen)]
+    each = [address for one in config.worker_configs() for address in _listens(one)]
     gpus = (config.num_workers if needs_gpu(worker.transport) else 0) if chosen.gpus is None else chosen.gpus
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
@@ -125,6 +133,22 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Conta
     return ContainerPlan(
         WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus
     )
+
+
+def _listens(worker: WorkerConfig) -> list[str]:
+    return [worker.listen, worker.http_listen, *([worker.network.listen] if worker.network else [])]
+
+
+def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
+    """The same inside a container, which has addresses and interfaces of its own."""
+    if network is None:
+        return None
+    advertise = network.advertise or split_address(network.listen)[0]
+    if advertise in EVERY_INTERFACE:
+        raise ConfigFileError("worker.network.advertise: expected this host's address for a container, got none")
+    if network.devices:
+        raise ConfigFileError(f"worker.network.devices: expected none for a container, got {network.devices}")
+    return msgspec.structs.replace(network, listen=_everywhere(network.listen), advertise=advertise)
 
 
 def with_ports(config: HostConfig) -> HostConfig:
@@ -140,7 +164,11 @@ def with_ports(config: HostConfig) -> HostConfig:
         )
         shared, count = config.worker, config.num_workers
         worker = msgspec.structs.replace(
-            shared, listen=fix(shared.listen, count), http_listen=fix(shared.http_listen, count)
+            shared,
+            listen=fix(shared.listen, count),
+            http_listen=fix(shared.http_listen, count),
+            network=shared.network
+            and msgspec.structs.replace(shared.network, listen=fix(shared.network.listen, count)),
         )
         return msgspec.structs.replace(config, control=control, worker=worker, http_listen=fix(config.http_listen))
 

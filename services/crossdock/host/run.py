@@ -52,6 +52,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     if not Path(config.worker.model).is_dir():
         raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
     _check_transport(config.worker.transport)
+    check_network(config)
     log.setup(LogConfig(level="warning"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
@@ -78,6 +79,31 @@ def _check_transport(name: str) -> None:
     known = transports.names()
     if known and name not in known:
         raise ConfigFileError(f"worker.transport: expected one of {', '.join(known)}, got {name!r}")
+
+
+def check_network(config: HostConfig) -> None:
+    """Raises ConfigFileError for a network that the transport cannot use, and for a group of several hosts of which a
+    part listens where no other host reaches it. A data port on loopback is a group of several domains on one host."""
+    network, facts = config.worker.network, transports.installed().get(config.worker.transport)
+    if network is None:
+        return
+    if facts is not None and not facts.cross_host:
+        wanted = f"expected null, or transport {' or '.join(transports.cross_host_names())}"
+        raise ConfigFileError(f"worker.network: {wanted}, got transport {facts.name}, which joins ranks of one host")
+    control = config.control_config()
+    if is_loopback(network.listen) or (control is not None and control.num_ranks == config.num_workers):
+        return
+    parts = {"worker.listen": config.worker.advertise or config.worker.listen}
+    if control is not None:
+        parts = {"control.listen": control.listen, **parts}
+    if network.advertise:
+        parts["worker.network.advertise"] = f"[{network.advertise}]:0"
+    closed = [f"{field} {address}" for field, address in parts.items() if is_loopback(address)]
+    if closed:
+        raise ConfigFileError(
+            f"worker.network: expected addresses that other hosts reach beside it, got {', '.join(closed)}; set for "
+            "example control.listen=0.0.0.0:7400 and worker.listen=0.0.0.0:0 (plain text unless `security` is set)"
+        )
 
 
 def exposed(config: HostConfig) -> list[str]:

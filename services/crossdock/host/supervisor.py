@@ -124,6 +124,7 @@ class Supervisor(Watched):
         log_dir: gets `<name>.log` and `<name>.yaml` of each process; made if missing.
         log_to_stderr: the processes log to this process's stderr instead of to files.
         log_max_bytes: size at which a log file is copied to `<name>.log.1` and emptied; 0: never.
+        enter: what to put before each command line, like `nsenter ... --`; it must become the command, not start it.
 
     Raises:
         SecurityError: the workers' certificates cannot be used; the group is watched with them too.
@@ -137,6 +138,7 @@ class Supervisor(Watched):
         *,
         log_to_stderr: bool = False,
         log_max_bytes: int = 0,
+        enter: Sequence[str] = (),
     ) -> None:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
@@ -144,6 +146,7 @@ class Supervisor(Watched):
         self.metrics = HostMetrics()
         self._counted_restarts: dict[str, int] = {}
         self._log_dir, self._log_to_stderr, self._log_max_bytes = log_dir, log_to_stderr, log_max_bytes
+        self._enter = list(enter)
         log_dir.mkdir(parents=True, exist_ok=True)
         self._control: Child | None = None
         self._ports: list[socket.socket] = []
@@ -239,11 +242,11 @@ class Supervisor(Watched):
     def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
         path = self._log_dir / f"{name}.yaml"
         path.write_text(dump(config), encoding="utf-8")
-        command = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
+        program = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
         self.metrics.process_up.labels(process=name).set(0)
         self.metrics.process_restarts_total.labels(process=name)  # exported as 0 from the start
         log_path = None if self._log_to_stderr else self._log_dir / f"{name}.log"
-        return Child(name, command, log_path, self._note)
+        return Child(name, [*self._enter, *program], log_path, self._note)
 
     def _note(self, child: Child) -> None:
         self.metrics.process_up.labels(process=child.name).set(child.addresses is not None)

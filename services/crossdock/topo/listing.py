@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf import json_format
@@ -11,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.plural import counted
-from crossdock.control.discovery import CPU, Reach, gpu_trouble, means_of_transport
+from crossdock.control.discovery import CPU, Reach, gpu_trouble
+from crossdock.control.means import means_of_transport
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16
@@ -88,6 +90,7 @@ def _device(picture: Picture, number: int) -> dict[str, Any]:
         "no_nic": device.no_nic,
         "nic_distance": device.nic_distance,
         "rail": device.rail,
+        "network": None if device.network is None else asdict(device.network),
     }
 
 
@@ -226,6 +229,10 @@ def _troubles(picture: Picture) -> Iterator[Text]:
         gpu = topology.gpu(number)
         if gpu is not None and gpu_trouble(gpu):
             yield Text(f"{topology.name(number)}: {gpu_trouble(gpu)}", style="yellow")
+        if (network := topology.devices[number].network) is not None:
+            where = f"rank {picture.ranks[number]} on " if number in picture.ranks else ""
+            words = f"network {network.provider} at {network.address}, domain {network.domain or 'unknown'}"
+            yield Text(f"{where}{topology.name(number)}: {words}", style="dim")
     for host in topology.hosts:
         if not host.gpus:
             yield Text(f"{host.hostname}: {host.no_gpus_reason}", style="yellow")

@@ -14,8 +14,8 @@ from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
 from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
-from crossdock.control.discovery import CPU, Labels, Topology, join
-from crossdock.control.ranks import Place, assign_ranks
+from crossdock.control.discovery import CPU, Device, Labels, Topology, join
+from crossdock.control.ranks import NetworkPlace, Place, assign_ranks
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
 
 FACTS = "crossdock-host-facts"
@@ -72,22 +72,30 @@ def of_group(target: str, timeout_s: float, security: Security | None = None) ->
 
 
 def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:
-    """A live group's topology. Several workers of one CPU host are one device, named by the lowest rank there."""
+    """A live group's topology. Several workers of one CPU host are one device, named by the lowest rank there; those of
+    several domains (`worker.network.domain`) are one for each."""
     labels = {
         label.hostname: Labels(label.clique, label.product, label.zone, label.block, label.rack)
         for label in answer.labels
     }
     topology = join(answer.hosts, labels)
     numbers = {(device.host, device.gpu): number for number, device in enumerate(topology.devices)}
-    ranks: dict[int, int] = {}
+    seated: dict[tuple[int, str], tuple[int, Device]] = {}
     for seat in answer.seats:
-        device = numbers.get((seat.host, seat.gpu if seat.on_gpu else CPU))
-        if device is not None:
-            ranks.setdefault(device, seat.rank)
-    kept = [number for number in range(len(topology.devices)) if number in ranks]
-    shown = replace(topology, devices=tuple(topology.devices[number] for number in kept))
+        number = numbers.get((seat.host, seat.gpu if seat.on_gpu else CPU))
+        if number is not None:
+            device = replace(topology.devices[number], network=_network(seat))
+            seated.setdefault((number, seat.network.domain), (seat.rank, device))
+    kept = [seated[key] for key in sorted(seated)]
+    shown = replace(topology, devices=tuple(device for _, device in kept))
     title = f"group at {target}, epoch {answer.epoch}, {len(answer.seats)}/{answer.world_size} ranks"
-    return Picture(shown, {new: ranks[old] for new, old in enumerate(kept)}, title)
+    return Picture(shown, {number: rank for number, (rank, _) in enumerate(kept)}, title)
+
+
+def _network(seat: control_pb2.Seat) -> NetworkPlace | None:
+    if not seat.HasField("network"):
+        return None
+    return NetworkPlace(seat.network.provider, seat.network.address, seat.network.domain)
 
 
 def write_facts(host: topology_pb2.HostFacts) -> str:

@@ -11,6 +11,7 @@ import torch
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.data_network import network_of
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
@@ -44,6 +45,7 @@ class Model:
         activation(self.spec.hidden_act)
         self.dtype = _DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
         self._crossover: int | None = config.ll_max_tokens
+        self._network = network_of(config)
         self.capabilities = self._probe()
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
@@ -162,6 +164,7 @@ class Model:
             dtype=self.dtype,
             timeout_s=self._config.step_timeout_s,
             transport=self._config.transport,
+            network=self._network,
             kernel_cache_dir=self._config.kernel_cache_dir or None,
             **fields,
         )

@@ -39,6 +39,7 @@ from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
+from crossdock.worker.data_network import announced
 from crossdock.worker.device import DeviceLost, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
@@ -147,6 +148,8 @@ class _Process:
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
         warn_of_plain_text(address, self._security)
+        if self._config.network is not None and self._security is not None:
+            _log.warning("data port is plain text, with TLS too", listen=self._config.network.listen)
         try:
             return await self._live()
         finally:
@@ -224,15 +227,18 @@ class _Process:
     def _registration(self, address: str, http: HttpServer) -> control_pb2.RegisterRequest:
         config, identity = self._config, self._identity
         uid = config.uid or f"{identity.pod_name or identity.hostname}/{config.local_rank}"
+        host = host_facts(identity.hostname)
+        outside = config.advertise or seen_from_outside(address, "", identity.hostname)
         return control_pb2.RegisterRequest(
             worker=control_pb2.WorkerId(uid=uid, incarnation=time.time_ns()),
-            host=host_facts(identity.hostname),
+            host=host,
             local_rank=config.local_rank,
             gpu_uuid=uuid_of(self._model.device),
-            address=config.advertise or seen_from_outside(address, "", identity.hostname),
+            address=outside,
             http_address=seen_from_outside(http.address, config.advertise, identity.hostname),
             https=http.https,
             transport=config.transport,
+            network=announced(config.network, outside, host.boot_id),
             abi=self._model.capabilities.abi,
             model=self._model.spec.fingerprint,
             num_experts=self._model.spec.num_experts,

@@ -44,7 +44,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "reads_barred", "barred")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class RegisterRequest(_message.Message):
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HTTPS_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
     READS_BARRED_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
@@ -73,9 +74,10 @@ class RegisterRequest(_message.Message):
     num_experts: int
     moe_layers: _containers.RepeatedScalarFieldContainer[int]
     https: bool
+    network: _topology_pb2.Network
     reads_barred: bool
     barred: Barred
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
 
 class Barred(_message.Message):
     __slots__ = ("uid", "hostname", "cause", "reason", "left_s", "drain", "told_by")
@@ -116,7 +118,7 @@ class WatchRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https", "sick")
+    __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https", "network", "sick")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +129,7 @@ class Member(_message.Message):
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     HTTPS_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
     SICK_FIELD_NUMBER: _ClassVar[int]
     rank: int
     worker: WorkerId
@@ -138,8 +141,9 @@ class Member(_message.Message):
     heartbeat_age_s: float
     stats: WorkerStats
     https: bool
+    network: _topology_pb2.Network
     sick: str
-    def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., sick: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., sick: _Optional[str] = ...) -> None: ...
 
 class GroupView(_message.Message):
     __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred")
@@ -266,18 +270,20 @@ class TopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Seat(_message.Message):
-    __slots__ = ("rank", "uid", "host", "gpu", "on_gpu")
+    __slots__ = ("rank", "uid", "host", "gpu", "on_gpu", "network")
     RANK_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
     ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
     rank: int
     uid: str
     host: int
     gpu: int
     on_gpu: bool
-    def __init__(self, rank: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[int] = ..., gpu: _Optional[int] = ..., on_gpu: bool = ...) -> None: ...
+    network: _topology_pb2.Network
+    def __init__(self, rank: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[int] = ..., gpu: _Optional[int] = ..., on_gpu: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ...) -> None: ...
 
 class NodeLabels(_message.Message):
     __slots__ = ("hostname", "clique", "product", "zone", "block", "rack")

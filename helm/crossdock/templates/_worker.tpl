@@ -1,0 +1,140 @@
+{{/* The pod of a host: numWorkers ranks under one supervisor, for the transport `cpu` shares memory within a PID namespace. */}}
+{{- define "crossdock.workerPod" -}}
+metadata:
+  labels:
+    {{- include "crossdock.labels" . | nindent 4 }}
+    app.kubernetes.io/component: worker
+    {{- with .Values.worker.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    checksum/config: {{ include "crossdock.hostConfig" . | sha256sum }}
+    {{- with include "crossdock.scrape" (list . "7402") }}
+    {{- . | nindent 4 }}
+    {{- end }}
+    {{- with .Values.worker.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- if .Values.serviceAccount.create }}
+  serviceAccountName: {{ include "crossdock.name" . }}-worker
+  {{- end }}
+  automountServiceAccountToken: false
+  {{- with .Values.worker.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.worker.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.worker.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
+  {{- with .Values.worker.resourceClaims }}
+  resourceClaims: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ add .Values.worker.stopTimeoutSeconds 10 }}
+  securityContext: {{- include "crossdock.podSecurity" . | nindent 4 }}
+  {{- with .Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: worker
+      image: "{{ .Values.image.worker }}:{{ include "crossdock.tag" . }}"
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args:
+        - up
+        - --config
+        - /etc/crossdock/host.yaml
+        {{- if include "crossdock.network" . }}
+        - --set=worker.uid=$(POD_NAME)
+        - --set=worker.network.listen=[$(POD_IP)]:7700
+        {{- end }}
+        - --set
+        - "worker.advertise=[$(POD_IP)]:7500"
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        {{- with .Values.worker.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - {name: health, containerPort: 7402}
+        {{- range $i := until (int .Values.worker.numWorkers) }}
+        - {name: grpc-{{ $i }}, containerPort: {{ add 7500 $i }}}
+        - {name: http-{{ $i }}, containerPort: {{ add 7600 $i }}}
+        {{- if include "crossdock.network" $ }}
+        - {name: data-{{ $i }}, containerPort: {{ add 7700 $i }}}
+        {{- end }}
+        {{- end }}
+      readinessProbe:
+        httpGet: {path: /readyz, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
+        periodSeconds: 5
+        timeoutSeconds: {{ add 2 .Values.worker.numWorkers }}
+      livenessProbe:
+        httpGet: {path: /livez, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
+        periodSeconds: 10
+        timeoutSeconds: 5
+      startupProbe:
+        httpGet: {path: /livez, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
+        periodSeconds: 2
+        failureThreshold: 30
+      resources: {{- include "crossdock.workerResources" . | nindent 8 }}
+      securityContext: {{- include "crossdock.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/crossdock, readOnly: true}
+        {{- if .Values.tls.enabled }}
+        - {name: tls, mountPath: /etc/crossdock-tls, readOnly: true}
+        {{- end }}
+        - {name: model, mountPath: /models, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+        {{- with .Values.worker.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap:
+        name: {{ include "crossdock.name" . }}-worker
+    {{- if .Values.tls.enabled }}
+    {{- include "crossdock.tlsVolume" (list . "worker") | nindent 4 }}
+    {{- end }}
+    - name: model
+      {{- .Values.worker.model.volume | default (dict "persistentVolumeClaim" (dict "claimName" "models")) | toYaml | nindent 6 }}
+    - name: tmp
+      emptyDir: {}
+    {{- with .Values.worker.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .Values.worker.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.worker.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with include "crossdock.workerAffinity" . | fromYaml }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{/* "yes" where the data ports of workers are reached by other pods. */}}
+{{- define "crossdock.network" -}}
+{{- if or (gt (int .Values.worker.hosts) 1) (kindIs "map" (get .Values.worker.config "network")) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* The pod's affinity: as given, and away from other pods of the group unless that speaks of other pods itself. */}}
+{{- define "crossdock.workerAffinity" -}}
+{{- $affinity := deepCopy .Values.worker.affinity -}}
+{{- if and (gt (int .Values.worker.hosts) 1) (ne .Values.worker.spread "none") (not (hasKey $affinity "podAntiAffinity")) -}}
+{{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $rule := dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term) -}}
+{{- if eq .Values.worker.spread "preferred" -}}
+{{- $rule = dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term)) -}}
+{{- end -}}
+{{- $affinity = merge $affinity (dict "podAntiAffinity" $rule) -}}
+{{- end -}}
+{{- toYaml $affinity -}}
+{{- end -}}

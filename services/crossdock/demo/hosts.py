@@ -1,0 +1,101 @@
+"""The two hosts of `crossdock demo --hosts 2`: network namespaces that a cable joins, or two domains on loopback.
+
+A namespace belongs to a process and goes with it, so nothing of the machine's own network is seen or touched. Needs
+`unshare`, `nsenter`, `ip`, and root or user namespaces. Both hosts are one kernel, so their domains are named: ranks of
+two hosts would share memory otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crossdock.common.config import ConfigFileError
+
+NUM_HOSTS = 2
+_TIMEOUT_S = 30.0
+_UNSHARE = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Where the processes of one host run.
+
+    Attributes:
+        address: at which they listen.
+        enter: what to put before their command line; empty: they run here.
+    """
+
+    address: str
+    enter: tuple[str, ...] = ()
+
+
+LOOPBACK = (HostPlace("127.0.0.1"), HostPlace("127.0.0.1"))
+"""Two hosts without namespaces."""
+
+
+def become(arguments: Sequence[str]) -> str:
+    """Become `crossdock ARGUMENTS` in a network namespace of its own.
+
+    Returns:
+        why there can be none; it does not return where there can.
+    """
+    tried = "unshare --net true && nsenter --version && ip link add tried type veth peer name other"
+    why = ""
+    for unshare in _UNSHARE:
+        start = [*unshare, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        try:
+            _run([*start, "sh", "-c", tried])
+        except ConfigFileError as error:
+            why = why or str(error)
+            continue
+        sys.stdout.flush()
+        os.execvp(start[0], [*start, sys.executable, "-m", "crossdock", *arguments])
+    return why
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[tuple[HostPlace, HostPlace]]:
+    """This process's namespace as one host, and a new one as the other, joined by a cable. Raises ConfigFileError."""
+    try:
+        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise ConfigFileError(f"unshare: {error.strerror}") from None
+    try:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdin.write(b"\n")
+        holder.stdin.flush()
+        if holder.stdout.read(1) != b"\n":  # it answers once the namespace is there
+            raise ConfigFileError("unshare --net: refused")
+        enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net", "--")
+        here, there = _ADDRESSES
+        _ip((), f"link add cable type veth peer name eth0 netns {holder.pid}", f"addr add {here}/30 dev cable")
+        _ip(enter, "link set lo up", f"addr add {there}/30 dev eth0", "link set eth0 up")
+        _ip((), "link set cable up")
+        yield HostPlace(here), HostPlace(there, enter)
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def _ip(enter: Sequence[str], *lines: str) -> None:
+    _run([*enter, "ip", "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def _run(command: Sequence[str], text: str = "") -> None:
+    """Raises ConfigFileError with the last words of a command that failed."""
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except OSError as error:
+        raise ConfigFileError(f"{command[0]}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigFileError(f"{command[0]}: no end within {_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise ConfigFileError(f"{command[0]}: {words[0]}")

@@ -1,0 +1,92 @@
+"""The network of a worker's config on this host: can its data port be listened on, and does its address lead here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
+from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.doctor.findings import Finding, fail, good, judge, warn
+
+_NOWHERE = ("192.0.2.1", 9)
+"""An address for documentation: connecting a UDP socket to it sends nothing, and shows the default route."""
+
+
+def judge_network(network: WorkerNetworkConfig, num_workers: int) -> Iterator[Finding]:
+    """Findings about the network of this host's workers."""
+    yield _ports(network, num_workers)
+    if network.devices:
+        yield _devices(network.devices)
+    yield _address(network)
+    yield good("data-memlock", f"not needed: provider {network.provider} locks no memory")
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address from which this host speaks to another one; "" without a route. Sends nothing."""
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _ports(network: WorkerNetworkConfig, num_workers: int) -> Finding:
+    cause = "the worker could not start: a peer would wait for a port that nothing listens on"
+    cure = "another port or address in worker.network.listen; `ss -ltnp` shows what holds it"
+    for local_rank in range(num_workers if split_address(network.listen)[1] else 1):
+        address = network.of_worker(local_rank).listen
+        host, port = split_address(address)
+        try:
+            with socket.create_server((host, port), family=family_of(host)):
+                pass
+        except OSError as error:
+            reason = str(error.strerror or error).partition(" (while")[0]  # that is `create_server`'s
+            return fail("data-port", f"{address}: {reason}", cause, cure)
+    first, last = split_address(network.listen)[1], split_address(network.of_worker(num_workers - 1).listen)[1]
+    ports = f"ports {first} to {last}" if last > first else f"port {first}" if first else "any port"
+    return good("data-port", f"{ports} of {split_address(network.listen)[0]} can be listened on")
+
+
+def _devices(devices: tuple[str, ...]) -> Finding:
+    known = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in devices if name not in known]
+    what = f"no {', '.join(missing)} here, but {', '.join(known)}" if missing else ", ".join(devices)
+    cure = "name interfaces of this host in worker.network.devices, or none"
+    return judge("data-devices", not missing, what, "the data port would have no address", cure)
+
+
+def _address(network: WorkerNetworkConfig) -> Finding:
+    listens = split_address(network.listen)[0]
+    named = network.advertise.removeprefix("[").removesuffix("]")
+    host = named or (listens if listens not in EVERY_INTERFACE else address_towards(*_NOWHERE))
+    cure = "set worker.network.advertise to the address at which other hosts reach this one"
+    if not host:
+        return warn("data-address", "no default route", "nothing says at which address this host is reached", cure)
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0]) as probe:
+            probe.bind(found[4])
+    except OSError as error:
+        cause = "others connect to it, and reach this host only if something forwards them"
+        return warn("data-address", f"{host} is none of this host's: {error.strerror or error}", cause, cure)
+    shown = str(found[4][0])
+    if shown.startswith("127.") or shown == "::1":
+        return warn("data-address", f"{host} is loopback", "no other host reaches it", cure)
+    whence = "" if named or listens not in EVERY_INTERFACE else ", that of the default route"
+    return good("data-address", f"{host}{whence}")
+
+
+def trial_network(network: WorkerNetworkConfig | None, at: str, *, listens: bool) -> WorkerNetworkConfig:
+    """The network of this host's rank in a trial with another host.
+
+    Args:
+        network: as configured; None: any port at the address by which this host and the other one meet.
+        at: host:port where they meet; `listens`: here, else there.
+    """
+    if network is not None:
+        return network
+    host, port = split_address(at)
+    own = host if listens else address_towards(host, port)
+    return WorkerNetworkConfig(listen=format_address(own or "0.0.0.0", 0))

@@ -1,0 +1,106 @@
+"""The chart with pods of several hosts: one group, its data ports, where its pods may be, and a LeaderWorkerSet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdock.common.addresses import split_address
+from crossdock.common.config import ControlConfig, HostConfig, load
+from crossdock.host.run import check_network
+from tests.deploy.test_chart import CHART, needs_helm, render
+
+HOSTS = ("--values", str(CHART / "examples" / "two-cpu-hosts.yaml"))
+
+
+def host_of(made: dict[str, Any], folder: Path, pod: Any, ip: str = "10.0.0.2") -> HostConfig:
+    """What `crossdock up` of a pod loads."""
+    (folder / "h.yaml").write_text(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
+    told = " ".join(pod["containers"][0]["args"]).replace("$(POD_IP)", ip).replace("$(POD_NAME)", "moe-worker-1")
+    return load(HostConfig, folder / "h.yaml", re.findall(r"--set[= ](\S+)", told))
+
+
+@needs_helm
+@pytest.mark.parametrize("ip", ["10.0.0.2", "fd00::7"])
+def test_pods_of_several_hosts_are_one_group(ip: str, tmp_path: Path) -> None:
+    made = render(*HOSTS)
+    spec = made["StatefulSet/moe-worker"]["spec"]
+    assert (spec["replicas"], spec["podManagementPolicy"], spec["updateStrategy"]) == (
+        2,
+        "Parallel",
+        {"type": "OnDelete"},
+    )
+    assert made["Service/moe-worker"]["spec"]["clusterIP"] == "None"
+    assert spec["serviceName"] == "moe-worker"
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    assert load(ControlConfig, tmp_path / "c.yaml").num_ranks == 4
+    host = host_of(made, tmp_path, spec["template"]["spec"], ip)
+    check_network(host)
+    assert host.control is None
+    assert host.worker.network is not None
+    assert (host.worker.network.provider, host.worker.network.lanes) == ("tcp", 2)
+    assert [worker.uid for worker in host.worker_configs()] == ["moe-worker-1/0", "moe-worker-1/1"]
+    listens = [split_address(worker.network.listen) for worker in host.worker_configs() if worker.network]
+    assert listens == [(ip, 7700), (ip, 7701)]
+    ports = {one["name"]: one["containerPort"] for one in spec["template"]["spec"]["containers"][0]["ports"]}
+    assert (ports["data-0"], ports["data-1"], "data-2" in ports) == (7700, 7701, False)
+
+
+@needs_helm
+def test_only_workers_of_the_group_reach_the_data_ports() -> None:
+    ask, data = render(*HOSTS)["NetworkPolicy/moe"]["spec"]["ingress"]
+    assert {port["port"] for port in ask["ports"]} == {7400, 7500}
+    assert data["ports"] == [{"port": 7700, "endPort": 7701}]
+    (who,) = data["from"]
+    labels = who["podSelector"]["matchLabels"]
+    assert (labels["app.kubernetes.io/instance"], labels["app.kubernetes.io/component"]) == ("moe", "worker")
+    assert [*who] == ["podSelector"], "of this namespace only"
+
+
+@needs_helm
+def test_one_host_is_as_it_was(tmp_path: Path) -> None:
+    made = render()
+    spec = made["StatefulSet/moe-worker"]["spec"]
+    assert spec["replicas"] == 1
+    assert not {"podManagementPolicy", "updateStrategy"} & set(spec)
+    pod = spec["template"]["spec"]
+    assert "affinity" not in pod
+    assert not [one for one in pod["containers"][0]["ports"] if one["name"].startswith("data")]
+    host = host_of(made, tmp_path, pod)
+    assert (host.worker.network, host.worker.uid) == (None, "moe")
+    (alone,) = made["NetworkPolicy/moe"]["spec"]["ingress"]
+    assert 7700 not in {port["port"] for port in alone["ports"]}
+    one_pod = render("--set", "worker.config.network.provider=tcp")["StatefulSet/moe-worker"]["spec"]["template"][
+        "spec"
+    ]
+    assert [one for one in one_pod["containers"][0]["ports"] if one["name"].startswith("data")]
+
+
+@needs_helm
+def test_pods_of_a_group_are_kept_apart_as_it_is_said() -> None:
+    def away(*flags: str) -> Any:
+        pod = render(*HOSTS, *flags)["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+        return pod.get("affinity", {}).get("podAntiAffinity")
+
+    (rule,) = away()["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    assert rule["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
+    (weighed,) = away("--set", "worker.spread=preferred")["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert weighed["podAffinityTerm"] == rule
+    assert away("--set", "worker.spread=none") is None
+    own = ("--set-json", 'worker.affinity={"nodeAffinity":{},"podAntiAffinity":{"a":1}}')
+    assert away(*own) == {"a": 1}
+
+
+@needs_helm
+def test_a_leader_worker_set_has_the_same_pods() -> None:
+    made, plain = render(*HOSTS, "--set", "worker.workload=LeaderWorkerSet"), render(*HOSTS)
+    assert "StatefulSet/moe-worker" not in made
+    spec = made["LeaderWorkerSet/moe-worker"]["spec"]
+    template = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], template["size"], template["restartPolicy"]) == (1, 2, "None")
+    assert template["workerTemplate"] == plain["StatefulSet/moe-worker"]["spec"]["template"]
+    assert "LeaderWorkerSet/moe-worker" not in plain
