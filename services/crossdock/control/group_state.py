@@ -228,7 +228,7 @@ class Group:
     recover_until: float | None
     """End of the recovery period after a restart; None once recovery is decided."""
     highest_reported: int
-    """Highest epoch that a worker remembered during recovery."""
+    """Highest epoch that a worker remembered when it registered; 0: none did."""
     since: float
     """When `phase` or `epoch` changed."""
     ticked_at: float
@@ -244,6 +244,8 @@ class Group:
     bars: tuple[Bar, ...] = ()
     spares: tuple[Spare, ...] = ()
     """In the order of their last request."""
+    leap: int = 0
+    """Distance from numbers that other control planes may have counted, different in each one; see `epoch_above`."""
 
     @property
     def recovering(self) -> bool:
@@ -272,6 +274,15 @@ class Group:
     def taking_part(self) -> frozenset[int]:
         """Active ranks of this epoch, with or without a live member."""
         return frozenset(range(self.settings.world_size)) if self.active is None else self.active
+
+    def epoch_above(self, learned: int) -> int:
+        """Number of the next epoch, above one that a worker remembers from another control plane.
+
+        That one may have counted further for workers that have not reported, and so may any other that learned the same
+        number. The leap avoids those numbers. A worker that names the group's own number causes no second leap:
+        repeated, it would bring the epoch above `views.greatest`."""
+        learns = learned > self.epoch or not self.highest_reported
+        return learned + 1 + (self.leap if learns else 0)
 
     def member(self, uid: str) -> Member | None:
         return self.members.find(uid)

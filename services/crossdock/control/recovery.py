@@ -40,7 +40,7 @@ def newcomer(group: Group, prior: Prior | None) -> Member | None:
 
 
 def decide(group: Group, now: float) -> Group:
-    """End the recovery: continue at the remembered epoch if all agree, else form above every reported epoch."""
+    """End the recovery: continue at the remembered epoch if all agree, else begin one above every reported epoch."""
     group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
     done = replace(group, recover_until=None, since=now)
     agreed = _agreed_memory(group)
@@ -49,11 +49,13 @@ def decide(group: Group, now: float) -> Group:
     if agreed is not None and group.settings.elastic:
         lost = sorted(agreed.ranks - agreed.here)
         reason = f"control plane restarted: no report from ranks {', '.join(map(str, lost))}"
-        return elastic.continue_with(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
+        left = elastic.continue_with(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
+        return replace(left, epoch=group.epoch_above(agreed.epoch))
     placed = any(member.claim for member in group.members)
     owners = tuple(slot.owner for slot in group.slots) if placed else group.owners
-    reason = _why(group) if group.highest_reported else group.reason
-    return replace(done, epoch=group.highest_reported + 1, owners=owners, placed=placed, reason=reason)
+    reported = group.highest_reported
+    reason, epoch = (_why(group), group.epoch_above(reported)) if reported else (group.reason, 1)
+    return replace(done, epoch=epoch, owners=owners, placed=placed, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

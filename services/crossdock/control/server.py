@@ -18,7 +18,7 @@ from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import barred, blame, discovery, group_state, views
-from crossdock.control.group import new_group, step
+from crossdock.control.group import MAX_LEAP, new_group, step
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -93,7 +93,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
         self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
         self._limits = views.Limits.of(config.world_size)
-        self._group = new_group(settings, clock())
+        self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = WorkerKeys()
