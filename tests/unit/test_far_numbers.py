@@ -9,8 +9,8 @@ from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
 from crossdock.control import views
-from crossdock.control.group import MAX_LEAP
 from crossdock.control.group_state import Phase
+from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2

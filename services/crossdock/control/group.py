@@ -11,8 +11,7 @@ member has used the table, so members may leave or be replaced within the epoch.
 one epoch, in whatever order its lease, its peers' reports and its successor arrive.
 
 A new process has no memory. For `recover_s` it collects the memory of workers (`Prior`). If all of them agree, the
-group continues at the same epoch; else a new epoch begins above every reported one, by a leap that other processes do
-not make (`Group.epoch_above`): workers that have not reported may serve a later epoch of the former process.
+group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
 
 docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
 continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars.
@@ -58,9 +57,6 @@ Result = tuple[Group, tuple[Effect, ...]]
 MAX_SORTED_ON_ARRIVAL = 64
 """While the first group gathers, members are sorted into ranks at each arrival up to this number; beyond it they get
 preliminary ranks in the order of arrival, since sorting at each arrival would cost R^2 log R."""
-MAX_LEAP = 999
-"""Upper bound of a leap. Control planes start less often than once a second, so epochs rise by less than the clock's
-milliseconds, which bound the numbers that are accepted from workers (`views.greatest`)."""
 
 
 class _Refused(Exception):
@@ -170,7 +166,7 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
         return recovery.note_heartbeat(group, event, broken), ()
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
-        return replace(raise_epoch(group, group.epoch_above(event.epoch), now), reason=reason), ()
+        return replace(raise_epoch(group, recovery.epoch_above(group, event.epoch), now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
         lease_until = now + group.settings.lease_s
         return _update(group, replace(member, lease_until=lease_until, standby_ready=event.standby_ready)), ()
@@ -306,7 +302,7 @@ def _add(group: Group, event: Register, now: float) -> Group:
         return group
     if not group.recovering and prior.epoch >= group.epoch:
         # A memory of this epoch or a later one is from another process: two tables must not share an epoch.
-        group = raise_epoch(group, group.epoch_above(prior.epoch), now)
+        group = raise_epoch(group, recovery.epoch_above(group, prior.epoch), now)
     return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
 
 

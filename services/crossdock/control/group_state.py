@@ -245,7 +245,7 @@ class Group:
     spares: tuple[Spare, ...] = ()
     """In the order of their last request."""
     leap: int = 0
-    """Distance from numbers that other control planes may have counted, different in each one; see `epoch_above`."""
+    """Distance from numbers that other control planes may have counted, different in each one; see recovery.py."""
 
     @property
     def recovering(self) -> bool:
@@ -274,15 +274,6 @@ class Group:
     def taking_part(self) -> frozenset[int]:
         """Active ranks of this epoch, with or without a live member."""
         return frozenset(range(self.settings.world_size)) if self.active is None else self.active
-
-    def epoch_above(self, learned: int) -> int:
-        """Number of the next epoch, above one that a worker remembers from another control plane.
-
-        That one may have counted further for workers that have not reported, and so may any other that learned the same
-        number. The leap avoids those numbers. A worker that names the group's own number causes no second leap:
-        repeated, it would bring the epoch above `views.greatest`."""
-        learns = learned > self.epoch or not self.highest_reported
-        return learned + 1 + (self.leap if learns else 0)
 
     def member(self, uid: str) -> Member | None:
         return self.members.find(uid)

@@ -18,7 +18,7 @@ from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import barred, blame, discovery, group_state, views
-from crossdock.control.group import MAX_LEAP, new_group, step
+from crossdock.control.group import new_group, step
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -36,6 +36,7 @@ from crossdock.control.group_state import (
     Waits,
 )
 from crossdock.control.placement_service import PlacementService
+from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.watchers import Watchers
 from crossdock.control.worker_keys import WorkerKeys
 from crossdock.protocol.v1 import control_pb2 as pb
