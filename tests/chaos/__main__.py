@@ -6,7 +6,7 @@ Every process has a network namespace of its own and lines are really cut, where
 in elsewhere. One harm after the other, sometimes two at once: kill -9, SIGSTOP, drains and restarts of control planes
 and workers, cut and reset connections, a lease that cannot be reached, is slow, or deleted. After each, the group must
 serve again within SETTLE_S. Exit status 1 if anything was wrong. The seed decides the order of harms; moments are the
-machine's.
+machine's. Processes load the product as it was when the run began, whatever is edited meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.chaos.load import GAP_S, Load, Tally
 from tests.chaos.netns import NoNamespaces, become
 from tests.chaos.ways import Namespaced, Proxied, Ways
 from tests.chaos.world import World
+from tests.frozen import frozen
 from tests.services.replicas import LEASE_S
 
 MOST_SECONDS = 600
@@ -46,7 +47,8 @@ class Event:
         lasted_s: for how long.
         settled_s: from its end until somebody led and the group served.
         outage_s: without a right answer meanwhile, gaps of more than GAP_S counted.
-        epochs, reigns: how many more there were.
+        epochs: by how much the number of the epoch rose; a leader that misses a worker leaps.
+        reigns: how many more there were.
         good, failed: requests that ended meanwhile.
     """
 
@@ -123,7 +125,7 @@ def run(seconds: float, seed: int, folder: Path, ways: Ways) -> Outcome:
     """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
-    with World(folder, ways) as world:
+    with frozen(folder / "code"), World(folder, ways) as world:
         load, harms = Load(world.target, world.tensors, NUM_CLIENTS), Harms(world, seed)
         load.start()
         epoch = 1
@@ -198,21 +200,25 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def facts_of_run() -> dict[str, object]:
+    """Of the code that is tested: taken before the run, in which the checkout may change."""
+    command = [word for word in sys.argv[1:] if word not in {"--network", "inside"}]
+    return facts.of_control(command, {}, "tests.chaos")
+
+
 def main() -> int:
     """Run, print, write; the exit status."""
     arguments = parse()
     ways, why = network(arguments.network)
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
-    load_before = os.getloadavg()[0]
+    load_before, found = os.getloadavg()[0], facts_of_run()
     outcome = run(arguments.seconds, arguments.seed, folder, ways)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
     summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     summary |= summarise(outcome)
     if arguments.out:
-        command = [word for word in sys.argv[1:] if word not in {"--network", "inside"}]
-        found = facts.of_control(command, summary, "tests.chaos")
-        facts.keep(arguments.out, "events", Event, outcome.events, found)
+        facts.keep(arguments.out, "events", Event, outcome.events, found | {"config": summary})
     print("; ".join(f"{key} {value}" for key, value in summary.items()))
     return 1 if outcome.tally.wrong else 0
 

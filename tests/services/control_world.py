@@ -262,7 +262,7 @@ def spawn(*overrides: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PATH": "/usr/bin:/bin"},
     )
 
 

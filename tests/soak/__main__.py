@@ -41,6 +41,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from tests.attack.scene import NUM_WORKERS, Scene, meter
 from tests.attack.witness import Witness
+from tests.frozen import frozen
 from tests.services.cluster import Batch, E, K
 
 ROUND_S, MAX_MINUTES = 6.0, 60.0
@@ -230,9 +231,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run, print, write; the exit status."""
     arguments, console = parse(words), Console(width=None if sys.stdout.isatty() else 120)
     logging.getLogger("crossdock").setLevel(logging.CRITICAL)  # the supervisor's words of each kill
+    found = facts.of_control(sys.argv[1:], {}, "tests.soak")  # of the code that is tested: the checkout may change
     with tempfile.TemporaryDirectory(prefix="crossdock-soak-") as folder:
         scene = Scene(Path(folder), guarded=False)
-        with scene, Witness(scene.target, Path(folder) / "model", None) as witness:
+        with frozen(Path(folder) / "code"), scene, Witness(scene.target, Path(folder) / "model", None) as witness:
             samples, kills, moves, trouble = disturb(scene, arguments.minutes, console)
             counts = {kind: sum(e.kind == kind for e in witness.events) for kind in ("right", "failed", "wrong", "new")}
     table, steep = judge(samples)
@@ -242,7 +244,7 @@ def main(words: Sequence[str] | None = None) -> int:
     console.print("nothing grows, every answer is right" if not faults else "; ".join(faults), highlight=False)
     if arguments.out:
         config: dict[str, object] = {"minutes": arguments.minutes, "kills": kills, "moves": moves, **counts}
-        facts.keep(arguments.out, "soak", Sample, samples, facts.of_control(sys.argv[1:], config, "tests.soak"))
+        facts.keep(arguments.out, "soak", Sample, samples, found | {"config": config})
     return 1 if faults or not counts["right"] else 0
 
 

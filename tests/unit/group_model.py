@@ -202,8 +202,13 @@ def _anew(world: World) -> World:
     peers = tuple(
         replace(peer, registered=False, answer=peer.answer and replace(peer.answer, stale=True)) for peer in world.peers
     )
-    fresh = calm(new_group(world.group.settings, 0.0))
+    fresh = calm(new_group(world.group.settings, 0.0, leap_of(world)))
     return replace(world, group=fresh, peers=peers, side=None if world.side is None else Side())
+
+
+def leap_of(world: World) -> int:
+    """Of the control plane that comes next: another one each time, and far above what one counts in a search."""
+    return 100 * (1 + world.budget.restarts + world.budget.takeovers)
 
 
 def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:

@@ -3,7 +3,7 @@
 A transcript has lines `> command` and comments `# ...`; indented lines are the expected output. Write commands only and
 run `python -m tests.unit.group_script FILE...` to fill the output in, or to rewrite it after a change that was meant.
 
-    > group world=4 lease=3 form=600 recover=5 [elastic=1]     a fresh control plane at time 0
+    > group world=4 lease=3 form=600 recover=5 [elastic=1] [leap=]      a fresh control plane at time 0
     > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [network=]
         [prior=EPOCH:RANK[:idle]] [active=0,1]
       a worker that finds the group full waits as a spare
@@ -15,7 +15,7 @@ run `python -m tests.unit.group_script FILE...` to fill the output in, or to rew
     > wait SECONDS [UID...]                        ticks, eight per lease; the named workers keep beating
     > form UID...                                  all of these register, publish and get ready; prints the last view
     > exchange EPOCH                               all members publish and get ready; prints the last view
-    > restart                                      kill -9 of the control plane: the state is gone, time goes on
+    > restart [leap=]                              kill -9 of the control plane: the state is gone, time goes on
     > suspend SECONDS                              the control plane itself stands still
     > view                                         the whole view
 
@@ -106,11 +106,11 @@ class Replay:
         numbers = {key: float(value) for key, value in named.items()}
         times, elastic = (numbers["lease"], numbers["form"], numbers["recover"]), bool(numbers.get("elastic"))
         settings = Settings(int(numbers["world"]), *times, elastic=elastic)
-        self.group = new_group(settings, self.now)
+        self.group = new_group(settings, self.now, int(numbers.get("leap", 0)))
         return [show(self.group)]
 
     def _do_restart(self, words: list[str], named: dict[str, str]) -> list[str]:
-        self.group = new_group(self.group.settings, self.now)
+        self.group = new_group(self.group.settings, self.now, int(named.get("leap", 0)))
         return [show(self.group)]
 
     def _do_register(self, words: list[str], named: dict[str, str]) -> list[str]:

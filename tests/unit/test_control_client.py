@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from crossdock.common import rpc
+from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker import control_client as client_module
 from crossdock.worker.control_client import ControlPlaneClient
@@ -118,6 +119,33 @@ async def test_a_view_of_a_lower_term_is_not_taken(client: ControlPlaneClient) -
         await client._take_view(late)
     assert client.view.epoch == 3
     assert ("crossdock-term", "9") in client._metadata()
+
+
+async def test_a_replica_that_is_silent_is_not_waited_for_while_none_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register waits 5 s for a leader. While none leads, the replica asked last may be unreachable, and the next leader
+    recovers for `recover_s`, 5 s: a worker that waits as long for the former one is late, and the group re-forms."""
+    calls: list[tuple[str, float]] = []
+    leading: set[str] = set()
+
+    async def leads(channel: ControlPlaneChannel, address: str) -> str:
+        return address if address in leading else ""
+
+    async def call(method: str, request: object, timeout_s: float) -> None:
+        calls.append((made._channel.address, timeout_s))
+        if len(calls) == 3:
+            leading.add("b:2")
+        await asyncio.sleep(0 if len(calls) < 4 else 100.0)
+        raise rpc.DeadlineExceeded("silent")
+
+    monkeypatch.setattr(ControlPlaneChannel, "_leads", leads)
+    made = ControlPlaneClient("a:1,b:2", pb.RegisterRequest(worker=ME), pb.WorkerStats)
+    monkeypatch.setattr(made, "_call", call)
+    made.start()
+    async with asyncio.timeout(60.0):
+        while len(calls) < 4:
+            await asyncio.sleep(0.01)
+    await made.close()
+    assert calls == [("a:1", 1.0), ("a:1", 2.0), ("a:1", 4.0), ("b:2", client_module._CALL_S)]
 
 
 async def test_an_answer_of_a_control_plane_that_is_gone_is_dropped(

@@ -10,6 +10,7 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
 from crossdock.control import views
 from crossdock.control.group_state import Phase
+from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
@@ -20,8 +21,10 @@ FAR = [1 << 62, (1 << 64) - 1, 1 << 40, 1 << 22]
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock_and_leap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every control plane makes the greatest leap."""
     monkeypatch.setattr("crossdock.control.server.time.time", lambda: NOW_S)
+    monkeypatch.setattr("crossdock.control.server.secrets.randbelow", lambda bound: bound - 1)
 
 
 class Plane:
@@ -95,7 +98,7 @@ async def test_a_far_epoch_changes_nothing(far: int) -> None:
 async def test_a_worker_may_be_ahead_of_a_control_plane_that_missed_some_epochs() -> None:
     plane = await serving()
     await plane.beat("h/0", plane.epoch + 1000)
-    assert plane.epoch == 1002
+    assert plane.epoch == 1002 + MAX_LEAP
 
 
 @pytest.mark.parametrize("epoch", [1, 70_000, 3 << 20, 1 << 33])
@@ -116,7 +119,7 @@ async def test_nor_does_it_need_a_report_in_time() -> None:
     for uid in UIDS:
         await plane.register(uid, 3 << 20)
     await plane.serve()
-    assert plane.epoch == (3 << 20) + 1
+    assert plane.epoch == (3 << 20) + 1 + MAX_LEAP
 
 
 async def test_the_worst_number_that_is_believed_is_believed_by_the_next_control_plane(
@@ -128,7 +131,7 @@ async def test_the_worst_number_that_is_believed_is_believed_by_the_next_control
     await plane.register("h/0", worst)
     await plane.register("h/1")
     await plane.recover()
-    assert plane.epoch == worst + 1
+    assert plane.epoch == worst + 1 + MAX_LEAP
     await plane.serve()
     for uid in UIDS:
         await plane.beat(uid, plane.epoch)
@@ -136,7 +139,16 @@ async def test_the_worst_number_that_is_believed_is_believed_by_the_next_control
     successor = Plane()
     for uid in UIDS:
         await successor.register(uid, plane.epoch)
-    assert (successor.control.group.phase, successor.epoch) == (Phase.SERVING, worst + 1)
+    assert (successor.control.group.phase, successor.epoch) == (Phase.SERVING, plane.epoch)
+
+
+async def test_a_worker_that_repeats_the_number_of_the_group_causes_one_leap_at_most() -> None:
+    plane = await serving()
+    for number in range(20):
+        worker = pb.WorkerId(uid="h/1", incarnation=1)
+        await plane.control.Leave(pb.LeaveRequest(worker=worker), None)
+        await plane.register("h/1", plane.epoch)
+        assert plane.epoch <= 1 + MAX_LEAP + 2 * (number + 1)
 
 
 @pytest.mark.parametrize("far", FAR)

@@ -175,6 +175,37 @@ def test_three_elastic_workers_lose_one_and_the_control_plane(budget: Budget) ->
     search(3, budget, most=500, first=serving(3, budget))
 
 
+def parted(budget: Budget) -> World:
+    """h/1 serves epoch 2 alone, and h/0, whose lease has ended, has not heard of it: it still serves epoch 1."""
+    world = serving(2, Budget(cuts=1))
+    own = ("looks", "goes on", "meets the others", "gets ready", "looks", "serves")
+    for name in ("lease of h/0 ends", *(f"h/1 {step}" for step in own)):
+        world = dict(moves(world))[name]
+    assert [peer.joined for peer in world.serving] == [1, 2]
+    return replace(world, budget=budget)
+
+
+@pytest.mark.parametrize("first", [parted(Budget(restarts=1)), serving(2, Budget(restarts=2))], ids=["parted", "whole"])
+def test_two_elastic_workers_report_to_different_control_planes(first: World) -> None:
+    """Each may be alone for a while; they never serve different tables under one epoch."""
+    count, whole = search(2, first.budget, most=60_000, first=first)
+    assert whole, f"{count} worlds were not all"
+
+
+@pytest.mark.parametrize(
+    ("leap", "first"),
+    [(0, parted(Budget(restarts=1))), (100, serving(2, Budget(restarts=2)))],
+    ids=["no leap", "the same leap"],
+)
+def test_the_search_sees_two_control_planes_that_count_alike(
+    leap: int, first: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: above what one worker remembers, both begin the same epoch, each with another worker."""
+    monkeypatch.setattr(group_model, "leap_of", lambda world: leap)
+    with pytest.raises(AssertionError, match=f"serve different tables under epoch {2 + leap}"):
+        search(2, first.budget, most=60_000, first=first)
+
+
 def test_the_search_sees_ranks_that_go_on_with_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a worker that goes on as if nobody were lost."""
 

@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["ControlPlane"].full_name
 _LOOK_S = 1.0
 """Deadline of the question to a replica whether it leads."""
+_PATIENCE = 10
+"""Deadline of the first call after a search that found no leader, as a multiple of the pause between attempts."""
 _GRACE_S = 10.0
 """Time for open calls on a replaced channel to end."""
 
@@ -52,6 +54,7 @@ class ControlPlaneChannel:
         self.grpc_channel = self._dial(self.address)
         self._version = security.version if security is not None else 0
         self._closing: set[asyncio.Task[None]] = set()
+        self._found_leader = True
 
     @property
     def has_several_targets(self) -> bool:
@@ -71,6 +74,12 @@ class ControlPlaneChannel:
         self._give_up(self.grpc_channel)
         self.address, self._version, self.grpc_channel = address, version, self._dial(address)
         return True
+
+    def first_call_s(self, timeout_s: float, pause_s: float) -> float:
+        """Deadline of the first call after `fail_over`: `timeout_s`, or less if no replica led. The replica that is
+        called may be unreachable, and another may lead before `timeout_s`. `pause_s`: the pause before the next
+        attempt; the deadline grows with it, since a busy leader answers late."""
+        return timeout_s if self._found_leader else min(timeout_s, _PATIENCE * pause_s)
 
     async def close(self) -> None:
         """Close at once."""
@@ -92,6 +101,7 @@ class ControlPlaneChannel:
         """The first candidate that leads; the current address if none does."""
         if len(candidates) == 1:
             return candidates[0]
+        self._found_leader = True
         tasks = {asyncio.create_task(self._leads(address)): address for address in candidates}
         try:
             for done in asyncio.as_completed(tasks):
@@ -102,6 +112,7 @@ class ControlPlaneChannel:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        self._found_leader = False
         return self.address if self.address in candidates else candidates[0]
 
     async def _leads(self, address: str) -> str:

@@ -11,7 +11,7 @@ member has used the table, so members may leave or be replaced within the epoch.
 one epoch, in whatever order its lease, its peers' reports and its successor arrive.
 
 A new process has no memory. For `recover_s` it collects the memory of workers (`Prior`). If all of them agree, the
-group continues at the same epoch; else it re-forms above every reported epoch.
+group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
 
 docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
 continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars.
@@ -67,8 +67,9 @@ class _Refused(Exception):
         self.refusal = refusal
 
 
-def new_group(settings: Settings, now: float) -> Group:
-    """Initial state of a process: empty, in recovery of a group that may still serve."""
+def new_group(settings: Settings, now: float, leap: int = 0) -> Group:
+    """Initial state of a process: empty, in recovery of a group that may still serve. `leap`: random in 1..MAX_LEAP; 0
+    only where there is no other control plane, before or after."""
     return Group(
         settings=settings,
         phase=Phase.FORMING,
@@ -83,6 +84,7 @@ def new_group(settings: Settings, now: float) -> Group:
         num_failed_epochs=0,
         reason="control plane started: waiting for workers",
         broken_ranks=(),
+        leap=leap,
     )
 
 
@@ -164,7 +166,7 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
         return recovery.note_heartbeat(group, event, broken), ()
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
-        return replace(raise_epoch(group, event.epoch + 1, now), reason=reason), ()
+        return replace(raise_epoch(group, recovery.epoch_above(group, event.epoch), now), reason=reason), ()
     if group.active is not None and member.rank not in group.active:
         lease_until = now + group.settings.lease_s
         return _update(group, replace(member, lease_until=lease_until, standby_ready=event.standby_ready)), ()
@@ -298,10 +300,10 @@ def _add(group: Group, event: Register, now: float) -> Group:
     group = replace(group, reason=reason, num_failed_epochs=0)
     if prior is None:
         return group
-    if group.recovering:
-        return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
-    # A memory of this epoch or a later one is from another process: two tables must not share an epoch.
-    return raise_epoch(group, prior.epoch + 1, now) if prior.epoch >= group.epoch else group
+    if not group.recovering and prior.epoch >= group.epoch:
+        # A memory of this epoch or a later one is from another process: two tables must not share an epoch.
+        group = raise_epoch(group, recovery.epoch_above(group, prior.epoch), now)
+    return replace(group, highest_reported=max(group.highest_reported, prior.epoch))
 
 
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:

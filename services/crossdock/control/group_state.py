@@ -235,7 +235,7 @@ class Group:
     recover_until: float | None
     """End of the recovery period after a restart; None once recovery is decided."""
     highest_reported: int
-    """Highest epoch that a worker remembered during recovery."""
+    """Highest epoch that a worker remembered when it registered; 0: none did."""
     since: float
     """When `phase` or `epoch` changed."""
     ticked_at: float
@@ -251,6 +251,8 @@ class Group:
     bars: tuple[Bar, ...] = ()
     spares: tuple[Spare, ...] = ()
     """In the order of their last request."""
+    leap: int = 0
+    """Distance from numbers that other control planes may have counted, different in each one; see recovery.py."""
 
     @property
     def recovering(self) -> bool:

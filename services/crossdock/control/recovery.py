@@ -7,6 +7,21 @@ from dataclasses import dataclass, replace
 from crossdock.control import elastic
 from crossdock.control.group_state import Group, Heartbeat, Member, Phase, Prior, with_first_ranks
 
+MAX_LEAP = 999
+"""Upper bound of `Group.leap`. Control planes start less often than once a second, so epochs rise by less than the
+clock's milliseconds, which bound the numbers that are accepted from workers (`views.greatest`)."""
+
+
+def epoch_above(group: Group, learned: int) -> int:
+    """Number of the next epoch, above one that a worker remembers from another control plane.
+
+    That one may have counted further for workers that have not reported, and so may any other that learned the same
+    number. The leap avoids those numbers. A worker that names the group's own number causes no second leap: repeated,
+    it would bring the epoch above `views.greatest`.
+    """
+    learns = learned > group.epoch or not group.highest_reported
+    return learned + 1 + (group.leap if learns else 0)
+
 
 def note_heartbeat(group: Group, event: Heartbeat, broken: bool) -> Group:
     """Process a heartbeat during recovery: the member may have advanced or failed since it registered."""
@@ -40,7 +55,7 @@ def newcomer(group: Group, prior: Prior | None) -> Member | None:
 
 
 def decide(group: Group, now: float) -> Group:
-    """End the recovery: continue at the remembered epoch if all agree, else form above every reported epoch."""
+    """End the recovery: continue at the remembered epoch if all agree, else begin one above every reported epoch."""
     group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
     done = replace(group, recover_until=None, since=now)
     agreed = _agreed_memory(group)
@@ -49,11 +64,13 @@ def decide(group: Group, now: float) -> Group:
     if agreed is not None and group.settings.elastic:
         lost = sorted(agreed.ranks - agreed.here)
         reason = f"control plane restarted: no report from ranks {', '.join(map(str, lost))}"
-        return elastic.continue_with(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
+        left = elastic.continue_with(_continue_serving(done, agreed), agreed.here, (), reason, lost, now)
+        return replace(left, epoch=epoch_above(group, agreed.epoch))
     placed = any(member.claim for member in group.members)
     owners = tuple(slot.owner for slot in group.slots) if placed else group.owners
-    reason = _why(group) if group.highest_reported else group.reason
-    return replace(done, epoch=group.highest_reported + 1, owners=owners, placed=placed, reason=reason)
+    reported = group.highest_reported
+    reason, epoch = (_why(group), epoch_above(group, reported)) if reported else (group.reason, 1)
+    return replace(done, epoch=epoch, owners=owners, placed=placed, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

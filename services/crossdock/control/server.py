@@ -36,6 +36,7 @@ from crossdock.control.group_state import (
     Waits,
 )
 from crossdock.control.placement_service import PlacementService
+from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.watchers import Watchers
 from crossdock.control.worker_keys import WorkerKeys
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -93,7 +94,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
         self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
         self._limits = views.Limits.of(config.num_ranks)
-        self._group = new_group(settings, clock())
+        self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         self._keys = WorkerKeys()

@@ -225,7 +225,7 @@ class ControlPlaneClient:
             await self._fail_over(None)
         while self._refused is None:
             try:
-                if not await self._register():
+                if not await self._register(self._channel.first_call_s(_CALL_S, pause_s)):
                     await asyncio.sleep(_SPARE_S * random.uniform(0.5, 1.0))
                     continue
                 pause_s, self.trouble = _RETRY_S[0], ""
@@ -254,7 +254,7 @@ class ControlPlaneClient:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return ((LEASE_KEY, self._key), (TERM_KEY, str(self._term)))
 
-    async def _register(self) -> bool:
+    async def _register(self, timeout_s: float) -> bool:
         """Register; False: the group is full, or has barred this worker. Raises rpc.CallError."""
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
@@ -263,7 +263,7 @@ class ControlPlaneClient:
         if self._prior is not None:
             request.prior.CopyFrom(self._prior)
         try:
-            response: control_pb2.RegisterResponse = await self._call("Register", request, _CALL_S)
+            response: control_pb2.RegisterResponse = await self._call("Register", request, timeout_s)
         except rpc.ResourceExhausted as error:
             self._barred.Clear()
             await self._wait_as_spare(str(error))
