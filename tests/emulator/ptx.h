@@ -180,11 +180,11 @@ inline void bulk_wait_all() {
   bulk_commit();
   finish(emulated::me().stores, 0);
 }
-template <int kBytes>
-void copy_async(void* to, const void* from, bool there) {
+inline void copy_async(void* to, const void* from, bool present) {
+  constexpr int kBytes = 16;
   must(reinterpret_cast<u64>(to) % kBytes == 0, "an asynchronous copy to an address that is not aligned");
-  must(!there || reinterpret_cast<u64>(from) % kBytes == 0, "an asynchronous copy of what is not aligned");
-  emulated::me().copies.open.push_back({to, there ? from : nullptr, kBytes});
+  must(!present || reinterpret_cast<u64>(from) % kBytes == 0, "an asynchronous copy of what is not aligned");
+  emulated::me().copies.open.push_back({to, present ? from : nullptr, kBytes});
 }
 inline void copy_commit() { commit(emulated::me().copies); }
 template <int kPending>

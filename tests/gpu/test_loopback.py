@@ -65,14 +65,12 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "fp8": {"quantize": True},
     "fp8 packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
-    "fp32 fp8 ue8m0": {"dtype": torch.float32, "quantize": True, "scale_format": ScaleFormat.UE8M0},
+    "fp16 fp8 ue8m0": {"dtype": torch.float16, "quantize": True, "scale_format": ScaleFormat.UE8M0},
     "given fp8": {"dtype": FP8, "scale_columns": 3},
     "given fp8, whole 16 bytes": {"dtype": FP8, "scale_columns": 4},
     "given fp8, finer": {"dtype": FP8, "scale_columns": 132},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
-    "fp32 partials": {"combine_dtype": torch.float32},
-    "bf16 partials of fp32": {"dtype": torch.float32, "combine_dtype": torch.bfloat16},
 }
 
 
@@ -94,10 +92,11 @@ def test_wide_rows(layout: Layout, moved: torch.dtype | None, dtype: torch.dtype
     overrides = {"mode": Mode.HT, "layout": layout, "dtype": dtype, "combine_dtype": moved}
     for hidden in (8336, 8192, 7168, 4608, 4096, 2880, 1024 + 16 // dtype.itemsize):
         case = RoutingCase(7, 3, hidden, (5, 1), "single_none", draw_seed())
-        run([case], Mode.HT, {**overrides, "quantize": moved is not None and hidden % 16 == 0})
+        quantize = moved is not None and dtype is not torch.float32 and hidden % 16 == 0
+        run([case], Mode.HT, {**overrides, "quantize": quantize})
 
 
-@pytest.mark.parametrize("payload", [{}, {"combine_dtype": FP8}, {"output_dtype": torch.float32}])
+@pytest.mark.parametrize("payload", [{}, {"output_dtype": torch.float32}])
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED])
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_exact(mode: Mode, layout: Layout, payload: dict[str, Any]) -> None:

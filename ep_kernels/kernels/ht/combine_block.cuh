@@ -9,10 +9,11 @@
 
 namespace ep::ht {
 
-constexpr bool kFp8 = sizeof(C) == 1;
-constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows are copied, from stage to store
-constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // single rows become fp8 in the stage in which they lie
-constexpr bool kReduces = !kCopies && !kConverts;          // reduce warps sum rows into partials
+constexpr bool kFp8 = sizeof(C) == 1;                  // else C is Y
+constexpr bool kReduces = KIND == PER_EXPERT;          // reduce warps sum rows into partials
+constexpr bool kCopies = !kFp8 && KIND != PER_EXPERT;  // rows are copied, from stage to store
+constexpr bool kConverts = kFp8 && KIND == PER_RANK;   // single rows become fp8 in the stage in which they lie
+static_assert(kReduces + kCopies + kConverts == 1, "exact combine moves rows as they are");
 
 // Roles of the first warps, one warp each; kIssueLoads only where rows are copied. Then come the reduce warps, then the
 // receive reducers.

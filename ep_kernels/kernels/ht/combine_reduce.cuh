@@ -17,8 +17,7 @@
 namespace ep::ht {
 
 constexpr i32 kMaxFp8SegmentBytes = 14336, kMaxSegmentBytes = 16384;  // of a segment, both of y and as sent
-constexpr i32 kMaxSegmentColumns = (kFp8 ? kMaxFp8SegmentBytes : kMaxSegmentBytes) /
-                                   static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
+constexpr i32 kMaxSegmentColumns = (kFp8 ? kMaxFp8SegmentBytes : kMaxSegmentBytes) / static_cast<i32>(sizeof(Y));
 
 __device__ __forceinline__ u32 padded16(u32 num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
@@ -118,11 +117,11 @@ __device__ __forceinline__ void write_rounded(Acc& acc, i32 num_columns, u8* dst
 
 constexpr i32 kReduceColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
 
-template <bool kWeighted, class Acc>
+template <class Acc>
 __device__ __forceinline__ void add_row(Acc& acc, const SegmentInfo& info, const u8* stage) {
   using Values = Words<Y, kReduceColumns>;
   const SegmentInfo infos[] = {info};
-  acc.template add<Values, kWeighted>(
+  acc.template add<Values, true>(
       infos, [&](i32, i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
       [](const Values& values, f32(&value)[kReduceColumns]) {
 #pragma unroll
@@ -228,7 +227,7 @@ __device__ __forceinline__ void reduce_in_teams(const CombineArgs& args, Pipelin
       // Rows of other teams lie between, and the load of a lap ago may not have ended (convert_rows).
       if (kTeams > 1) rows.wait_empty();
       info = consumer_wait(rows);
-      add_row<KIND == PER_EXPERT>(acc, info, rows.stage());
+      add_row(acc, info, rows.stage());
       consumer_release(rows);
       if (info.flags & kLastRow) break;
     }

@@ -61,10 +61,10 @@ __device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, f32
 // together, with those of the next partial behind them: registers would hold two rows, and each later row would cost a
 // wait of its own. A lane reads back only its own copies, so no barrier is needed.
 
-constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows travel unchanged
+constexpr bool kMoves = !kFp8 && KIND != PER_EXPERT;  // rows travel unchanged
 constexpr bool kStaged = KIND == PER_EXPERT;
 constexpr i32 kVectorBytes = kVectorColumns * static_cast<i32>(sizeof(Y));  // of y, for one vector of a packet
-constexpr i32 kCopyBytes = kVectorBytes < 16 ? kVectorBytes : 16;           // of one copy
+constexpr i32 kCopyBytes = 16;                                              // of one copy
 constexpr i32 kRowStage = 32 * 2 * kVectorBytes;                            // of one row, for a warp
 
 // This lane's part of a partial's rows, perhaps in flight.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void stage_vector(const Y* row, i32 column, i32 past,
   for (i32 i = 0; i < kVectorBytes / kCopyBytes; ++i) {
     const i32 at = column + i * kCopyBytes / static_cast<i32>(sizeof(Y));
     const bool present = at < past;
-    ptx::copy_async<kCopyBytes>(to + i * 32 * kCopyBytes, row + (present ? at : 0), present);
+    ptx::copy_async(to + i * 32 * kCopyBytes, row + (present ? at : 0), present);
   }
 }
 

@@ -117,7 +117,6 @@ struct LoadedPacketOf {
 template <>
 struct LoadedPacketOf<u8> : Packet {};
 using LoadedPacket = LoadedPacketOf<X>;
-constexpr bool kMakeBeforeLoad = sizeof(X) == 4;  // make a packet before the next load: registers do not hold two
 
 // Starts the loads of packet `index` of a token's row.
 template <class T>
@@ -166,14 +165,12 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
   while (queue.turn.position < args.num_tokens) {
     const Turn item = queue.turn;
     const LoadedPacket loaded = prefetched;
-    Packet packet;
-    if (kMakeBeforeLoad) packet = make_packet(args, loaded);
     refill(queue);
     if (queue.turn.position < args.num_tokens)
       prefetched = load_packet<X>(args, queue.turn.position, queue.turn.index);
     scan_to(world, scratch, item.position >> 5, scan);
     const Destinations dst = destinations_of(world, scan, item.position);
-    if (!kMakeBeforeLoad) packet = make_packet(args, loaded);
+    const Packet packet = make_packet(args, loaded);
     auto send_to = [&](u32 mask, const u8* row_dst, i32 position) {  // lane i: of peer offset i
       const i64 number = position * world.row_units + item.index;  // 31 bits, as a packet is 1024 bytes
       const u64 to = reinterpret_cast<u64>(row_dst) + number * kPacketBytes;

@@ -77,14 +77,14 @@ def plan_stages(
 
     Args:
         hidden: columns of a row.
-        y_bytes, sent_bytes: of a column of y, and as sent; 1 = fp8 with scales.
+        y_bytes, sent_bytes: of a column of y, and as sent: the same, or 1 = fp8 with scales.
         copies: rows are copied.
         in_place: rows are copied, or become fp8 in the stage in which they lie.
         control_bytes: shared memory in front of the stages.
         block_bytes: shared memory of a block.
     """
     max_segment = MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES
-    num_segments = -(-hidden * max(y_bytes, sent_bytes) // max_segment)
+    num_segments = -(-hidden * y_bytes // max_segment)
     columns = hidden if num_segments == 1 else _padded(-(-hidden // num_segments), COLUMN_UNIT)
     scales = _padded(-(-columns // FP8_BLOCK) * 4, 16) if sent_bytes == 1 else 0
     segment = _padded(columns * sent_bytes, 16) + scales
@@ -104,7 +104,7 @@ def plan_stages(
 
 def num_teams(columns: int, y_bytes: int, sent_bytes: int) -> int:
     """Reduce teams, each of which takes every `num_teams`-th stage (kernels/ht/combine_reduce.cuh)."""
-    max_columns = (MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES) // max(y_bytes, sent_bytes)
+    max_columns = (MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES) // y_bytes
     group = 32 * (4 if sent_bytes == 1 else 16 // y_bytes)
     max_groups = -(-max_columns // (MAX_TEAM_WARPS * group))
     return REDUCE_WARPS // (MIN_TEAM_WARPS if columns <= MIN_TEAM_WARPS * max_groups * group else MAX_TEAM_WARPS)

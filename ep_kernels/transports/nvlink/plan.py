@@ -375,12 +375,11 @@ def combine_stages(c: MoEConfig) -> pipeline_stages.PipelineStages:
     """The pipelines of a block of an HT combine in shared memory."""
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
-    in_place = single and (_copies(c) or moved.itemsize == 1)
     control = _head_bytes(c) + -(-c.group.size // 4) * 16
-    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(in_place)
+    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(single)
     control += pipeline_stages.LOAD_REQUEST_BYTES if _copies(c) else 0
     return pipeline_stages.plan_stages(
-        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), in_place, control, SHARED_BYTES
+        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), single, control, SHARED_BYTES
     )  # fmt: skip
 
 
