@@ -17,7 +17,7 @@ inline u64 load_acquire_sys(const u64* at) { return polled(at); }
 inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_block(u64* at) { return polled(at); }
-inline u8* known(u8* address) { return address; }
+inline u8* opaque(u8* address) { return address; }
 // Words that are looked at when a kernel begins. The lanes of a warp load at once on a GPU, and decide alike; fibers
 // come one after the other while other blocks write, so the first of them reads for all.
 inline u64 load_cached(const u64* at) {

@@ -1,5 +1,5 @@
 """Every kernel against the reference, many ranks on one GPU: layouts, payloads, combines, ranks past a warp, wrap of
-the sequence numbers, halves, any number of blocks."""
+the sequence numbers, phases, any number of blocks."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_auto_between_its_crossover_and_its_most_tokens(size: int, crossover: in
         tokens = tuple((crossover, most)[number % 2] - rank % 2 * min(1, crossover) for rank in range(size))
         steps.append(RoutingCase(2 * size + 1, 3, 136, tokens, "single_none", draw_seed(), max_tokens=most))
     run(steps, Mode.AUTO, overrides)
-    run(steps, Mode.AUTO, overrides, halves=SPLIT, backward=True)
+    run(steps, Mode.AUTO, overrides, phases=SPLIT, backward=True)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
-def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
+def test_phases_and_backward(mode: Mode, layout: Layout) -> None:
     steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
-    run(steps, mode, {"mode": mode, "layout": layout}, halves=SPLIT)
+    run(steps, mode, {"mode": mode, "layout": layout}, phases=SPLIT)
     run(steps, mode, {"mode": mode, "layout": layout}, backward=True)
 
 
@@ -165,20 +165,20 @@ def test_many_tokens_in_a_block(blocks: int | None, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
-def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("phases", [(BOTH,), SPLIT])
+def test_small_and_large_steps_in_turn(layout: Layout, phases: tuple[int, ...]) -> None:
     """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, few beside many."""
     most = 72
     counts = ((16, 17, most), (1, 0, 2), (most, most, 16), (31, 33, 32))
     steps = [RoutingCase(9, 4, 272, tokens, "uniform", draw_seed(), max_tokens=most) for tokens in counts]
     for blocks in (1, 2, None):
-        run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, halves=halves, blocks=blocks)
+        run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, phases=phases, blocks=blocks)
 
 
 @pytest.mark.parametrize("start", [(1 << 31) - 4, (1 << 32) - 4])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_sequence_numbers_past_32_bits(mode: Mode, start: int) -> None:
-    """AUTO: runs of LL steps, which add no shares, between HT steps, whose shares make up for them."""
+    """AUTO: runs of LL steps, which add nothing to arrival counters, between HT steps, which add for them."""
     case = RoutingCase(5, 2, 64, (4, 3), "uniform", 0, max_tokens=4)
     loop = Loopback(lambda group: case.config(group, mode=mode, layout=Layout.GROUPED), 2)
     loop.preset(start)
@@ -213,8 +213,8 @@ def test_previous_handle(mode: Mode, layout: Layout, what: str) -> None:
     for number in range(5):
         check(loop, replace(case, seed=draw_seed()), mode)  # other routings in between
         again = replace(case, seed=draw_seed())
-        halves = SPLIT if number % 2 else (BOTH,)
-        newer = check(loop, case, mode, halves, again=again, previous=handles)
+        phases = SPLIT if number % 2 else (BOTH,)
+        newer = check(loop, case, mode, phases, again=again, previous=handles)
         check(loop, case, mode, backward=True, again=again, previous=newer)
 
 

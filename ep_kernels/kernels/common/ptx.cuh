@@ -68,7 +68,7 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
 }
 
 // Returns `address`, opaque to the compiler, which therefore keeps it instead of computing it again at each use.
-__device__ __forceinline__ u8* known(u8* address) {
+__device__ __forceinline__ u8* opaque(u8* address) {
   asm volatile("" : "+l"(address));
   return address;
 }

@@ -38,31 +38,32 @@ COPIED_RECV_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class PipelineStages:
-    """Sizes in bytes, as in `abi.Rings`, and the offset of the first stage."""
+    """Sizes in bytes, as in `abi.PipelineSizes`, and the offset of the first stage."""
 
-    num_pieces: int
+    num_segments: int
     columns: int
-    row_bytes: int
-    home_bytes: int
-    made_bytes: int
-    num_rows: int
-    num_made: int
-    num_home: int
+    row_stage_bytes: int
+    segment_bytes: int
+    partial_stage_bytes: int
+    num_row_stages: int
+    num_partial_stages: int
+    num_recv_stages: int
     stage_offset: int
 
     @property
     def num_bytes(self) -> int:
         """All stages."""
-        return self.num_rows * self.row_bytes + (self.num_made + self.num_home) * self.made_bytes
+        num_partials = self.num_partial_stages + self.num_recv_stages
+        return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
 
     @property
-    def home_row_bytes(self) -> int:
+    def combine_row_bytes(self) -> int:
         """A row of the combine receive buffer: segments with their scales."""
-        return self.num_pieces * self.home_bytes
+        return self.num_segments * self.segment_bytes
 
     def record(self) -> Any:
         """The kernel's record."""
-        return abi.Rings(*(getattr(self, name) for name, _ in abi.Rings._fields_))
+        return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
 
 
 def max_stages(in_place: bool) -> int:
