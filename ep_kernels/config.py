@@ -64,7 +64,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Any = torch.bfloat16
     """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
     quantize: bool = False
-    """Quantise x to fp8 e4m3 (block 128 along H) inside dispatch."""
+    """Quantise x, bfloat16 or float16, to fp8 e4m3 (block 128 along H) inside dispatch."""
     scale_format: ScaleFormat = ScaleFormat.FP32
     """Rounding and layout of the scales that `quantize` makes."""
     scale_columns: int = 0
@@ -73,14 +73,15 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """torch.dtype of the caller's own scales."""
     combine_dtype: Any = None
     """What a rank's partial is rounded to before it moves. None: the output dtype. torch.float8_e4m3fn: block-128
-    scaled fp8. torch.float32: no rounding (cpu only)."""
+    scaled fp8, which excludes `exact_combine`."""
     output_dtype: Any = None
     """dtype of combine's result and of the expert output. None: `dtype`, or bfloat16 when dtype is a byte format."""
     combine_order: CombineOrder = CombineOrder.RANK
     """Order in which partials of several hosts are added. One host: the same bits either way. `exact_combine` has an
     order of its own."""
     exact_combine: bool = False
-    """Every routed row travels and is summed at home in ascending k, without pre-reduction. Per-expert layouts only."""
+    """Every routed row travels, in the output dtype, and is summed at its source in ascending k, without pre-reduction.
+    Per-expert layouts only."""
     expert_map: Any = None
     """None: contiguous blocks. Else a `routing.ExpertMap`: logical expert -> (rank, slot) replicas."""
     expert_alignment: int = 1
@@ -146,6 +147,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+_QUANTIZED = (torch.bfloat16, torch.float16)
 
 
 def _require(ok: bool, field: str, expected: str, got: object) -> None:
@@ -194,11 +196,13 @@ def _check_kinds(c: MoEConfig) -> None:
 
 def _check_dtypes(c: MoEConfig) -> None:
     _require(c.dtype in _FLOATS + _BYTES, "dtype", f"one of {_FLOATS + _BYTES}", c.dtype)
-    _require(not c.quantize or c.dtype in _FLOATS, "quantize", f"False when dtype is {c.dtype}", c.quantize)
+    _require(not c.quantize or c.dtype in _QUANTIZED, "quantize", f"False when dtype is {c.dtype}", c.quantize)
     _require(not (c.quantize and c.scale_columns), "scale_columns", "0 when quantize is on", c.scale_columns)
     _require(c.output_dtype in (None, *_FLOATS), "output_dtype", f"None or one of {_FLOATS}", c.output_dtype)
-    combine = (None, torch.float8_e4m3fn, *_FLOATS)
-    _require(c.combine_dtype in combine, "combine_dtype", f"one of {combine}", c.combine_dtype)
+    partials = (None, c.resolved_output_dtype, *(() if c.exact_combine else (torch.float8_e4m3fn,)))
+    what = f"one of {partials} when combine's result is {c.resolved_output_dtype}"
+    what += " and exact_combine is on" if c.exact_combine else ""
+    _require(c.combine_dtype in partials, "combine_dtype", what, c.combine_dtype)
     for name in ("dtype", "resolved_output_dtype", "payload_dtype"):
         row = c.hidden_size * getattr(c, name).itemsize
         _require(row % ROW_ALIGN_BYTES == 0, "hidden_size", f"rows of a multiple of 16 bytes as {name}", f"{row} bytes")

@@ -1,6 +1,6 @@
 """The kernels, compiled by `ep_kernels.jit`. `ls` is the index; read `ll/dispatch.cuh` first.
 
-    ll/, ht/      low latency, high throughput: a file per kernel (roles and `__global__`), one per half of its work
+    ll/, ht/      low latency, high throughput: a file per kernel (roles and `__global__`), one per phase
     routing/      where rows go: experts, positions, counts, the layout of what arrives
     layout/       where things lie in a region; low-latency lines
     common/       instructions, waits, signals, work shared among warps, numbers

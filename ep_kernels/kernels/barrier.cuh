@@ -1,7 +1,7 @@
-// All active ranks meet: each tells everybody and waits for everybody. One block. The first barrier proves every link.
+// All active ranks meet: each notifies all and waits for all. One block. The first barrier proves every link.
 // Also writes the GPU's clock, so that the host can relate latency records to its own.
-// The same kernel leaves ranks out: those that take no part any longer may write here no more, and hear that the others
-// went on.
+// The same kernel leaves ranks out: those that take no part any longer lose the permission to write here, and are
+// informed that the others go on.
 #pragma once
 
 #include "common/block.cuh"
@@ -14,16 +14,16 @@
 namespace ep {
 
 // A rank X that was left out may live, and may launch an operation in which this rank gave it up. Before X stores to a
-// place that this rank may use again (a row of HT dispatch, a row of an exact combine) there are two things:
+// row that this rank may use again (HT dispatch, exact combine), two things have happened:
 //   permission: X has read, in its own memory, that every active rank is in this very operation: the rank's counts
 //     (HT dispatch), STARTED (with a previous handle), COMBINE_STARTED (exact combine);
 //   notice: X's block 0 has stored STARTED or COMBINE_STARTED to this rank. Every block of X has seen that: it waits
-//     for the counts of X, which come after, or for the word that block 0 tells X itself at the same time.
-// So survivors take the permission back, at X. A kernel that had read it before has given notice, or does so within the
+//     for the counts of X, which come after, or for the flag that block 0 stores to X itself at the same time.
+// So survivors revoke the permission, at X. A kernel that had read it before has given notice, or does so within the
 // first microseconds of its blocks. Hosts give that time, and then wait until X has sent what it gave notice of: SENT
 // of X has come to STARTED of X (transports/nvlink/left_out.py). Then nothing of X is under way, and nothing follows.
-// What else X stores here lies in its own part of a slot, whose numbers no later operation takes for its own.
-__device__ __forceinline__ void take_back(const World& world, i32 peer) {
+// What else X stores here lies in its own part of a slot, and its flags are of no later operation.
+__device__ __forceinline__ void revoke(const World& world, i32 peer) {
   const RegionMap& map = world.map;
   ptx::store_relaxed_sys(flag_at(world, peer, FLAG_STARTED, world.rank), 0);
   ptx::store_relaxed_sys(flag_at(world, peer, FLAG_COMBINE_STARTED, world.rank), 0);
@@ -33,15 +33,15 @@ __device__ __forceinline__ void take_back(const World& world, i32 peer) {
       ptx::store_pair(region_at<u8>(world, peer, slot) + p * PAIR_BYTES, 0, 0);
 }
 
-// A thread per rank. Ranks that were given up may live; memory of the dead is left alone. A rank that waits for another
-// one that is left out hears it, too: it must end.
+// A thread per rank. Ranks that were given up may live; memory of dead ranks is not touched. A rank that waits for
+// another one that is left out is informed, too, so that its wait ends.
 __device__ __forceinline__ void leave_out(const World& world, u64 epoch) {
   for (i32 peer = threadIdx.x; peer < world.size; peer += blockDim.x) {
     if (world.active[peer] || ptx::load_relaxed_sys(&world.gone[peer]) == GONE_DEAD) continue;
-    take_back(world, peer);
+    revoke(world, peer);
     for (i32 other = 0; other < world.size; ++other)
       if (other != peer && !world.active[other])
-        ptx::store_release_sys(flag_at(world, peer, FLAG_LEFT_OUT, other), epoch | OUT_TOO);
+        ptx::store_release_sys(flag_at(world, peer, FLAG_LEFT_OUT, other), epoch | ALSO_LEFT_OUT);
     ptx::store_release_sys(flag_at(world, peer, FLAG_LEFT_OUT, world.rank), epoch);
     for (u32 kind = FLAG_SENT; kind <= FLAG_COMBINE_SENT; ++kind)
       *flag_at(world, world.rank, kind, peer) = ptx::load_relaxed_sys(flag_at(world, peer, kind, peer));
@@ -56,7 +56,7 @@ __device__ __forceinline__ void barrier_rank(const BarrierArgs& args) {
   if (args.left_out_epoch != 0) return leave_out(world, args.left_out_epoch);
   const u64 seq = ptx::load_acquire_gpu(&world.state->barrier_seq) + 1;
   __syncthreads();
-  tell_peers(world, FLAG_BARRIER, seq);
+  notify_peers(world, FLAG_BARRIER, seq);
   await_peers(world, FLAG_BARRIER, seq, OP_BARRIER, PHASE_BARRIER, 0, nullptr);
   if (threadIdx.x != 0) return;
   world.state->barrier_seq = seq;

@@ -10,7 +10,7 @@ using i64 = long long;
 using f32 = float;
 
 constexpr u32 FLAG_STARTED = 0;
-constexpr u32 FLAG_RECORDS = 1;
+constexpr u32 FLAG_METADATA = 1;
 constexpr u32 FLAG_PAYLOAD = 2;
 constexpr u32 FLAG_COMBINE_STARTED = 3;
 constexpr u32 FLAG_COMBINE = 4;
@@ -31,26 +31,26 @@ constexpr u32 PHASE_CREDIT = 1;
 constexpr u32 PHASE_COUNTS = 2;
 constexpr u32 PHASE_PAYLOAD = 3;
 constexpr u32 PHASE_BARRIER = 4;
-constexpr u32 TICKET_DISPATCH_SEND = 0;
-constexpr u32 TICKET_COMBINE_SEND = 1;
-constexpr i32 MAX_RANKS = 64, MOST_SEEN = 16384;
-constexpr u64 GONE_DEAD = 1, OUT_TOO = 9223372036854775808ull;
+constexpr u32 DONE_DISPATCH_SEND = 0;
+constexpr u32 DONE_COMBINE_SEND = 1;
+constexpr i32 MAX_RANKS = 64, MAX_MASK_WORDS = 16384;
+constexpr u64 GONE_DEAD = 1, ALSO_LEFT_OUT = 9223372036854775808ull;
 constexpr i32 NUM_FLAGS = 9, CHUNK = 4, PAIR_BYTES = 16;
 constexpr u32 SAMPLE_CAPACITY = 4096, SAMPLE_WORDS = 9;
 struct State {
-  u64 taken[32];  // LL: what warps have taken to send, of the dispatch that runs at 0, of the combine at 16
+  u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
   u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
   u64 combine_seq;  // combines sent
   u64 barrier_seq;  // barriers entered
-  u64 dispatch_shared;  // seq of the last dispatch that added shares: LL needs none, and HT makes up for it
-  u64 chunks_taken;  // HT combine: chunks of rows that blocks have taken to send; 0 between launches
-  u64 tokens_taken;  // the same of tokens that they have taken to sum
+  u64 counted_dispatch_seq;  // seq of the last dispatch that added to arrival counters (HT, for LL's too)
+  u64 chunks_taken;  // HT combine, work counter: chunks to send; 0 between launches
+  u64 tokens_taken;  // the same: batches of tokens to receive
   u64 aborted;  // sticky: index into STOPS
-  u64 settled;  // HT dispatch that runs: blocks that know where their rows go
-  u64 pool;  // HT dispatch that runs: pieces taken of those that all blocks share
+  u64 blocks_routed;  // HT dispatch that runs: blocks whose routes are final
+  u64 segments_taken;  // HT dispatch that runs, work counter: segments that all blocks share
   u64 invalid_ids;  // ids out of range seen by the dispatch that runs
   u64 sample_head;  // latency records begun
-  u64 tickets[2];  // blocks that finished, per role
+  u64 blocks_done[2];  // blocks that have finished the send phase, by operation
   u64 dispatch_slot_seq[66];  // seq that used a dispatch slot last
   u64 combine_slot_seq[66];  // seq that used a combine slot last
 };
@@ -65,63 +65,63 @@ struct Postmortem {
   u64 waited_ns;  // how long
 };
 static_assert(sizeof(Postmortem) == 56, "Postmortem: host and GPU differ");
-struct Difference {
+struct RoutingMismatch {
   u64 status;  // 1 = ranks brought different routings to one operation; written last, cleared by the host
   u64 op;  // index into OPS
   u64 peer;  // first rank that differs
   u64 mine;  // seq of the dispatch whose routing this rank brought
   u64 theirs;  // that of the peer
 };
-static_assert(sizeof(Difference) == 40, "Difference: host and GPU differ");
+static_assert(sizeof(RoutingMismatch) == 40, "RoutingMismatch: host and GPU differ");
 struct HostPage {
   u64 abort;  // set by the host: end every wait
   u64 clock_ns;  // GPU clock, written by barrier: the host relates it to its own
   u64 dropped;  // rows dropped so far although none should be; only where World.report_dropped
   Postmortem postmortem;  // the first wait that failed
-  Difference difference;  // the first that the host has not read
+  RoutingMismatch mismatch;  // the first that the host has not read
 };
 static_assert(sizeof(HostPage) == 120, "HostPage: host and GPU differ");
-struct alignas(16) Home {
+struct alignas(16) Route {
   i32 rank;  // destination; -1 no expert, -2 every copy is gone, -3 the id is out of range
   i32 position;  // of the token's row at that rank, among this source's rows
-  i32 slot;  // local expert there
-  i32 place;  // LL: index among this source's rows for the expert. HT: final row there, -2 = dropped
+  i32 local_expert;  // index there
+  i32 dst_row;  // row there, -2 = dropped; LL: relative to the first row of this source for the expert
 };
-static_assert(sizeof(Home) == 16, "Home: host and GPU differ");
+static_assert(sizeof(Route) == 16, "Route: host and GPU differ");
 struct RegionMap {
   u64 flags;  // byte offset in the region
   u64 counts;  // byte offset in the region
   u64 arrivals;  // byte offset in the region
-  u64 origins;  // byte offset in the region
-  u64 meta;  // byte offset in the region
+  u64 routing_ids;  // byte offset in the region
+  u64 metadata;  // byte offset in the region
   u64 scales;  // byte offset in the region
   u64 rows;  // byte offset in the region
-  u64 home;  // byte offset in the region
-  u64 home_weights;  // byte offset in the region
-  u64 home_origins;  // byte offset in the region
-  u64 lines;  // byte offset in the region
-  u64 meta_lines;  // byte offset in the region
+  u64 combine_rows;  // byte offset in the region
+  u64 combine_weights;  // byte offset in the region
+  u64 combine_routing_ids;  // byte offset in the region
+  u64 row_lines;  // byte offset in the region
+  u64 metadata_lines;  // byte offset in the region
   u64 count_lines;  // byte offset in the region
-  u64 heads;  // byte offset in the region
-  u64 home_lines;  // byte offset in the region
+  u64 count_packets;  // byte offset in the region
+  u64 combine_lines;  // byte offset in the region
   u64 weight_lines;  // byte offset in the region
-  u64 home_heads;  // byte offset in the region
+  u64 routing_packets;  // byte offset in the region
   u64 counts_stride;  // bytes from one slot to the next
   u64 arrivals_stride;  // bytes from one slot to the next
-  u64 origins_stride;  // bytes from one slot to the next
-  u64 meta_stride;  // bytes from one slot to the next
+  u64 routing_ids_stride;  // bytes from one slot to the next
+  u64 metadata_stride;  // bytes from one slot to the next
   u64 scales_stride;  // bytes from one slot to the next
   u64 rows_stride;  // bytes from one slot to the next
-  u64 home_stride;  // bytes from one slot to the next
-  u64 home_weights_stride;  // bytes from one slot to the next
-  u64 home_origins_stride;  // bytes from one slot to the next
-  u64 lines_stride;  // bytes from one slot to the next
-  u64 meta_lines_stride;  // bytes from one slot to the next
+  u64 combine_rows_stride;  // bytes from one slot to the next
+  u64 combine_weights_stride;  // bytes from one slot to the next
+  u64 combine_routing_ids_stride;  // bytes from one slot to the next
+  u64 row_lines_stride;  // bytes from one slot to the next
+  u64 metadata_lines_stride;  // bytes from one slot to the next
   u64 count_lines_stride;  // bytes from one slot to the next
-  u64 heads_stride;  // bytes from one slot to the next
-  u64 home_lines_stride;  // bytes from one slot to the next
+  u64 count_packets_stride;  // bytes from one slot to the next
+  u64 combine_lines_stride;  // bytes from one slot to the next
   u64 weight_lines_stride;  // bytes from one slot to the next
-  u64 home_heads_stride;  // bytes from one slot to the next
+  u64 routing_packets_stride;  // bytes from one slot to the next
   u64 num_bytes;  // size of the region
 };
 static_assert(sizeof(RegionMap) == 272, "RegionMap: host and GPU differ");
@@ -141,45 +141,45 @@ struct World {
   i32 report_dropped;  // 1 = the host is told of dropped rows; it does not read num_dropped
   i32 row_bytes;  // payload bytes of a row as it travels
   i32 scale_bytes;  // bytes of a row's scales, 0 = none
-  i32 home_row_bytes;  // bytes of a combine row with its scales, padded to 16
-  i32 row_units;  // LL: units of a row
-  i32 home_units;  // LL: units of a combine row
-  i32 meta_lines;  // LL: lines of a row's records
+  i32 combine_row_bytes;  // bytes of a combine row with its scales, padded to 16
+  i32 row_packets;  // LL: packets of a row
+  i32 combine_packets;  // LL: packets of a combine row
+  i32 metadata_lines;  // LL: lines of a row's metadata
   i32 count_lines;  // LL: lines of a source's counts per expert, 0 in rank-wise layouts
   u64 timeout_ns;  // deadline of every wait
   u64 peers[64];  // [R] base of each rank's region as mapped here
   u8* active;  // [R] 1 = takes part
-  i32* experts;  // [E, 4] first active copy's rank (-2: none) and slot, number of copies, first of them
-  i32* copies_rank;  // [copies] rank of a copy
-  i32* copies_slot;  // [copies] local expert of a copy
+  i32* experts;  // [E, 4] first active replica's rank (-2: none) and slot, number of replicas, first of them
+  i32* replica_ranks;  // [replicas] rank of a replica
+  i32* replica_slots;  // [replicas] its expert slot there
   i32* capacities;  // [R] receive capacity of each rank
   State* state;  // this rank's counters
   HostPage* host;  // pinned host memory
   u64* gone;  // [R] pinned: not 0 = nobody waits for the rank; GONE_DEAD = its process is known to be dead
-  u8* block_counts;  // [pairs, blocks] tagged pairs of counters (kernels/routing/ht_counts.cuh)
+  u8* block_counts;  // [pairs, blocks] pairs of counters with their flag (kernels/routing/ht_counts.cuh)
   u8* zeros;  // [H] a row of zeros
   u64* samples;  // [4096, 9 + R] ring of latency records, device memory
   RegionMap map;  // byte map, equal on all ranks but for `rows` past the end
 };
 static_assert(sizeof(World) == 960, "World: host and GPU differ");
 struct Work {
-  u32 piece_bytes;  // bytes of a row that one warp moves at a time
-  u32 stage_offset;  // where the pieces start in shared memory
-  u32 halves;  // 1 = send, 2 = receive, 3 = both
+  u32 segment_bytes;  // HT dispatch: of a row's segment; LL combine: of a partial's prefetched rows
+  u32 stage_offset;  // where the stages start in shared memory
+  u32 phases;  // 1 = send, 2 = receive, 3 = both
   u32 num_senders;  // LL: blocks that send; the others receive. All of them: each does both
 };
 static_assert(sizeof(Work) == 16, "Work: host and GPU differ");
-struct Rings {
-  i32 num_pieces;  // HT combine: pieces of a row
-  i32 columns;  // columns of a piece; the last may have less
-  u32 row_bytes;  // of a stage for a piece of y
-  u32 home_bytes;  // of a piece as it travels, scales included
-  u32 made_bytes;  // of a stage for one
-  u32 num_rows;  // stages for pieces of y
-  u32 num_made;  // stages for pieces that this block makes; 0 = they travel as they are
-  u32 num_home;  // stages for pieces that have come home
+struct PipelineSizes {
+  i32 num_segments;  // of a row
+  i32 columns;  // of a segment; the last may have less
+  u32 row_stage_bytes;  // of a stage for a segment of y
+  u32 segment_bytes;  // of a segment as it travels, scales included
+  u32 partial_stage_bytes;  // of a stage for one
+  u32 num_row_stages;  // stages for segments of y
+  u32 num_partial_stages;  // stages for segments that this block reduces; 0 = rows travel from where they lie
+  u32 num_recv_stages;  // stages for received segments
 };
-static_assert(sizeof(Rings) == 32, "Rings: host and GPU differ");
+static_assert(sizeof(PipelineSizes) == 32, "PipelineSizes: host and GPU differ");
 struct DispatchArgs {
   World world;
   Work work;
@@ -191,19 +191,19 @@ struct DispatchArgs {
   i32 power_of_two;  // quantiser: 0 = fp32 scales, 1 = powers of two, 2 = packed powers of two
   i32 cached;  // 1 = the routing of an earlier dispatch is used again
   u64* op;  // [2] device words of this operation: seq, number of its latency record
-  u64* origin;  // [1] cached: seq of the dispatch that made the routing
+  u64* routing_id;  // [1] cached: seq of the dispatch that made the routing
   u8* x;  // [T, H] caller's rows
   u8* x_scales;  // [T, S] caller's scales, null = none
   i32* topk_ids;  // [T, K] logical experts
   f32* topk_weights;  // [T, K]
-  Home* home;  // [T, K] out (cached: in)
+  Route* routes;  // [T, K] out (cached: in)
   u8* valid;  // [T] out: 0 where every copy of a chosen expert is gone
   i32* num_invalid_ids;  // [1] out
-  i32* places;  // [R, M, K] out (HT, cached: in): row that serves (source, position, k), -1 none, -2 dropped
-  f32* weights;  // [R, M, K] out: weights as sent, 0 where places are -1
+  i32* dst_rows;  // [R, M, K] out (HT, cached: in): row that serves (source, position, k), -1 none, -2 dropped
+  f32* weights;  // [R, M, K] out: weights as sent, 0 where dst_rows are -1
   i32* tokens;  // [R, M] out: token index at its source (HT, cached: not touched)
   i32* source_rows;  // [R] out (HT, cached: in): rows (positions) that each source sent
-  i32* kept;  // [2 G + 3] out (HT, cached: in): counts [G], offsets [G + 1], num_rows, num_dropped; G = L or R
+  i32* saved_counts;  // [2 G + 3] out (HT, cached: in): counts [G], offsets [G + 1], rows, dropped; G = L or R
   i32* counts;  // [L] or [R] out: DispatchOutput.counts
   i32* offsets;  // [L+1] out, GROUPED, or null
   i32* num_rows;  // [1] out
@@ -221,16 +221,16 @@ struct CombineArgs {
   i32 apply_weights;  // 0 = sum rows as they are
   i32 mode;  // 0 = LL, 1 = HT: for the latency record
   i32 positional;  // LL: 1 = the row of y is source * M + position
-  Rings rings;  // HT: what lies in shared memory
+  PipelineSizes pipelines;  // HT: stages in shared memory
   u64* op;  // [2] device words of this operation
-  u64* origin;  // [1] seq of the dispatch that made the routing
+  u64* routing_id;  // [1] seq of the dispatch that made the routing
   u8* y;  // [rows, H] expert output, output dtype
   f32* row_weights;  // [rows] or [rows, K], null = none
-  i32* places;  // [R, M, K] of the dispatch
+  i32* dst_rows;  // [R, M, K] of the dispatch
   f32* weights;  // [R, M, K]
   i32* tokens;  // [R, M]
   i32* source_rows;  // [R]
-  Home* home;  // [T, K]
+  Route* routes;  // [T, K]
   f32* topk_weights;  // [T, K] of the dispatch (exact combine)
   u8* z;  // [T, H] out, output dtype
   f32* z_weights;  // [T, K] out, or null

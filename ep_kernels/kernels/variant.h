@@ -14,5 +14,4 @@ using X = bf16;
 constexpr i32 KIND = 0;
 using Y = bf16;
 using C = bf16;
-constexpr bool kSameType = true;
 }  // namespace ep

@@ -52,7 +52,7 @@ class DispatchArgs:
         topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
         topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.
         mode: LL or HT, already resolved.
-        at_once: `wait` follows immediately; a transport may then run both halves there, as one.
+        at_once: `wait` follows immediately; a transport may then run both phases there, as one.
         previous: handle whose routing is used again (topk_ids then are its own), or None.
     """
 
@@ -90,7 +90,7 @@ class CombineArgs:
 
 
 class PendingDispatch(Protocol):
-    """A dispatch whose send half is done. `wait` runs the receive half; a second call returns the same result."""
+    """A dispatch whose send phase is done. `wait` runs the receive phase; a second call returns the same result."""
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """Finish. Raises PeerTimeout, AbortedError, ClosedError, TransportError where peers have gone on without this
@@ -105,7 +105,7 @@ class PendingDispatch(Protocol):
 
 
 class PendingCombine(Protocol):
-    """A combine whose send half is done."""
+    """A combine whose send phase is done."""
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given). Raises as
@@ -156,10 +156,10 @@ class Transport(Protocol):
         """Meet all active ranks."""
 
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:
-        """Run the send half. Never waits for a peer's *payload*; may wait for buffer credit."""
+        """Run the send phase. Never waits for a peer's *payload*; may wait for buffer credit."""
 
     def combine(self, args: CombineArgs) -> PendingCombine:
-        """Run the send half: pre-reduce, then rows straight home."""
+        """Run the send phase: pre-reduce, then rows to their source ranks."""
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """A registered buffer [num_tokens, H] to write the next dispatch's x into, which then is not copied. From that

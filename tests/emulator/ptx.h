@@ -17,7 +17,7 @@ inline u64 load_acquire_sys(const u64* at) { return polled(at); }
 inline u64 load_acquire_gpu(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_sys(const u64* at) { return loaded(at); }
 inline u64 load_relaxed_block(u64* at) { return polled(at); }
-inline u8* known(u8* address) { return address; }
+inline u8* opaque(u8* address) { return address; }
 // Words that are looked at when a kernel begins. The lanes of a warp load at once on a GPU, and decide alike; fibers
 // come one after the other while other blocks write, so the first of them reads for all.
 inline u64 load_cached(const u64* at) {
@@ -180,11 +180,11 @@ inline void bulk_wait_all() {
   bulk_commit();
   finish(emulated::me().stores, 0);
 }
-template <int kBytes>
-void copy_async(void* to, const void* from, bool there) {
+inline void copy_async(void* to, const void* from, bool present) {
+  constexpr int kBytes = 16;
   must(reinterpret_cast<u64>(to) % kBytes == 0, "an asynchronous copy to an address that is not aligned");
-  must(!there || reinterpret_cast<u64>(from) % kBytes == 0, "an asynchronous copy of what is not aligned");
-  emulated::me().copies.open.push_back({to, there ? from : nullptr, kBytes});
+  must(!present || reinterpret_cast<u64>(from) % kBytes == 0, "an asynchronous copy of what is not aligned");
+  emulated::me().copies.open.push_back({to, present ? from : nullptr, kBytes});
 }
 inline void copy_commit() { commit(emulated::me().copies); }
 template <int kPending>

@@ -112,10 +112,10 @@ class Loopback:
         """A copy of it where the kernels run."""
         return tensor.to(self._machine.device, copy=True)
 
-    def launch(self, calls: Sequence[Call], halves: int = BOTH, missing_blocks: int = 0) -> None:
+    def launch(self, calls: Sequence[Call], phases: int = BOTH, missing_blocks: int = 0) -> None:
         """The calls of all ranks (of the same kernel) in one launch. With fewer calls the other ranks are silent;
         `missing_blocks` of the last rank stay away."""
-        records = [c.halves(halves) if hasattr(c.args, "work") else c.args for c in calls]
+        records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
         packed = self.put(torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8))
         blocks = max(call.launch.num_blocks for call in calls)
         self._machine.run(calls[0], blocks * len(calls) - missing_blocks, packed, blocks)
@@ -133,13 +133,13 @@ class Loopback:
         weights: Sequence[torch.Tensor],
         mode: Mode,
         scales: Sequence[torch.Tensor] | None = None,
-        halves: Sequence[int] = (BOTH,),
+        phases: Sequence[int] = (BOTH,),
         previous: Sequence[DispatchHandle | None] | None = None,
     ) -> list[tuple[DispatchOutput, DispatchHandle]]:
         """All ranks' dispatch; inputs on the CPU."""
         steps = self.begin(xs, ids, weights, mode, scales, previous)
-        for half in halves:
-            self.launch([s.call for s in steps], half)
+        for phase in phases:
+            self.launch([s.call for s in steps], phase)
         self.check()
         return self.finish(steps)
 
@@ -184,7 +184,7 @@ class Loopback:
         handles: Sequence[DispatchHandle],
         row_weights: Sequence[torch.Tensor] | None = None,
         apply_weights: bool = True,
-        halves: Sequence[int] = (BOTH,),
+        phases: Sequence[int] = (BOTH,),
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """All ranks' combine."""
         calls, results = [], []
@@ -195,13 +195,13 @@ class Loopback:
             z.fill_(float("nan"))
             calls.append(call)
             results.append((z, home))
-        for half in halves:
-            self.launch(calls, half)
+        for phase in phases:
+            self.launch(calls, phase)
         self.check()
         return results
 
     def preset(self, value: int) -> None:
-        """Let every rank go on counting from `value`, flags included; also back, so no line may keep its tag."""
+        """Let every rank continue from `value`, flags included; also backwards, so no line may keep its flag."""
         for engine, memory in zip(self.engines, self.memory, strict=True):
             engine.tables.restart(value, value, value)
             engine.restart_slots()

@@ -20,7 +20,7 @@ def check(
     loop: Loopback,
     case: RoutingCase,
     mode: Mode,
-    halves: tuple[int, ...] = (BOTH,),
+    phases: tuple[int, ...] = (BOTH,),
     backward: bool = False,
     again: RoutingCase | None = None,
     previous: list[DispatchHandle] | None = None,
@@ -34,7 +34,7 @@ def check(
     ids, weights = [case.topk_ids(r) for r in ranks], [fresh.topk_weights(r) for r in ranks]
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
     looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]
-    got = loop.dispatch(xs, looked_at, weights, mode, scales, halves, previous)
+    got = loop.dispatch(xs, looked_at, weights, mode, scales, phases, previous)
     handles = [handle for _, handle in got]
     try:
         for (out, _), want in zip(got, wanted, strict=True):
@@ -51,7 +51,7 @@ def check(
         )
         ys = [expert(out, dtype) for out, _ in got]
         sent = None if numbers is None else [loop.put(n) for n in numbers]
-        back = loop.combine(ys, handles, sent, not backward, halves)
+        back = loop.combine(ys, handles, sent, not backward, phases)
         for r, (z, carried) in enumerate(back):
             same_bits(z, zs[r], f"z of rank {r}")
             if home is not None:
@@ -77,7 +77,7 @@ def combine_of(loop: Loopback, handles: list[DispatchHandle], numbers: list[torc
 
 
 def check_what_a_stop_left(
-    loop: Loopback, case: RoutingCase, mode: Mode, left: int | None, halves: tuple[int, ...]
+    loop: Loopback, case: RoutingCase, mode: Mode, left: int | None, phases: tuple[int, ...]
 ) -> None:
     """Handles whose memory holds `left` in each byte (None: noise), as after a dispatch that was stopped before it
     wrote, brought again while the abort word is set: nothing is delivered, nothing but outputs is written."""
@@ -96,8 +96,8 @@ def check_what_a_stop_left(
             step.outputs[name].fill_(77)  # type: ignore[union-attr]
     calls = combine_of(loop, handles)
     for launched in ([step.call for step in steps], calls):
-        for half in halves:
-            loop.launch(launched, half)
+        for phase in phases:
+            loop.launch(launched, phase)
     for step in steps:
         assert not step.outputs["counts"].any()  # type: ignore[union-attr]
         assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
@@ -110,9 +110,9 @@ def check_what_a_stop_left(
 
 
 def _whole(loop: Loopback, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of a rank's region and counters. Not of `taken`: warps ask for work ahead of the abort word, and a rank
-    that was stopped restarts with zeros."""
+    """Copies of a rank's region and counters. Not of `items_taken`: warps take work before they know the abort
+    word, and a rank that was stopped restarts with zeros."""
     counters = loop.engines[rank].tables.state.clone()
-    begin = abi.State.taken.offset // counters.itemsize
-    counters[begin : begin + abi.State.taken.size // counters.itemsize] = 0
+    begin = abi.State.items_taken.offset // counters.itemsize
+    counters[begin : begin + abi.State.items_taken.size // counters.itemsize] = 0
     return loop.memory[rank].data.clone(), counters

@@ -81,7 +81,7 @@ def take_steps() -> int:
             )
             loop.launch([engine.barrier() for engine in loop.engines])
             check(loop, case, mode)
-            check(loop, case, mode, halves=SPLIT, backward=len(overrides) == 1)
+            check(loop, case, mode, phases=SPLIT, backward=len(overrides) == 1)
             count += 2
     return count
 

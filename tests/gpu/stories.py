@@ -56,7 +56,7 @@ def replayed_graph(comm: MoECommunicator, case: RoutingCase, pairs: int = 4, rep
         check_step(comm, next_case(case, 1000 + replay))  # eager steps and replays mix
 
 
-def halves_in_a_graph(comm: MoECommunicator, case: RoutingCase, replays: int = 300, looks: int = 10) -> None:
+def phases_in_a_graph(comm: MoECommunicator, case: RoutingCase, replays: int = 300, looks: int = 10) -> None:
     """One graph in which both dispatches send before either receives, and so do both combines; replayed with other
     routing, counts and payload each time. Nobody waits for the device but to look, now and then; what a replay
     delivered is poisoned before the next."""

@@ -1,5 +1,5 @@
 """Every kernel against the reference, many ranks on one GPU: layouts, payloads, combines, ranks past a warp, wrap of
-the sequence numbers, halves, any number of blocks."""
+the sequence numbers, phases, any number of blocks."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_auto_between_its_crossover_and_its_most_tokens(size: int, crossover: in
         tokens = tuple((crossover, most)[number % 2] - rank % 2 * min(1, crossover) for rank in range(size))
         steps.append(RoutingCase(2 * size + 1, 3, 136, tokens, "single_none", draw_seed(), max_tokens=most))
     run(steps, Mode.AUTO, overrides)
-    run(steps, Mode.AUTO, overrides, halves=SPLIT, backward=True)
+    run(steps, Mode.AUTO, overrides, phases=SPLIT, backward=True)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
-def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
+def test_phases_and_backward(mode: Mode, layout: Layout) -> None:
     steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
-    run(steps, mode, {"mode": mode, "layout": layout}, halves=SPLIT)
+    run(steps, mode, {"mode": mode, "layout": layout}, phases=SPLIT)
     run(steps, mode, {"mode": mode, "layout": layout}, backward=True)
 
 
@@ -65,14 +65,12 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "fp8": {"quantize": True},
     "fp8 packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
-    "fp32 fp8 ue8m0": {"dtype": torch.float32, "quantize": True, "scale_format": ScaleFormat.UE8M0},
+    "fp16 fp8 ue8m0": {"dtype": torch.float16, "quantize": True, "scale_format": ScaleFormat.UE8M0},
     "given fp8": {"dtype": FP8, "scale_columns": 3},
     "given fp8, whole 16 bytes": {"dtype": FP8, "scale_columns": 4},
     "given fp8, finer": {"dtype": FP8, "scale_columns": 132},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
-    "fp32 partials": {"combine_dtype": torch.float32},
-    "bf16 partials of fp32": {"dtype": torch.float32, "combine_dtype": torch.bfloat16},
 }
 
 
@@ -94,10 +92,11 @@ def test_wide_rows(layout: Layout, moved: torch.dtype | None, dtype: torch.dtype
     overrides = {"mode": Mode.HT, "layout": layout, "dtype": dtype, "combine_dtype": moved}
     for hidden in (8336, 8192, 7168, 4608, 4096, 2880, 1024 + 16 // dtype.itemsize):
         case = RoutingCase(7, 3, hidden, (5, 1), "single_none", draw_seed())
-        run([case], Mode.HT, {**overrides, "quantize": moved is not None and hidden % 16 == 0})
+        quantize = moved is not None and dtype is not torch.float32 and hidden % 16 == 0
+        run([case], Mode.HT, {**overrides, "quantize": quantize})
 
 
-@pytest.mark.parametrize("payload", [{}, {"combine_dtype": FP8}, {"output_dtype": torch.float32}])
+@pytest.mark.parametrize("payload", [{}, {"output_dtype": torch.float32}])
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED])
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_exact(mode: Mode, layout: Layout, payload: dict[str, Any]) -> None:
@@ -166,20 +165,20 @@ def test_many_tokens_in_a_block(blocks: int | None, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("halves", [(BOTH,), SPLIT])
-def test_small_and_large_steps_in_turn(layout: Layout, halves: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("phases", [(BOTH,), SPLIT])
+def test_small_and_large_steps_in_turn(layout: Layout, phases: tuple[int, ...]) -> None:
     """LL: fewer and more tokens than a chunk of 32, one more than whole chunks, few beside many."""
     most = 72
     counts = ((16, 17, most), (1, 0, 2), (most, most, 16), (31, 33, 32))
     steps = [RoutingCase(9, 4, 272, tokens, "uniform", draw_seed(), max_tokens=most) for tokens in counts]
     for blocks in (1, 2, None):
-        run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, halves=halves, blocks=blocks)
+        run(steps, Mode.LL, {"mode": Mode.LL, "layout": layout}, phases=phases, blocks=blocks)
 
 
 @pytest.mark.parametrize("start", [(1 << 31) - 4, (1 << 32) - 4])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_sequence_numbers_past_32_bits(mode: Mode, start: int) -> None:
-    """AUTO: runs of LL steps, which add no shares, between HT steps, whose shares make up for them."""
+    """AUTO: runs of LL steps, which add nothing to arrival counters, between HT steps, which add for them."""
     case = RoutingCase(5, 2, 64, (4, 3), "uniform", 0, max_tokens=4)
     loop = Loopback(lambda group: case.config(group, mode=mode, layout=Layout.GROUPED), 2)
     loop.preset(start)
@@ -214,8 +213,8 @@ def test_previous_handle(mode: Mode, layout: Layout, what: str) -> None:
     for number in range(5):
         check(loop, replace(case, seed=draw_seed()), mode)  # other routings in between
         again = replace(case, seed=draw_seed())
-        halves = SPLIT if number % 2 else (BOTH,)
-        newer = check(loop, case, mode, halves, again=again, previous=handles)
+        phases = SPLIT if number % 2 else (BOTH,)
+        newer = check(loop, case, mode, phases, again=again, previous=handles)
         check(loop, case, mode, backward=True, again=again, previous=newer)
 
 

@@ -51,9 +51,9 @@ def payload_of_a_dispatch(mode: Mode) -> Loopback:
     if mode is Mode.HT:
         region[: engine.flag_bytes].view(torch.int64).view(-1, 2)[abi.FLAGS.index("PAYLOAD"), 1] = 0
     else:
-        shape, lines = engine.sizes.shape, int(engine.tables.world.map.lines)
-        row = (shape.ll_tokens + case.tokens[1] - 1) * shape.row_units
-        region[lines + row * abi.UNIT_BYTES :][: abi.UNIT_BYTES] = 0
+        shape, lines = engine.sizes.shape, int(engine.tables.world.map.row_lines)
+        row = (shape.ll_tokens + case.tokens[1] - 1) * shape.row_packets
+        region[lines + row * abi.PACKET_BYTES :][: abi.PACKET_BYTES] = 0
     loop.launch(calls[:1], RECEIVE)
     return loop
 
@@ -208,9 +208,9 @@ def test_different_routings_break_nothing(odd: str, size: int, mode: Mode, layou
 @pytest.mark.parametrize("left", [0x7F, 0x00, None])
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("mode", LL_HT)
-@pytest.mark.parametrize(("size", "halves"), [(2, (BOTH,)), (2, (SEND, RECEIVE)), (40, (BOTH,))])
+@pytest.mark.parametrize(("size", "phases"), [(2, (BOTH,)), (2, (SEND, RECEIVE)), (40, (BOTH,))])
 def test_what_a_stopped_dispatch_left_is_not_believed(
-    size: int, mode: Mode, layout: Layout, left: int | None, halves: tuple[int, ...]
+    size: int, mode: Mode, layout: Layout, left: int | None, phases: tuple[int, ...]
 ) -> None:
     """Its routing was never written, and its memory holds anything (`left` in each byte; None: noise). Brought again by
     ranks whose abort word is set, it delivers nothing, and nothing is written but the operation's own outputs."""
@@ -218,7 +218,7 @@ def test_what_a_stopped_dispatch_left_is_not_believed(
     case = RoutingCase(2 * size + 1, 4, 64, tokens, "uniform", draw_seed(), max_tokens=8)
     loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=PATIENCE_S), size, 3)
     begin = time.monotonic()
-    check_what_a_stop_left(loop, case, mode, left, halves)
+    check_what_a_stop_left(loop, case, mode, left, phases)
     assert time.monotonic() - begin < 10.0, "counts of rows that cannot be are not counted up to"
 
 
@@ -233,16 +233,16 @@ def hear(loop: Loopback, op: str) -> None:
         assert engine.tables.host.finding() is None, "told once"
 
 
-@pytest.mark.parametrize("halves", [(BOTH,), (1, 2)])
+@pytest.mark.parametrize("phases", [(BOTH,), (1, 2)])
 @pytest.mark.parametrize("mode", LL_HT)
-def test_records_cover_the_operation(mode: Mode, halves: tuple[int, ...]) -> None:
+def test_records_cover_the_operation(mode: Mode, phases: tuple[int, ...]) -> None:
     """One record per operation and rank, whatever the number of blocks; its parts lie within its whole."""
     case = RoutingCase(9, 4, 2048, (40, 3, 0), "uniform", draw_seed(), max_tokens=40)
     loop = Loopback(lambda group: case.config(group, mode=mode), 3, 20)
     for engine in loop.engines:
         engine.tables.samples()
     for number in range(5):
-        check(loop, replace(case, seed=draw_seed()), mode, halves)
+        check(loop, replace(case, seed=draw_seed()), mode, phases)
         for rank, engine in enumerate(loop.engines):
             samples = engine.tables.samples()
             assert [s.op for s in samples] == ["dispatch", "combine"]
@@ -251,7 +251,7 @@ def test_records_cover_the_operation(mode: Mode, halves: tuple[int, ...]) -> Non
                 assert s.tokens == case.tokens[rank]
                 assert 0 <= s.send_ns <= s.total_ns < 1e9
                 assert s.peer_wait_ns[rank] == 0
-                if halves == (BOTH,):
+                if phases == (BOTH,):
                     assert max(s.peer_wait_ns) <= s.total_ns + SKEW_NS
 
 

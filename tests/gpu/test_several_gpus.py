@@ -49,7 +49,7 @@ def test_graph_replay_with_few_rows_and_an_idle_rank(world: Callable[[], World],
 def test_a_graph_with_two_in_flight(world: Callable[[], World], mode: Mode, layout: Layout) -> None:
     pool = world()
     overrides = {"mode": mode, "layout": layout, **NO_HOST_WAIT}
-    pool.run(run_story, "nvlink", stories.halves_in_a_graph, case_of(pool.size), overrides, timeout_s=120)
+    pool.run(run_story, "nvlink", stories.phases_in_a_graph, case_of(pool.size), overrides, timeout_s=120)
 
 
 @pytest.mark.parametrize("layout", list(Layout))

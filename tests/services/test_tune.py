@@ -152,7 +152,7 @@ def shown(crossover: int) -> str:
 
 def test_the_table_says_what_follows_and_what_it_costs() -> None:
     text = shown(512)
-    assert "8 ranks on a GPU, rows of 7168 x bfloat16 home in bfloat16, top 8 of 256 experts" in text
+    assert "8 ranks on a GPU, rows of 7168 x bfloat16, combine in bfloat16, top 8 of 256 experts" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert rows == [
         ["256", "50.0", "100.0", "-50.0%", "LL"],

@@ -58,7 +58,7 @@ def _is_wanted(variant: jit.Variant) -> bool:
 
 
 def run(steps: list[RoutingCase], mode: Mode, layout: Layout, blocks: int | None = None, **more: Any) -> None:
-    options = {name: more.pop(name) for name in ("halves", "backward") if name in more}
+    options = {name: more.pop(name) for name in ("phases", "backward") if name in more}
     loop = Loopback(
         lambda group: steps[0].config(group, mode=mode, layout=layout, **more), steps[0].num_ranks, blocks, Emulated()
     )
@@ -84,20 +84,20 @@ def test_scales_of_the_caller(mode: Mode, layout: Layout, columns: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_halves_and_backward(mode: Mode, layout: Layout) -> None:
+def test_phases_and_backward(mode: Mode, layout: Layout) -> None:
     steps = cases(3, 6, hidden_size=64, num_experts=7, topk=4)
-    run(steps, mode, layout, halves=SPLIT)
+    run(steps, mode, layout, phases=SPLIT)
     run(steps, mode, layout, backward=True)
 
 
-@pytest.mark.parametrize("halves", [BOTH, SPLIT])
+@pytest.mark.parametrize("phases", [BOTH, SPLIT])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_stopped_dispatch_left_is_not_believed(mode: Mode, layout: Layout, halves: tuple[int, ...]) -> None:
+def test_what_a_stopped_dispatch_left_is_not_believed(mode: Mode, layout: Layout, phases: tuple[int, ...]) -> None:
     case = RoutingCase(5, 4, 64, (3, 8), "uniform", draw_seed(), max_tokens=8)
     for left in (0x7F, 0x00, None, None):
         loop = Loopback(lambda group: case.config(group, mode=mode, layout=layout, timeout_s=60.0), 2, 3, Emulated())
-        check_what_a_stop_left(loop, case, mode, left, halves)
+        check_what_a_stop_left(loop, case, mode, left, phases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,8 +124,8 @@ def test_rows_that_are_loaded_without_credit_go_nowhere(layout: Layout) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_sums_of_more_rows_than_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LL combine asks for as many rows of a sum as there is room for, then for the others, while those of the next sum
-    are under way; 272 columns are less than a unit."""
+    """LL combine prefetches as many rows of a sum as there is room for, then the others, while those of the next sum
+    are in flight; 272 columns are less than a packet."""
     monkeypatch.setattr(plan, "STAGED_ROWS", rows)
     run(cases(2, 7, hidden_size=272, num_experts=20, topk=8)[::3], Mode.LL, Layout.EXPERT_MAJOR)
     run([RoutingCase(20, 8, 1040, (90, 70), "zipf", draw_seed())], Mode.LL, Layout.EXPERT_MAJOR, blocks=2)
@@ -213,7 +213,7 @@ def test_many_tokens_in_few_blocks() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_more_ranks_than_lanes_and_several_chunks(mode: Mode, layout: Layout) -> None:
-    """LL's lanes speak of two ranks each, tokens of earlier chunks count; more ids than are asked for at once.
+    """LL's lanes stand for two ranks each, tokens of earlier chunks count; more ids than are prefetched at once.
 
     A lane of HT combine's load warp stands for two sources, with different numbers of chunks.
     """

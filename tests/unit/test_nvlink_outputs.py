@@ -108,8 +108,8 @@ def test_parts_of_a_routing_do_not_overlap(layout: Layout, topk: int) -> None:
     where = plan.state_map(config, sizes)
     positions = 3 * 5
     ends = [
-        (where.home, 5 * topk * ctypes.sizeof(abi.Home)), (where.places, positions * topk * 4),
-        (where.tokens, positions * 4), (where.source_rows, 3 * 4), (where.kept, (2 * sizes.num_groups + 3) * 4),
+        (where.routes, 5 * topk * ctypes.sizeof(abi.Route)), (where.dst_rows, positions * topk * 4),
+        (where.tokens, positions * 4), (where.source_rows, 3 * 4), (where.saved_counts, (2 * sizes.num_groups + 3) * 4),
         (where.routing_bytes, 0),
     ]  # fmt: skip
     for (start, num_bytes), (following, _) in itertools.pairwise(ends):

@@ -19,7 +19,7 @@ from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
 HIDDEN = (16, 48, 2056, 2880, 7168, 8192, 8208, 16384, 1 << 20)
-WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1), (2, 4), (4, 2)]
+WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1)]
 """Bytes of a column of y, and as sent."""
 CONTROL, BLOCK = 4096, plan.SHARED_BYTES
 
@@ -57,21 +57,27 @@ def config(size: int, **changes: Any) -> MoEConfig:
 
 
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
-def test_pieces_make_up_a_row(y_bytes: int, moved: int) -> None:
-    """Every column in one piece, none empty; what the copy engine moves is whole 16 bytes at such an address."""
+def test_segments_make_up_a_row(y_bytes: int, moved: int) -> None:
+    """Every column in one segment, none empty; what the copy engine moves is whole 16 bytes at such an address."""
     for hidden, copies, in_place, found in plans(y_bytes, moved):
-        assert (found.num_pieces - 1) * found.columns < hidden <= found.num_pieces * found.columns
+        assert (found.num_segments - 1) * found.columns < hidden <= found.num_segments * found.columns
         scales = -(-found.columns // FP8_BLOCK) * 4 if moved == 1 else 0
-        assert found.columns * moved + scales <= found.home_bytes <= found.made_bytes
-        assert found.columns * max(y_bytes, moved) <= max_segment_bytes(moved)
-        assert found.columns * y_bytes <= found.row_bytes
-        assert found.home_bytes % 16 == found.made_bytes % 128 == found.row_bytes % 128 == found.stage_offset % 128 == 0
-        last = hidden - (found.num_pieces - 1) * found.columns
+        assert found.columns * moved + scales <= found.segment_bytes <= found.partial_stage_bytes
+        assert found.columns * y_bytes <= max_segment_bytes(moved)
+        assert found.columns * y_bytes <= found.row_stage_bytes
+        assert (
+            found.segment_bytes % 16
+            == found.partial_stage_bytes % 128
+            == found.row_stage_bytes % 128
+            == found.stage_offset % 128
+            == 0
+        )
+        last = hidden - (found.num_segments - 1) * found.columns
         assert {columns * y_bytes % 16 for columns in (found.columns, last)} == {0}
-        assert found.num_pieces == 1 or found.columns % stages.COLUMN_UNIT == 0
-        assert not copies or found.home_bytes >= found.columns * y_bytes
+        assert found.num_segments == 1 or found.columns % stages.COLUMN_UNIT == 0
+        assert not copies or found.segment_bytes >= found.columns * y_bytes
         if in_place and moved == 1:  # scales are written when 64 words of each lane have been read
-            assert found.home_bytes <= min(found.row_bytes, 64 * 4 * 32)
+            assert found.segment_bytes <= min(found.row_stage_bytes, 64 * 4 * 32)
 
 
 @pytest.mark.parametrize(("y_bytes", "moved"), WIDTHS)
@@ -85,22 +91,22 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
         assert found.stage_offset + found.num_bytes <= BLOCK
-        assert 2 <= found.num_rows <= (stages.MAX_SEND_STAGES if in_place else stages.MAX_REDUCE_STAGES)
-        assert 2 <= found.num_home <= stages.MAX_RECV_STAGES
+        assert 2 <= found.num_row_stages <= (stages.MAX_SEND_STAGES if in_place else stages.MAX_REDUCE_STAGES)
+        assert 2 <= found.num_recv_stages <= stages.MAX_RECV_STAGES
         if not in_place:
             few, many = constant("ht/combine_reduce", "kMinTeamWarps"), constant("ht/combine_reduce", "kMaxTeamWarps")
             group = 32 * (4 if moved == 1 else 16 // y_bytes)
-            groups = -(-max_segment_bytes(moved) // max(y_bytes, moved) // (many * group))
+            groups = -(-max_segment_bytes(moved) // y_bytes // (many * group))
             teams = 8 // (few if found.columns <= few * groups * group else many)
-            assert max(teams, pending_partials + 1) <= found.num_made <= stages.MAX_PARTIAL_STAGES, (
+            assert max(teams, pending_partials + 1) <= found.num_partial_stages <= stages.MAX_PARTIAL_STAGES, (
                 "a stage for each team, in order"
             )
             continue
-        assert found.num_made == 0
-        assert found.num_rows > pending_rows
-        assert copies or found.num_rows >= pending_rows + closing, "a stage for the end, for each reduce warp"
-        if found.num_pieces == 1 and found.row_bytes <= constant("ht/combine_block", "kShortRowBytes"):
-            assert found.num_rows - pending_rows >= (found.num_rows + 1) // 2, (
+        assert found.num_partial_stages == 0
+        assert found.num_row_stages > pending_rows
+        assert copies or found.num_row_stages >= pending_rows + closing, "a stage for the end, for each reduce warp"
+        if found.num_segments == 1 and found.row_stage_bytes <= constant("ht/combine_block", "kShortRowBytes"):
+            assert found.num_row_stages - pending_rows >= (found.num_row_stages + 1) // 2, (
                 "a load of half the stages would wait for itself"
             )
 
@@ -118,7 +124,7 @@ def test_numbers_that_both_sides_name_agree() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
-    """Barriers, waits per peer, rows per source, items, what is asked for: what `combine_team` lays before stages."""
+    """Barriers, waits per peer, rows per source, segments, load requests: what `combine_team` lays before stages."""
     exact = layout.per_expert
     for c in (config(size, layout=layout), config(size, layout=layout, exact_combine=exact)):
         launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_stages(c)
@@ -132,13 +138,13 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
         control += stages.LOAD_REQUEST_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES
-        assert (found.num_made == 0) == copies
+        assert (found.num_partial_stages == 0) == copies
 
 
 @pytest.mark.parametrize("size", [1, 4, abi.MAX_RANKS])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 4096])
 def test_every_chunk_has_a_word(size: int, tokens: int) -> None:
-    """Behind the flags, for each owner; none where LL alone runs."""
+    """Behind the flags, for each expert rank; none where LL alone runs."""
     shape = plan.sizes_of(config(size, max_tokens_per_rank=tokens)).shape
     words = (len(abi.FLAGS) + -(-tokens // abi.CHUNK)) * size
     assert 0 <= abi.region_map(shape).counts - 8 * words < abi.ALIGN
@@ -149,7 +155,7 @@ def test_every_chunk_has_a_word(size: int, tokens: int) -> None:
 def test_fp8_travels_with_its_scales_in_one_row() -> None:
     for combine_dtype, row_bytes in ((torch.float8_e4m3fn, 7168 + 7168 // 128 * 4), (torch.bfloat16, 14336)):
         c = config(4, combine_dtype=combine_dtype)
-        assert plan.sizes_of(c).shape.home_row_bytes == row_bytes
+        assert plan.sizes_of(c).shape.combine_row_bytes == row_bytes
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,23 @@ from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 
-OF_LL = ("lines", "meta_lines", "count_lines", "heads", "home_lines", "weight_lines", "home_heads")
-TAGGED = ("counts", "arrivals")
-OF_HT = (*TAGGED, "origins", "meta", "scales", "home", "home_weights", "home_origins")
-OF_COMBINE = (*(name for name in OF_HT if name.startswith("home")), "home_lines", "weight_lines", "home_heads")
+OF_LL = (
+    "row_lines",
+    "metadata_lines",
+    "count_lines",
+    "count_packets",
+    "combine_lines",
+    "weight_lines",
+    "routing_packets",
+)
+FLAGGED = ("counts", "arrivals")
+OF_HT = (*FLAGGED, "routing_ids", "metadata", "scales", "combine_rows", "combine_weights", "combine_routing_ids")
+OF_COMBINE = (
+    *(name for name in OF_HT if name.startswith("combine")),
+    "combine_lines",
+    "weight_lines",
+    "routing_packets",
+)
 MAKERS = (plan.dispatch_launch, plan.combine_launch)
 
 
@@ -53,7 +66,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("layout", list(Layout))
 def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
-    """Flags, and everything that carries tags: HT's behind them, LL's together at the end; no byte that callers see."""
+    """Flags, and all arrays with flags in their data: HT's behind them, LL's together at the end; no output byte."""
     assert abi.ARRAYS[-len(OF_LL) :] == OF_LL
     sizes = plan.sizes_of(config(mode=mode, layout=layout))
     regions, engine = abi.region_map(sizes.shape), LaunchEngine.__new__(LaunchEngine)
@@ -65,11 +78,11 @@ def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
         slots = sizes.shape.combine_slots if name in OF_COMBINE else sizes.shape.dispatch_slots
         size = 0 if mode is Mode.HT else slots * getattr(regions, f"{name}_stride")
         assert lines <= getattr(regions, name) <= getattr(regions, name) + size <= lines_end, name
-    for name in TAGGED:
+    for name in FLAGGED:
         absent = mode is Mode.LL or (name == "arrivals" and not layout.per_expert)
         size = 0 if absent else sizes.shape.dispatch_slots * getattr(regions, f"{name}_stride")
         assert flags <= getattr(regions, name) <= getattr(regions, name) + size <= flags_end or absent, name
-    for name in set(OF_HT) - set(TAGGED):
+    for name in set(OF_HT) - set(FLAGGED):
         assert flags_end <= getattr(regions, name) <= lines, name
     rows_end = regions.rows + sizes.shape.dispatch_slots * regions.rows_stride
     assert flags_end <= regions.rows < rows_end <= lines
@@ -77,11 +90,14 @@ def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 16, 17, abi.MAX_RANKS])
 @pytest.mark.parametrize("layout", list(Layout))
-def test_heads_are_pairs(layout: Layout, size: int) -> None:
+def test_count_and_routing_packets_are_16_bytes_of_a_rank(layout: Layout, size: int) -> None:
     """16 bytes per rank, stored as one: so aligned. Counts beside them only where rows are grouped per expert."""
     shape = plan.sizes_of(config(size=size, layout=layout)).shape
     regions = abi.region_map(shape)
-    for first, stride in ((regions.heads, regions.heads_stride), (regions.home_heads, regions.home_heads_stride)):
+    for first, stride in (
+        (regions.count_packets, regions.count_packets_stride),
+        (regions.routing_packets, regions.routing_packets_stride),
+    ):
         assert first % 16 == stride % 16 == 0
         assert 16 * size <= stride < 16 * size + abi.ALIGN
     experts = -(-256 // size) if layout.per_expert else 0
@@ -92,7 +108,7 @@ def test_heads_are_pairs(layout: Layout, size: int) -> None:
 
 @pytest.mark.parametrize("topk", [1, 3, 7, 8, 32])
 @pytest.mark.parametrize(
-    ("changes", "row", "home"),
+    ("changes", "row", "partial"),
     [
         ({"hidden_size": 480, "dtype": torch.bfloat16}, 1, 1),
         ({"hidden_size": 7168, "dtype": torch.bfloat16}, 15, 15),
@@ -104,13 +120,13 @@ def test_heads_are_pairs(layout: Layout, size: int) -> None:
         ({"hidden_size": 944, "dtype": torch.uint8, "scale_columns": 17, "scale_dtype": torch.uint8}, 2, 2),
     ],
 )
-def test_lines_hold_what_travels(changes: dict[str, Any], row: int, home: int, topk: int) -> None:
-    """Whole rows, with the scales that travel beside or inside them; a record per k."""
+def test_lines_hold_what_travels(changes: dict[str, Any], row: int, partial: int, topk: int) -> None:
+    """Whole rows, with the scales that travel beside or inside them; a metadata entry per k."""
     shape = plan.sizes_of(config(topk=topk, **changes)).shape
-    assert (shape.row_units, shape.home_units) == (row, home)
-    assert abi.LINE_METAS * (shape.meta_lines - 1) < topk <= abi.LINE_METAS * shape.meta_lines
+    assert (shape.row_packets, shape.combine_packets) == (row, partial)
+    assert abi.LINE_ENTRIES * (shape.metadata_lines - 1) < topk <= abi.LINE_ENTRIES * shape.metadata_lines
     assert abi.LINE_INTS * (shape.weight_lines - 1) < topk <= abi.LINE_INTS * shape.weight_lines
-    assert shape.meta_lines * abi.LINE_METAS * abi.META_BYTES <= shape.meta_lines * abi.LINE_BYTES
+    assert shape.metadata_lines * abi.LINE_ENTRIES * abi.METADATA_BYTES <= shape.metadata_lines * abi.LINE_BYTES
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -135,13 +151,13 @@ def test_lines_are_for_steps_that_run_low_latency(
     shape = plan.sizes_of(c).shape
     regions, each = abi.region_map(shape), shape.size if not exact else shape.topk
     assert (shape.max_tokens, shape.ll_tokens, shape.num_partials) == (tokens, held, each)
-    assert regions.lines_stride == held * 8 * 15 * abi.UNIT_BYTES
-    assert regions.meta_lines_stride == held * 8 * 2 * abi.LINE_BYTES
-    assert regions.home_lines_stride == held * each * 15 * abi.UNIT_BYTES
+    assert regions.row_lines_stride == held * 8 * 15 * abi.PACKET_BYTES
+    assert regions.metadata_lines_stride == held * 8 * 2 * abi.LINE_BYTES
+    assert regions.combine_lines_stride == held * each * 15 * abi.PACKET_BYTES
     assert regions.weight_lines_stride == held * 8 * abi.LINE_BYTES
     assert regions.rows_stride == tokens * 8 * 8 * 7168 * 2
-    assert regions.home_stride == tokens * each * 7168 * 2
-    assert regions.home_weights_stride == tokens * 8 * 8 * 4
+    assert regions.combine_rows_stride == tokens * each * 7168 * 2
+    assert regions.combine_weights_stride == tokens * 8 * 8 * 4
 
 
 def test_map_is_equal_on_all_ranks() -> None:
@@ -168,7 +184,7 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
     for mode in (Mode.LL, Mode.HT):
         for launch in (make(c, sizes, mode, 132) for make in MAKERS):
             assert launch.shared_bytes <= plan.SHARED_BYTES
-            assert launch.work(3).halves == 3
+            assert launch.work(3).phases == 3
             assert 1 <= launch.num_blocks <= 132
             if mode is Mode.LL:
                 assert 1 <= launch.num_senders < launch.num_blocks
@@ -176,9 +192,9 @@ def test_launches_fit(tokens: int, hidden: int, quantize: bool) -> None:
                 continue
             if mode is Mode.HT and launch == plan.combine_launch(c, sizes, mode, 132):
                 continue
-            assert launch.piece_bytes % plan.PIECE_UNIT == 0
-            assert launch.piece_bytes <= plan.MAX_PIECE
-            stages = plan.WARPS * jit.NUM_STAGES * (launch.piece_bytes + plan.STAGE_EXTRA)
+            assert launch.segment_bytes % plan.SEGMENT_UNIT == 0
+            assert launch.segment_bytes <= plan.MAX_SEGMENT
+            stages = plan.WARPS * jit.NUM_STAGES * (launch.segment_bytes + plan.STAGE_EXTRA)
             assert launch.stage_offset + stages == launch.shared_bytes
 
 
@@ -244,7 +260,7 @@ def test_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts: in
     table, row_start, counts, start, total, offset = experts, size + 1, keys, keys, stride, stride + 1
     words = table + row_start + counts + start + total + offset + size * (1 + stride)
     chunks = -(-plan.ll_tokens(c) // 32)
-    masks = keys * chunks if keys * chunks <= abi.MOST_SEEN else 0
+    masks = keys * chunks if keys * chunks <= abi.MAX_MASK_WORDS else 0
     pointers = 2 * size
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.LL, 132)
     assert launch.shared_bytes == 512 + -(-8 * size // 16) * 16 + 8 * (32 * chunks + pointers) + 4 * (words + masks)
@@ -260,15 +276,16 @@ def test_combine_has_room_for_its_addresses_and_rows(size: int, layout: Layout) 
     control = 512 + -(-8 * size // 16) * 16 + 8 * size
     assert 0 <= launch.stage_offset - control < 128
     assert launch.stage_offset % 128 == 0
-    assert launch.piece_bytes == (min(c.topk, plan.STAGED_ROWS) * 1024 if layout.per_expert else 0)
-    assert launch.shared_bytes == launch.stage_offset + 16 * 2 * launch.piece_bytes
+    assert launch.segment_bytes == (min(c.topk, plan.STAGED_ROWS) * 1024 if layout.per_expert else 0)
+    assert launch.shared_bytes == launch.stage_offset + 16 * 2 * launch.segment_bytes
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("moved", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("topk", [1, 8, 32])
-def test_rows_of_a_sum_fit_in_every_dtype(output: torch.dtype, moved: torch.dtype, topk: int) -> None:
+def test_rows_of_a_sum_fit_in_every_dtype(output: torch.dtype, fp8: bool, topk: int) -> None:
     """A lane has the columns of two vectors of 16 bytes, as they travel, of one row at least."""
+    moved = torch.float8_e4m3fn if fp8 else output
     c = config(
         size=abi.MAX_RANKS,
         num_experts=256,
@@ -279,8 +296,8 @@ def test_rows_of_a_sum_fit_in_every_dtype(output: torch.dtype, moved: torch.dtyp
     )
     launch = plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132)
     row = 32 * 2 * (16 // moved.itemsize) * output.itemsize
-    assert 1 <= launch.piece_bytes // row <= topk
-    assert launch.piece_bytes % row == 0
+    assert 1 <= launch.segment_bytes // row <= topk
+    assert launch.segment_bytes % row == 0
     assert launch.shared_bytes <= plan.SHARED_BYTES
 
 
@@ -292,8 +309,8 @@ def test_rows_of_a_sum_on_gpus_for_workstations() -> None:
         c = config(size=4, layout=Layout.EXPERT_MAJOR, mode=Mode.LL, **changes)
         return plan.combine_launch(c, plan.sizes_of(c), Mode.LL, 132, block_bytes)
 
-    assert launch().piece_bytes == 3 * 1024
-    assert launch(combine_dtype=torch.float8_e4m3fn).piece_bytes == 2048
+    assert launch().segment_bytes == 3 * 1024
+    assert launch(combine_dtype=torch.float8_e4m3fn).segment_bytes == 2048
     assert launch().shared_bytes <= block_bytes
     with pytest.raises(ConfigError, match=r"output_dtype, combine_dtype.*131072 bytes"):
         launch(output_dtype=torch.float32, combine_dtype=torch.float8_e4m3fn)
@@ -390,15 +407,15 @@ def test_ht_dispatch_has_room_for_its_tables(layout: Layout, size: int, experts:
     assert launch.cooperative
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 2)])
 @pytest.mark.parametrize("hidden", [16, 272, 2880, 7168, 16384])
 def test_rows_are_loaded_as_they_lie_and_quantised_in_place(hidden: int, dtype: torch.dtype, width: int) -> None:
     """A stage holds a segment of x before it is fp8; segments are whole scale blocks, whose scales fit behind them."""
     c = config(hidden_size=hidden, dtype=dtype, quantize=True, max_tokens_per_rank=4096)
     launch = plan.dispatch_launch(c, plan.sizes_of(c), Mode.HT, 132)
-    columns, rest = divmod(launch.piece_bytes, width)
+    columns, rest = divmod(launch.segment_bytes, width)
     assert rest == 0
-    assert columns % plan.PIECE_UNIT == 0
+    assert columns % plan.SEGMENT_UNIT == 0
     assert columns // 128 * 4 <= plan.STAGE_EXTRA
 
 
@@ -433,20 +450,20 @@ def test_header_is_what_ctypes_says() -> None:
         assert f"static_assert(sizeof({record.__name__}) == {ctypes.sizeof(record)}" in text
         for field, _ in record._fields_:
             assert f" {field}" in text
-    assert f"MAX_RANKS = {abi.MAX_RANKS}, MOST_SEEN = {abi.MOST_SEEN};" in text
+    assert f"MAX_RANKS = {abi.MAX_RANKS}, MAX_MASK_WORDS = {abi.MAX_MASK_WORDS};" in text
 
 
 @pytest.mark.parametrize(
     ("file", "name", "value"),
     [
-        ("common/wait", "kWholeBits", abi.WHOLE.bit_length() - 1),
+        ("common/wait", "kArrivalTotalBits", abi.ARRIVAL_TOTAL.bit_length() - 1),
         ("layout/ll128", "kLineBytes", abi.LINE_BYTES),
-        ("layout/ll128", "kPacketBytes", abi.UNIT_BYTES),
-        ("layout/ll128", "kPacketData", abi.UNIT_DATA),
-        ("layout/ll128", "kPacketColumns", abi.UNIT_COLUMNS),
+        ("layout/ll128", "kPacketBytes", abi.PACKET_BYTES),
+        ("layout/ll128", "kPacketData", abi.PACKET_DATA),
+        ("layout/ll128", "kPacketColumns", abi.PACKET_COLUMNS),
         ("layout/ll128", "kLineInts", abi.LINE_INTS),
         ("routing/ht_scan", "kTileEntries", plan.TILE_BYTES // 9),
-        ("layout/ll128", "kLineMetas", abi.LINE_METAS),
+        ("layout/ll128", "kLineEntries", abi.LINE_ENTRIES),
         ("common/trace", "kNumOpWords", abi.OP_WORDS),
         ("ht/dispatch_send", "kStageExtra", plan.STAGE_EXTRA),
     ],
@@ -467,3 +484,9 @@ def test_fingerprint_follows_the_crossovers(monkeypatch: pytest.MonkeyPatch) -> 
 def test_fingerprint_follows_sources() -> None:
     assert abi.fingerprint("a") != abi.fingerprint("b")
     assert len(abi.fingerprint("a")) == 16
+
+
+def test_records_take_no_name_that_they_do_not_have() -> None:
+    """ctypes would store it beside the record, and the GPU would read zeros."""
+    with pytest.raises(AttributeError):
+        abi.Work(sender=1)

@@ -35,14 +35,14 @@ class Device:
         return None if self.busy else source.clone()
 
     def begin(self, *, apart: bool = False) -> tuple[int, LatencySample]:
-        """A record that its sending half has filled in, one part short of whole; its number, and what to tell of it."""
+        """A record that its send phase has filled in, one part short of whole; its number, and what to tell of it."""
         number, draw = int(self.head[0]), self.draw
         waits = [draw.randrange(10**9) for _ in range(self.ring.records.shape[1] - abi.SAMPLE_WORDS)]
         op, mode, seq, tokens, start = number % 2, draw.randrange(2), number // 2 + 1, draw.randrange(4096), 10**15
         sent = draw.randrange(10**9)
         received = start + sent + draw.randrange(10**9) if apart else 0
         end = (received or start) + draw.randrange(10**9)
-        words = [op, mode, seq, tokens, start, sent, received, end, abi.WHOLE_RECORD - 1, *waits]
+        words = [op, mode, seq, tokens, start, sent, received, end, abi.COMPLETE_RECORD - 1, *waits]
         self.ring.records[number % abi.SAMPLE_CAPACITY] = torch.tensor(words)
         self.ring.records[(number + 1) % abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS - 1] = 0
         self.head += 1

@@ -77,7 +77,7 @@ def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypat
 def test_a_combine_without_memory_takes_no_slot(
     engine: LaunchEngine, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """With halves apart, what `wait` allocates comes when the rows are sent: the operation has begun."""
+    """With phases apart, what `wait` allocates comes when the rows are sent: the operation has begun."""
     step = dispatch(engine)
     assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)
     engine.restart_slots()

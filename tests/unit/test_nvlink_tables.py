@@ -26,7 +26,7 @@ def stop(host: HostPage, why: str, op: str = "dispatch", phase: str = "payload",
     record.status = abi.STOPS.index(why)
 
 
-@pytest.mark.parametrize("seen", [0, 6, abi.WHOLE - 1, abi.WHOLE, 1 << 33])
+@pytest.mark.parametrize("seen", [0, 6, abi.ARRIVAL_TOTAL - 1, abi.ARRIVAL_TOTAL, 1 << 33])
 @pytest.mark.parametrize("phase", abi.PHASES)
 @pytest.mark.parametrize("op", abi.OPS)
 @pytest.mark.parametrize("gone", [False, True])
@@ -64,10 +64,10 @@ def test_a_post_mortem_is_read_behind_a_fence(host: HostPage) -> None:
     assert (found.op, found.peer, found.seen) == ("combine", 3, 4)
 
     def differ() -> None:
-        host._page.difference.peer = 2
+        host._page.mismatch.peer = 2
 
     host._fence = differ
-    host._page.difference.status = 1
+    host._page.mismatch.status = 1
     assert "rank 2 that of" in str(host.finding())
 
 
@@ -76,7 +76,7 @@ def test_other_ends(host: HostPage) -> None:
     said = host.fault()
     assert type(said) is TransportError
     assert str(said) == "combine: rank 3 has gone on in epoch 7 without this rank"
-    stop(host, "LEFT_OUT", "combine", seen=7 | abi.OUT_TOO)
+    stop(host, "LEFT_OUT", "combine", seen=7 | abi.ALSO_LEFT_OUT)
     assert str(host.fault()) == "combine: the group has gone on in epoch 7 without this rank and rank 3"
     stop(host, "ABORTED")
     assert isinstance(host.fault(), AbortedError)
@@ -87,9 +87,9 @@ def test_other_ends(host: HostPage) -> None:
 
 
 def test_findings_are_told_once(host: HostPage) -> None:
-    difference = host._page.difference
-    difference.op, difference.peer, difference.mine, difference.theirs = abi.OPS.index("combine"), 2, 8, 9
-    difference.status = 1
+    mismatch = host._page.mismatch
+    mismatch.op, mismatch.peer, mismatch.mine, mismatch.theirs = abi.OPS.index("combine"), 2, 8, 9
+    mismatch.status = 1
     said = host.finding()
     assert isinstance(said, HandleError)
     assert "combine: this rank brought the routing of dispatch 8, rank 2 that of dispatch 9" in str(said)

@@ -56,29 +56,29 @@ def test_sizes_by_hand() -> None:
     small = {"max_tokens": 16, "ranks": 4, "layout": "rank_major"}
     found = {array.name: array for array in arrays(config(**small))}
     assert (found["rows"].num_slots, found["rows"].slot_bytes) == (3, 4 * 16 * 7168 * 2)
-    assert found["lines"].slot_bytes == 4 * 16 * 15 * 1024, "14336 bytes are 15 units of 960"
-    assert found["meta_lines"].slot_bytes == 4 * 16 * 2 * 128
+    assert found["row_lines"].slot_bytes == 4 * 16 * 15 * 1024, "14336 bytes are 15 packets of 960"
+    assert found["metadata_lines"].slot_bytes == 4 * 16 * 2 * 128
     assert found["count_lines"].slot_bytes == 0, "rows per rank: the head says all"
-    assert (found["heads"].num_slots, found["heads"].slot_bytes) == (3, 256), "4 x 16, aligned"
-    assert (found["home_heads"].num_slots, found["home_heads"].slot_bytes) == (3, 256)
-    assert found["home_lines"].num_bytes == 3 * 4 * 16 * 15 * 1024
-    assert found["home"].num_bytes == found["scales"].num_bytes == 0
+    assert (found["count_packets"].num_slots, found["count_packets"].slot_bytes) == (3, 256), "4 x 16, aligned"
+    assert (found["routing_packets"].num_slots, found["routing_packets"].slot_bytes) == (3, 256)
+    assert found["combine_lines"].num_bytes == 3 * 4 * 16 * 15 * 1024
+    assert found["combine_rows"].num_bytes == found["scales"].num_bytes == 0
     grouped = {array.name: array for array in arrays(config(**small | {"layout": "expert_major"}))}
     assert grouped["count_lines"].slot_bytes == 4 * 3 * 128, "64 experts: 3 lines of 28"
     quantised = {array.name: array for array in arrays(config(**small, dtype="fp8"))}
     assert quantised["rows"].slot_bytes == 4 * 16 * 7168
-    assert quantised["lines"].slot_bytes == 4 * 16 * 8 * 1024, "scales are inside"
+    assert quantised["row_lines"].slot_bytes == 4 * 16 * 8 * 1024, "scales are inside"
     ht = {array.name: array for array in arrays(config(**small, mode="ht", dtype="fp8"))}
     assert ht["scales"].slot_bytes == 4 * 16 * (7168 // 128) * 4
-    assert ht["home"].slot_bytes == 4 * 16 * 7168 * 2
-    assert ht["lines"].num_bytes == 0
+    assert ht["combine_rows"].slot_bytes == 4 * 16 * 7168 * 2
+    assert ht["row_lines"].num_bytes == 0
 
 
 def test_auto_has_room_for_low_latency_up_to_its_crossover() -> None:
     most = plan.LL_MAX_TOKENS[Layout.GROUPED]
     for tokens, held in ((most - 1, most - 1), (8 * most, most)):
         found = {array.name: array for array in arrays(config(mode="auto", layout="grouped", max_tokens=tokens))}
-        assert found["lines"].slot_bytes == found["home_lines"].slot_bytes == 8 * held * 15 * 1024
+        assert found["row_lines"].slot_bytes == found["combine_lines"].slot_bytes == 8 * held * 15 * 1024
         assert found["rows"].slot_bytes == 8 * tokens * 8 * 7168 * 2
         words = shown("--mode", "auto", "--layout", "grouped", "--max-tokens", str(tokens)).split()
         assert " ".join(words).find(f"auto (LL up to {held} tokens), grouped") > 0

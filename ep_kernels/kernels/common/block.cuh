@@ -15,7 +15,7 @@ struct Team {
   i32 num_blocks;  // blocks of the rank
 };
 
-constexpr u32 kSend = 1, kReceive = 2;  // phases: bits of work.halves
+constexpr u32 kSend = 1, kReceive = 2;  // phases: bits of work.phases
 
 // C linkage, as for all static shared memory at namespace scope: its layout then follows from the order of definitions,
 // not from mangled names.
@@ -24,17 +24,17 @@ __shared__ u8 active_ranks[MAX_RANKS];
 }
 
 // Starts the load of whether rank threadIdx.x is active. The set changes only while no kernel runs.
-__device__ __forceinline__ u8 ask_active(const World& world) {
+__device__ __forceinline__ u8 prefetch_active(const World& world) {
   static_assert(THREADS >= MAX_RANKS, "a thread for each rank");
   return threadIdx.x < static_cast<u32>(world.size) ? world.active[threadIdx.x] : 0;
 }
 
 // All threads, once; a block barrier must follow before is_active is called.
-__device__ __forceinline__ void keep_active(const World& world, u8 active) {
+__device__ __forceinline__ void store_active(const World& world, u8 active) {
   if (threadIdx.x < static_cast<u32>(world.size)) active_ranks[threadIdx.x] = active;
 }
 
-__device__ __forceinline__ void load_active(const World& world) { keep_active(world, ask_active(world)); }
+__device__ __forceinline__ void load_active(const World& world) { store_active(world, prefetch_active(world)); }
 
 __device__ __forceinline__ bool is_active(i32 rank) { return active_ranks[rank] != 0; }
 

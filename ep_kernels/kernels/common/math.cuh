@@ -45,12 +45,12 @@ __device__ __forceinline__ i32 prefix_sum(i32 n, i32* out, Value value) {
 // Transposes a 32 x 32 bit matrix across a warp: lane i gets the mask of lanes whose bit i is set. Only the first
 // `count` bits of a lane may be set.
 __device__ __forceinline__ u32 transposed(u32 bits, i32 count) {
-  constexpr i32 kTogether = 4;
+  constexpr i32 kUnroll = 4;
   u32 found = 0;
 #pragma unroll 1
-  for (i32 first = 0; first < count; first += kTogether)
+  for (i32 first = 0; first < count; first += kUnroll)
 #pragma unroll
-    for (i32 i = 0; i < kTogether; ++i) {
+    for (i32 i = 0; i < kUnroll; ++i) {
       const u32 lanes = __ballot_sync(~0u, bits & 1);
       if (first + i == lane_idx()) found = lanes;
       bits >>= 1;

@@ -68,7 +68,7 @@ __device__ __forceinline__ u64 load_cached(const u64* address) {
 }
 
 // Returns `address`, opaque to the compiler, which therefore keeps it instead of computing it again at each use.
-__device__ __forceinline__ u8* known(u8* address) {
+__device__ __forceinline__ u8* opaque(u8* address) {
   asm volatile("" : "+l"(address));
   return address;
 }
@@ -248,11 +248,10 @@ __device__ __forceinline__ void bulk_wait() {
 // Waits for all of this thread's store groups: their writes are ordered before what the thread does next.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Starts a copy of kBytes (4, 8 or 16) to shared memory, part of this thread's next group; zeros unless `there`.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-               ::"r"(shared_address(to_shared)), "l"(from_global), "n"(kBytes), "r"(there ? kBytes : 0) : "memory");
+// Starts a copy of 16 bytes to shared memory, part of this thread's next group; zeros unless `present`.
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+               ::"r"(shared_address(to_shared)), "l"(from_global), "r"(present ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -17,7 +17,7 @@ constexpr i32 kStride = 32 * kWideColumns;     // columns per warp
 constexpr i32 kLanes = kBlock / kWideColumns;  // lanes that share a scale
 
 // Strides at a time: 64 words per lane.
-template <class T> constexpr i32 kTogether = 16 / static_cast<i32>(sizeof(T));
+template <class T> constexpr i32 kUnroll = 16 / static_cast<i32>(sizeof(T));
 
 // 16 columns as raw words.
 template <class T>
@@ -133,7 +133,7 @@ __device__ __forceinline__ Vec<u32, 4> encode(const Columns<T>& columns, f32 inv
   return q;
 }
 
-// in_place for columns first .. past - 1, at most kTogether strides, of which some are not finite: stride by stride.
+// in_place for columns first .. past - 1, at most kUnroll strides, of which some are not finite: stride by stride.
 // Returns the scale of the block that this lane has in in_place.
 template <class T>
 __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, bool power_of_two) {
@@ -160,9 +160,9 @@ __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, b
 // keep(block, scale).
 template <class T, class Keep>
 __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two, Keep keep) {
-  constexpr i32 kStrides = kTogether<T>;
-  // This lane computes the scale of block `group` of stride `turn`.
-  const i32 turn = lane_idx() % kLanes, group = lane_idx() / kLanes;
+  constexpr i32 kStrides = kUnroll<T>;
+  // This lane computes the scale of block `group` of stride `stride_idx`.
+  const i32 stride_idx = lane_idx() % kLanes, group = lane_idx() / kLanes;
 #pragma unroll 1
   for (i32 first = 0; first < count; first += kStrides * kStride) {
     const i32 base = first + lane_idx() * kWideColumns;
@@ -191,8 +191,8 @@ __device__ __forceinline__ void in_place(u8* stage, i32 count, bool power_of_two
         if (base + j * kStride < count) *reinterpret_cast<Vec<u32, 4>*>(stage + base + j * kStride) = q;
       }
     }
-    const i32 block = first / kBlock + turn * (32 / kLanes) + group;
-    if (turn < kStrides && block * kBlock < count) keep(block, scale);
+    const i32 block = first / kBlock + stride_idx * (32 / kLanes) + group;
+    if (stride_idx < kStrides && block * kBlock < count) keep(block, scale);
   }
   __syncwarp();
 }

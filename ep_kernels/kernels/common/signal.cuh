@@ -1,4 +1,4 @@
-// Signals between blocks and between ranks: arrive (last block of a rank), tell (flag of one block), add_share
+// Signals between blocks and between ranks: arrive (last block of a rank), notify (flag of one block), add_arrival
 // (normalized arrival counter of all blocks), await; flow-control credit; the check that all ranks use the same
 // routing.
 #pragma once
@@ -20,16 +20,16 @@ __device__ __forceinline__ bool is_stopped(u64 stop, u64 counter, u64 other) {
 }
 
 // True in the last block to arrive, whose thread then sees all writes of all blocks. One thread of every block, once
-// per use of `ticket`, after a block barrier. Resets the ticket for a later launch.
-__device__ __forceinline__ bool arrive(const World& world, Team team, u32 ticket) {
-  u64* count = &world.state->tickets[ticket];
+// per use of `counter`, after a block barrier. Resets the counter for a later launch.
+__device__ __forceinline__ bool arrive(const World& world, Team team, u32 counter) {
+  u64* count = &world.state->blocks_done[counter];
   const bool last = ptx::add_acq_rel_gpu(count, 1) == static_cast<u64>(team.num_blocks - 1);
   if (last) ptx::store_volatile(count, 0);
   return last;
 }
 
 // Stores flag[kind] = value at every active peer, with release. All threads of one block.
-__device__ __forceinline__ void tell_peers(const World& world, u32 kind, u64 value) {
+__device__ __forceinline__ void notify_peers(const World& world, u32 kind, u64 value) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
     if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
@@ -45,7 +45,7 @@ __device__ __forceinline__ u64 free_from(const World& world, u64 last, u64 seq) 
 
 // Announces to every active peer that this rank has started operation `seq`. One warp. The flag stands for reads of
 // earlier kernels, which are complete by stream order, so a relaxed store is enough.
-__device__ __forceinline__ void warp_tell_started(const World& world, u32 kind, u64 seq) {
+__device__ __forceinline__ void warp_send_started(const World& world, u32 kind, u64 seq) {
 #pragma unroll 1
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
     if (is_active(peer)) ptx::store_relaxed_sys(flag_at(world, peer, kind, world.rank), seq);
@@ -59,7 +59,7 @@ struct Credit {
   u64 last, seen;
 };
 
-__device__ __forceinline__ Credit warp_ask_credit(const World& world, u32 kind, const u64* slot_seq) {
+__device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind, const u64* slot_seq) {
   Credit credit = {ptx::load_cached(slot_seq), 0};
   if (lane_idx() < world.size) credit.seen = ptx::load_cached(flag_at(world, world.rank, kind, lane_idx()));
   return credit;
@@ -76,14 +76,14 @@ __device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, 
   return __all_sync(~0u, ok);
 }
 
-// Adds this block's share of an operation to the normalized arrival counter at every active peer: all shares together
-// bring the counter to seq * kWhole, whatever the number of blocks. One warp of every block. `num_ops`: operations
-// since the last one that added shares, this one included; all blocks read it before the last of them arrives. Call
-// after a warp barrier that follows the warp's stores and an acquire of those of other warps: red.release.sys covers
-// both.
-__device__ __forceinline__ void warp_add_share(const World& world, Team team, u32 kind, u64 num_ops) {
-  const u64 whole = num_ops * kWhole, share = whole / team.num_blocks;
-  const u64 mine = team.block == 0 ? whole - share * (team.num_blocks - 1) : share;
+// Adds this block's part of an operation to the normalized arrival counter at every active peer: all parts together
+// bring the counter to seq * kArrivalTotal, whatever the number of blocks. One warp of every block. `num_ops`:
+// operations since the last one that added to it, this one included; all blocks read it before the last of them
+// arrives. Call after a warp barrier that follows the warp's stores and an acquire of those of other warps:
+// red.release.sys covers both.
+__device__ __forceinline__ void warp_add_arrival(const World& world, Team team, u32 kind, u64 num_ops) {
+  const u64 total = num_ops * kArrivalTotal, part = total / team.num_blocks;
+  const u64 mine = team.block == 0 ? total - part * (team.num_blocks - 1) : part;
   for (i32 i = lane_idx(); i < world.size; i += 32) {
     const i32 peer = (world.rank + i) % world.size;
     if (is_active(peer)) ptx::add_release_sys(flag_at(world, peer, kind, world.rank), mine);
@@ -111,49 +111,50 @@ __device__ __forceinline__ bool await_peers(const World& world, u32 kind, u64 va
   return __syncthreads_or(failed) == 0;
 }
 
-// ---- routing_id ("origin"): all ranks must use the same routing in one operation ----
+// ---- routing_id: all ranks must use the same routing in one operation ----
 
 // The routing_id that rank `from` uses, as rank `at` reads it; `offset` of the slot's array in the region.
-__device__ __forceinline__ u64* origin_at(const World& world, i32 at, u64 offset, i32 from) {
+__device__ __forceinline__ u64* routing_id_at(const World& world, i32 at, u64 offset, i32 from) {
   return region_at<u64>(world, at, offset) + from;
 }
 
 // Routing ids are read by a block's last warp, which has least to do in small operations.
-__device__ __forceinline__ bool handles_origins() { return warp_idx() == num_warps() - 1; }
+__device__ __forceinline__ bool is_routing_id_warp() { return warp_idx() == num_warps() - 1; }
 
 // Whether one of this thread's peers uses another routing. All threads of a block that has acquired from all peers; the
 // block's result is __syncthreads_or over its threads.
-__device__ __forceinline__ bool origin_differs(const World& world, u64 offset, u64 origin) {
+__device__ __forceinline__ bool routing_id_differs(const World& world, u64 offset, u64 routing_id) {
   bool differs = false;
-  for (i32 peer = lane_idx(); handles_origins() && peer < world.size; peer += 32)
-    differs |= is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, offset, peer)) != origin;
+  for (i32 peer = lane_idx(); is_routing_id_warp() && peer < world.size; peer += 32)
+    differs |= is_active(peer) && ptx::load_volatile(routing_id_at(world, world.rank, offset, peer)) != routing_id;
   return differs;
 }
 
 // Reports a routing mismatch to the host, unless an earlier report is still unread: the host raises HandleError, and
-// the group stays usable. One thread; origin_from(peer): the peer's routing_id.
-template <class Origin>
-__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 origin, Origin origin_from) {
-  Difference* report = &world.host->difference;
+// the group stays usable. One thread; routing_id_from(peer): the peer's routing_id.
+template <class RoutingIdFrom>
+__device__ __forceinline__ void report_mismatch(const World& world, u32 op, u64 routing_id,
+                                                RoutingIdFrom routing_id_from) {
+  RoutingMismatch* report = &world.host->mismatch;
   if (ptx::load_relaxed_sys(&report->status) != 0) return;
   i32 peer = 0;
-  u64 theirs = origin;
-  while (peer < world.size && theirs == origin) {
-    if (is_active(peer)) theirs = origin_from(peer);
-    if (theirs == origin) ++peer;
+  u64 theirs = routing_id;
+  while (peer < world.size && theirs == routing_id) {
+    if (is_active(peer)) theirs = routing_id_from(peer);
+    if (theirs == routing_id) ++peer;
   }
   report->op = op;
   report->peer = peer;
-  report->mine = origin;
+  report->mine = routing_id;
   report->theirs = theirs;
   ptx::store_release_sys(&report->status, 1);
 }
 
 // The same for routing ids in the region at `offset`. One block.
-__device__ __forceinline__ void report_difference(const World& world, u32 op, u64 offset, u64 origin) {
+__device__ __forceinline__ void report_mismatch(const World& world, u32 op, u64 offset, u64 routing_id) {
   if (threadIdx.x != 0) return;
-  report_difference(world, op, origin,
-                    [&](i32 peer) { return ptx::load_volatile(origin_at(world, world.rank, offset, peer)); });
+  report_mismatch(world, op, routing_id,
+                  [&](i32 peer) { return ptx::load_volatile(routing_id_at(world, world.rank, offset, peer)); });
 }
 
 }  // namespace ep

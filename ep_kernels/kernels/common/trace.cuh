@@ -4,9 +4,9 @@
 // peer of the first receiving block.
 //
 // The last block to send fills in the record and advances the ring; each receiving block adds its end. `parts` reaches
-// kWholeRecord when all have: the sender adds kWholeRecord less the number of receiving blocks, each of these adds 1.
-// No fence orders them: the host (transports/nvlink/samples.py) copies the ring, and takes a record only from a copy
-// made after one in which it was whole. A reader that lags a whole ring behind loses the oldest.
+// kCompleteRecord when all have: the sender adds kCompleteRecord less the number of receiving blocks, each of these
+// adds 1. No fence orders them: the host (transports/nvlink/samples.py) copies the ring, and takes a record only from a
+// copy made after one in which it was complete. A reader that lags a whole ring behind loses the oldest.
 #pragma once
 
 #include "common/block.cuh"
@@ -18,15 +18,15 @@ namespace ep {
 
 constexpr u32 kOpSeq = 0, kOpRecord = 1, kNumOpWords = 2;  // words of args.op
 constexpr u32 kReceived = 6, kEnd = 7, kParts = 8;         // words of a record
-constexpr u64 kWholeRecord = 1ull << 32;
+constexpr u64 kCompleteRecord = 1ull << 32;
 
 __device__ __forceinline__ u64* record_at(const World& world, u64 number) {
   return world.samples + number % SAMPLE_CAPACITY * (SAMPLE_WORDS + world.size);
 }
 
 // Number of this operation's record. Any thread, before its block arrives at the end of sending.
-__device__ __forceinline__ u64 record_number(const World& world, u32 halves, const u64* words) {
-  return ptx::load_cached(halves & kSend ? &world.state->sample_head : words + kOpRecord);
+__device__ __forceinline__ u64 record_number(const World& world, u32 phases, const u64* words) {
+  return ptx::load_cached(phases & kSend ? &world.state->sample_head : words + kOpRecord);
 }
 
 // End of the send phase, successful or not: its stores are issued, which SENT announces (barrier.cuh). One thread of
@@ -45,16 +45,16 @@ __device__ __forceinline__ void note_sent(const World& world, u32 op, u32 mode, 
   u64* next = record_at(world, number + 1);
   next[kReceived] = next[kEnd] = next[kParts] = 0;
   world.state->sample_head = number + 1;
-  ptx::add_relaxed_gpu(record + kParts, kWholeRecord - receivers);
+  ptx::add_relaxed_gpu(record + kParts, kCompleteRecord - receivers);
 }
 
 // Notes a warp's wait for a peer; the block keeps the longest.
 __device__ __forceinline__ void note_wait(u64* waits, i32 peer, u64 waited) { atomicMax(&waits[peer], waited); }
 
 // Start of the receive phase. Returns the time, from which waits are counted.
-__device__ __forceinline__ u64 note_receive(const World& world, Team team, u32 halves, u64 number) {
+__device__ __forceinline__ u64 note_receive(const World& world, Team team, u32 phases, u64 number) {
   const u64 start = ptx::now_ns();
-  if (halves == kReceive && team.block == 0 && threadIdx.x == 0) record_at(world, number)[kReceived] = start;
+  if (phases == kReceive && team.block == 0 && threadIdx.x == 0) record_at(world, number)[kReceived] = start;
   return start;
 }
 

@@ -9,8 +9,8 @@
 
 namespace ep {
 
-constexpr u32 kWholeBits = 20;
-constexpr u64 kWhole = 1ull << kWholeBits;  // what an operation adds to a normalized arrival counter
+constexpr u32 kArrivalTotalBits = 20;
+constexpr u64 kArrivalTotal = 1ull << kArrivalTotalBits;  // what an operation adds to a normalized arrival counter
 
 namespace spin {
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ bool warp_wait(const World& world, u64 expected, u32 
   Reason reason = {STOP_RUNNING, 0};
 #pragma unroll 1
   for (u32 polls = 1;; ++polls) {
-    const bool here = poll();
-    if (__all_sync(~0u, here)) return true;
+    const bool ready = poll();
+    if (__all_sync(~0u, ready)) return true;
     const u32 stopped = __ballot_sync(~0u, reason.why != STOP_RUNNING);
     if (stopped != 0) {
       if ((threadIdx.x & 31) == __ffs(stopped) - 1)
@@ -67,14 +67,14 @@ __device__ __forceinline__ bool warp_wait(const World& world, u64 expected, u32 
       return false;
     }
     if (polls == 1) start = ptx::now_ns();
-    if (polls % kLookAround == 0 && !here) reason = reason_to_stop(world, polls, start, peer);
+    if (polls % kLookAround == 0 && !ready) reason = reason_to_stop(world, polls, start, peer);
   }
 }
 
 // Polls until *flag >= expected; everything that the peer wrote before is then visible to this thread. In PHASE_PAYLOAD
 // the flag is a normalized arrival counter; the post-mortem record has whole operations.
 __device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 expected, u32 op, u32 phase, u32 peer) {
-  const u32 shift = phase == PHASE_PAYLOAD ? kWholeBits : 0;
+  const u32 shift = phase == PHASE_PAYLOAD ? kArrivalTotalBits : 0;
   u64 seen = ptx::load_acquire_sys(flag);
   if (seen >= expected) return true;
   const u64 start = ptx::now_ns();

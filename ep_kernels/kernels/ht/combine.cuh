@@ -3,19 +3,19 @@
 // they arrive.
 //
 //   expert rank                                             source rank
-//   y[places[source][position][k]]  --bulk load--> rows
+//   y[dst_rows[source][position][k]]  --bulk load--> rows
 //     fp32, ascending k -> partials (or rows as they are)
 //     partials  --bulk store----------------------------->    receive buffer [expert rank][position]
 //   CHUNK positions complete: progress[expert rank][chunk] = seq  ==>  --bulk load--> recv
 //                                                           z[t] = sum over ranks ascending, fp32 -> output dtype
 //
-// Both halves run side by side in every block, a role per warp (enum Role). Pipelines of stages in shared memory
+// Both phases run side by side in every block, a role per warp (enum Role). Pipelines of stages in shared memory
 // (ht/pipeline.cuh) connect the roles. Blocks take chunks, and batches of tokens, from work counters.
 //
 // KIND 0: rows per expert, combine weights them. 1: rows per rank, moved as they are. 2: exact: every routed row goes
 // to receive buffer [token][k] and is weighted at the source rank, in ascending k. Y is the output dtype, C the combine
 // dtype (e4m3: block-128 scales travel behind the columns). Copied rows of this rank itself are read where they lie,
-// where one launch does both halves. A partial whose rows were all dropped travels as +0.
+// where one launch does both phases. A partial whose rows were all dropped travels as +0.
 //
 // Worked example: token 5 of rank 2 went to rank 0 (k = 0 and 3) as its position 1, and to rank 1 (k = 1). Rank 0
 // writes bf16(w0 * y0 + w3 * y3) to row [0][1] of rank 2's receive buffer and, with positions 0..3 complete, sets rank
@@ -37,7 +37,7 @@
 #include "common/trace.cuh"
 #include "ht/combine_block.cuh"
 #include "ht/combine_send.cuh"
-// After the send half: static shared memory lies in the order of definitions.
+// After the send phase: static shared memory lies in the order of definitions.
 #include "ht/combine_recv.cuh"
 #include "ht/combine_reduce.cuh"
 #include "ht/pipeline.cuh"
@@ -48,11 +48,11 @@
 namespace ep::ht {
 
 __device__ __forceinline__ Pipelines init_pipelines(const CombineArgs& args, u8* shared, SegmentInfo* infos) {
-  const Pipelines pipelines = make_pipelines(args.rings, shared, shared + args.work.stage_offset, infos);
+  const Pipelines pipelines = make_pipelines(args.pipelines, shared, shared + args.work.stage_offset, infos);
   if (threadIdx.x == THREADS - 1) {  // of a warp that has nothing to load
-    init_pipeline(pipelines.rows, 1, kReduces ? num_team_warps(args.rings) : 1);
-    if constexpr (!kCopies) init_pipeline(pipelines.partials, kReduces ? num_team_warps(args.rings) : 1, 1);
-    init_pipeline(pipelines.recv, 1, num_recv_reducers(args.rings));
+    init_pipeline(pipelines.rows, 1, kReduces ? num_team_warps(args.pipelines) : 1);
+    if constexpr (!kCopies) init_pipeline(pipelines.partials, kReduces ? num_team_warps(args.pipelines) : 1, 1);
+    init_pipeline(pipelines.recv, 1, num_recv_reducers(args.pipelines));
     ptx::barrier_init(&credit_known);
     for (u32 i = 0; kReduces && i < kTickets; ++i) ptx::barrier_init(ticket_ready + i);
     ptx::barrier_init(&load_queue_full, 32);
@@ -78,15 +78,15 @@ __shared__ u64 record;  // number of this operation's latency record; in shared 
 // block barrier.
 __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* rows, u64* waited) {
   const World& world = args.world;
-  const bool sends = args.work.halves & kSend;
+  const bool sends = args.work.phases & kSend;
   const i32 peer = threadIdx.x;
   LaunchState state = {};
   state.stop = ptx::load_volatile(&world.state->aborted);
-  state.routing_id = ptx::load_volatile(args.origin);
+  state.routing_id = ptx::load_volatile(args.routing_id);
   state.seq = sends ? ptx::load_volatile(&world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
-  const u64 number = record_number(world, args.work.halves, args.op);
+  const u64 number = record_number(world, args.work.phases, args.op);
   if (sends && role_of(warp_idx()) == Role::kNotify)
-    state.credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    state.credit = warp_load_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
   const i32 num_rows = sends && peer < world.size ? args.source_rows[peer] : 0;
   load_active(world);
   if (peer == 0) record = number;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const World& world = args.world;
   i32* rows = reinterpret_cast<i32*>(after_waits(world, shared));
   u64* waited = waits_at(shared);
-  const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
+  const bool sends = args.work.phases & kSend, receives = args.work.phases & kReceive;
   const i32 warp = warp_idx();
   ptx::wait_for_previous_launch();
   const LaunchState state = load_state(args, rows, waited);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
     return;
   }
   const u64 seq = state.seq, routing_id = state.routing_id;
-  const u64 start = note_receive(world, team, args.work.halves, record);
+  const u64 start = note_receive(world, team, args.work.phases, record);
   switch (role_of(warp)) {
     case Role::kLoadRows:
       if (sends) load_rows(args, team, rows, pipelines.rows);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
         } else if constexpr (!kCopies) {
           if (sends) reduce_rows(args, pipelines.rows, pipelines.partials);
         }
-      } else if (receives && warp < kFirstRecvReducer + num_recv_reducers(args.rings)) {
+      } else if (receives && warp < kFirstRecvReducer + num_recv_reducers(args.pipelines)) {
         reduce_recv(args, pipelines.recv);
       }
   }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   // After a failed wait it is unknown which tokens this block would have taken: it fills all of z.
   if (block_status != kOk) fill_with_nan(args, block_status == kFailed ? Team{0, 1} : team);
   if (block_status == kRoutingMismatch && team.block == 0)
-    report_difference(world, OP_COMBINE, origins_at(args), routing_id);
+    report_mismatch(world, OP_COMBINE, routing_ids_at(args), routing_id);
   note_end(world, team, record, waited);
 }
 

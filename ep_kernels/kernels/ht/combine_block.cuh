@@ -9,10 +9,11 @@
 
 namespace ep::ht {
 
-constexpr bool kFp8 = sizeof(C) == 1;
-constexpr bool kCopies = kSameType && KIND != PER_EXPERT;  // rows are copied, from stage to store
-constexpr bool kConverts = kFp8 && KIND != PER_EXPERT;     // single rows become fp8 in the stage in which they lie
-constexpr bool kReduces = !kCopies && !kConverts;          // reduce warps sum rows into partials
+constexpr bool kFp8 = sizeof(C) == 1;                  // else C is Y
+constexpr bool kReduces = KIND == PER_EXPERT;          // reduce warps sum rows into partials
+constexpr bool kCopies = !kFp8 && KIND != PER_EXPERT;  // rows are copied, from stage to store
+constexpr bool kConverts = kFp8 && KIND == PER_RANK;   // single rows become fp8 in the stage in which they lie
+static_assert(kReduces + kCopies + kConverts == 1, "exact combine moves rows as they are");
 
 // Roles of the first warps, one warp each; kIssueLoads only where rows are copied. Then come the reduce warps, then the
 // receive reducers.
@@ -37,29 +38,32 @@ struct Pipelines {
 };
 
 // The pipelines of a block; every warp has its own copy with its own position.
-__device__ __forceinline__ Pipelines make_pipelines(const Rings& sizes, u8* shared, u8* stages, SegmentInfo* infos) {
+__device__ __forceinline__ Pipelines make_pipelines(const PipelineSizes& sizes, u8* shared, u8* stages,
+                                                    SegmentInfo* infos) {
   u64* barriers = reinterpret_cast<u64*>(shared);
-  u8* partials = stages + sizes.num_rows * sizes.row_bytes;
-  u8* recv = partials + sizes.num_made * sizes.made_bytes;
+  u8* partials = stages + sizes.num_row_stages * sizes.row_stage_bytes;
+  u8* recv = partials + sizes.num_partial_stages * sizes.partial_stage_bytes;
   u64 *rows_empty = barriers + kMaxRowStages, *partials_full = barriers + 2 * kMaxRowStages;
-  const Pipeline in_place = {stages, infos, partials_full, rows_empty, sizes.row_bytes, sizes.num_rows, 0, 0};
-  return {make_pipeline(stages, sizes.row_bytes, sizes.num_rows, infos, barriers, kMaxRowStages),
-          sizes.num_made == 0 ? in_place
-                              : make_pipeline(partials, sizes.made_bytes, sizes.num_made, infos + kMaxRowStages,
-                                              partials_full, kMaxPartialStages),
-          make_pipeline(recv, sizes.made_bytes, sizes.num_home, infos + kMaxRowStages + kMaxPartialStages,
-                        partials_full + kPartialBarriers, kMaxRecvStages)};
+  const Pipeline in_place = {stages, infos, partials_full, rows_empty, sizes.row_stage_bytes, sizes.num_row_stages,
+                             0,      0};
+  return {make_pipeline(stages, sizes.row_stage_bytes, sizes.num_row_stages, infos, barriers, kMaxRowStages),
+          sizes.num_partial_stages == 0
+              ? in_place
+              : make_pipeline(partials, sizes.partial_stage_bytes, sizes.num_partial_stages, infos + kMaxRowStages,
+                              partials_full, kMaxPartialStages),
+          make_pipeline(recv, sizes.partial_stage_bytes, sizes.num_recv_stages,
+                        infos + kMaxRowStages + kMaxPartialStages, partials_full + kPartialBarriers, kMaxRecvStages)};
 }
 
 // Short rows are bound by latency, not by bandwidth.
 constexpr u32 kShortRowBytes = 8192;
-__device__ __forceinline__ bool has_short_rows(const Rings& sizes) {
-  return sizes.num_pieces == 1 && sizes.row_bytes <= kShortRowBytes;
+__device__ __forceinline__ bool has_short_rows(const PipelineSizes& sizes) {
+  return sizes.num_segments == 1 && sizes.row_stage_bytes <= kShortRowBytes;
 }
 
-// This rank's own rows are not copied; the receive half reads y.
+// This rank's own rows are not copied; the receive phase reads y.
 __device__ __forceinline__ bool reads_own_rows(const CombineArgs& args) {
-  return kCopies && args.work.halves == (kSend | kReceive);
+  return kCopies && args.work.phases == (kSend | kReceive);
 }
 
 // Lanes of a warp over several (position, k), or (token, k).

@@ -1,4 +1,4 @@
-// Receive half of HT combine, on the source rank. One warp polls the progress flags of a batch of tokens and loads
+// Receive phase of HT combine, on the source rank. One warp polls the progress flags of a batch of tokens and loads
 // their partials, the receive reducers add them. Where rows are copied there are no reduce warps, and a load-issue warp
 // starts the loads.
 #pragma once
@@ -49,7 +49,7 @@ __device__ __forceinline__ void widen_partial(const PartialColumns<T>& partial, 
 }
 
 template <bool kWeighted, i32 kRows, class Acc>
-__device__ __forceinline__ void add_partials(Acc& acc, const Rings& sizes, const SegmentInfo (&infos)[kRows],
+__device__ __forceinline__ void add_partials(Acc& acc, const PipelineSizes& sizes, const SegmentInfo (&infos)[kRows],
                                              u8* const (&stages)[kRows]) {
   acc.template add<PartialColumns<C>, kWeighted>(
       infos,
@@ -74,12 +74,12 @@ __shared__ i32 block_status;
 // One warp: every lane with `waits` set polls its peer's flag until it is ready. False where the rank was stopped.
 __device__ __forceinline__ bool await_flags(const World& world, bool waits, i32 peer, const u64* flag, u64 seq,
                                             u64 start, u64* waited) {
-  bool ready = !waits, late = false;
+  bool ready = !waits, missed = false;  // missed: an earlier poll found nothing
   return spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, peer, [&] {
     if (ready) return true;
     ready = ptx::load_acquire_sys(flag) >= seq;
-    if (ready && late && peer != world.rank) note_wait(waited, peer, ptx::now_ns() - start);
-    late = !ready;
+    if (ready && missed && peer != world.rank) note_wait(waited, peer, ptx::now_ns() - start);
+    missed = !ready;
     return ready;
   });
 }
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool routings_agree(const CombineArgs& args, u64 seq,
       if (lane_idx() == 0) block_status = kFailed;
       return false;
     }
-    differs |= active && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != routing_id;
+    differs |= active && ptx::load_volatile(routing_id_at(world, world.rank, routing_ids_at(args), peer)) != routing_id;
   }
   differs = __any_sync(~0u, differs);
   if (differs && lane_idx() == 0) block_status = kRoutingMismatch;
@@ -130,13 +130,13 @@ __device__ __forceinline__ TokenBatches batches_of(i32 num_tokens, i32 batch_siz
 
 // The route of this lane's (token, k), if it has one. Loads only the fields that are used: an unread load register is
 // reused, and its reuse waits for the load.
-__device__ __forceinline__ Home load_route(const CombineArgs& args, const Lanes& lanes, TokenBatch batch) {
-  Home route = {-1, -1, -1, -1};
+__device__ __forceinline__ Route load_route(const CombineArgs& args, const Lanes& lanes, TokenBatch batch) {
+  Route route = {-1, -1, -1, -1};
   if (lanes.index >= batch.count || lanes.k >= args.world.topk) return route;
-  const Home* at = args.home + static_cast<i64>(batch.first + lanes.index) * args.world.topk + lanes.k;
+  const Route* at = args.routes + static_cast<i64>(batch.first + lanes.index) * args.world.topk + lanes.k;
   route.rank = at->rank;
   route.position = at->position;
-  if (kCopies) route.place = *const_cast<const volatile i32*>(&at->place);
+  if (kCopies) route.dst_row = *const_cast<const volatile i32*>(&at->dst_row);
   return route;
 }
 
@@ -149,7 +149,7 @@ struct Term {
 };
 
 // A token without any term gets one of zeros.
-__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Home& route,
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& lanes, const Route& route,
                                         TokenBatch batch) {
   const World& world = args.world;
   const bool routed = route.rank >= 0;
@@ -173,12 +173,12 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const Lanes& la
   const i64 token = static_cast<i64>(batch.first) + lanes.index;
   if (KIND == EXACT && args.apply_weights) term.weight = args.topk_weights[token * world.topk + lanes.k];
   if (reads_own_rows(args) && route.rank == world.rank) {
-    term.zeros = route.place < 0;
-    if (!term.zeros) term.src = args.y + static_cast<i64>(route.place) * world.hidden * sizeof(Y);
+    term.zeros = route.dst_row < 0;
+    if (!term.zeros) term.src = args.y + static_cast<i64>(route.dst_row) * world.hidden * sizeof(Y);
   } else {
     const i64 row = KIND == EXACT ? token * world.topk + lanes.k : position_of(world, route.rank, route.position);
     term.zeros = false;
-    term.src = home_at(args, world.rank, row);
+    term.src = combine_row_at(args, world.rank, row);
   }
   return term;
 }
@@ -206,18 +206,19 @@ __device__ __forceinline__ LoadRequest request_of(const Lanes& lanes, const Term
 // have been acquired.
 __device__ __forceinline__ void load_partials(const CombineArgs& args, const Lanes& lanes, Pipeline& recv,
                                               const LoadRequest& request, i32 first) {
-  const Rings& sizes = args.rings;
+  const PipelineSizes& sizes = args.pipelines;
   const i32 number = static_cast<i32>(request.flags >> kNumberShift) - 1,
             count = __popc(__ballot_sync(~0u, number >= 0));
   u8* z = args.z + (static_cast<i64>(first) + lanes.index) * args.world.hidden * sizeof(Y);
   ptx::fence_proxy_global();
 #pragma unroll 1
-  for (i32 segment = 0; segment < sizes.num_pieces; ++segment) {
+  for (i32 segment = 0; segment < sizes.num_segments; ++segment) {
     const i32 columns = segment_columns(args.world, sizes, segment);
     const SegmentInfo info = {request.weight,
                               (request.flags & (kFirstRow | kLastRow)) | static_cast<u32>(columns) << kColumnsShift,
                               z + static_cast<i64>(segment) * sizes.columns * sizeof(Y)};
-    const u8* src = request.flags & kZeros ? request.src : request.src + static_cast<i64>(segment) * sizes.home_bytes;
+    const u8* src =
+        request.flags & kZeros ? request.src : request.src + static_cast<i64>(segment) * sizes.segment_bytes;
     load_next_stages(recv, number, count, info, src, sent_bytes(sizes, columns), half_of_stages(recv));
   }
 }
@@ -259,22 +260,22 @@ __device__ __forceinline__ void issue_loads(const CombineArgs& args, LoadQueue q
 }
 
 // Weights that arrived beside the rows of a batch.
-__device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Home& route,
+__device__ __forceinline__ void receive_weights(const CombineArgs& args, const Lanes& lanes, const Route& route,
                                                 TokenBatch batch) {
   const World& world = args.world;
   if (lanes.index >= batch.count || lanes.k >= world.topk) return;
   f32 weight = 0.0f;
   if (route.rank == world.rank && reads_own_rows(args)) {
-    const i64 index = KIND == PER_RANK ? static_cast<i64>(route.place) * world.topk + lanes.k : route.place;
-    if (route.place >= 0) weight = args.row_weights[index];
+    const i64 index = KIND == PER_RANK ? static_cast<i64>(route.dst_row) * world.topk + lanes.k : route.dst_row;
+    if (route.dst_row >= 0) weight = args.row_weights[index];
   } else if (route.rank >= 0) {
-    weight = home_weights_at(args, world.rank, position_of(world, route.rank, route.position))[lanes.k];
+    weight = combine_weights_at(args, world.rank, position_of(world, route.rank, route.position))[lanes.k];
   }
   args.z_weights[static_cast<i64>(batch.first + lanes.index) * world.topk + lanes.k] = weight;
 }
 
 // One warp: waits for the partials of a batch; loads may follow. False where the rank was stopped.
-__device__ __forceinline__ bool await_partials(const CombineArgs& args, const Home& route, u64 seq, u64 start,
+__device__ __forceinline__ bool await_partials(const CombineArgs& args, const Route& route, u64 seq, u64 start,
                                                u64* waited) {
   const World& world = args.world;
   const bool waits = route.rank >= 0 && !(reads_own_rows(args) && route.rank == world.rank);
@@ -288,14 +289,15 @@ __device__ __forceinline__ void load_recv(const CombineArgs& args, Team team, Pi
                                           u64 routing_id, u64 start, u64* waited) {
   const Lanes lanes = lanes_for(args.world.topk);
   const TokenBatches batches = batches_of(args.num_tokens, lanes.count, team.num_blocks);
-  Claims token_counter = claims_of(team, &args.world.state->tokens_taken, batches.total, batches.total);
+  BlockWorkCounter token_counter =
+      block_work_counter(team, &args.world.state->tokens_taken, batches.total, batches.total);
   TokenBatch next = batches.at(token_counter.next());
-  Home next_route = load_route(args, lanes, next);
+  Route next_route = load_route(args, lanes, next);
   bool ok = routings_agree(args, seq, routing_id, start, waited);
 #pragma unroll 1
   while (ok && next.count != 0) {
     const TokenBatch batch = next;
-    const Home route = next_route;
+    const Route route = next_route;
     next = batches.at(token_counter.next());
     next_route = load_route(args, lanes, next);  // in flight, as the next item is, while progress flags are polled
     const Term term = term_of(args, lanes, route, batch);
@@ -322,7 +324,7 @@ constexpr i32 kRecvReduceColumns = 32 * kRecvColumns * kMaxRecvReducers;  // per
 using RecvAccumulator =
     Accumulator<kRecvColumns, (kMaxSegmentColumns + kRecvReduceColumns - 1) / kRecvReduceColumns>;
 
-__device__ __forceinline__ i32 num_recv_reducers(const Rings& sizes) {
+__device__ __forceinline__ i32 num_recv_reducers(const PipelineSizes& sizes) {
   constexpr i32 kWarpColumns = 32 * kRecvColumns * RecvAccumulator::kGroups;
   return kCopies ? (sizes.columns + kWarpColumns - 1) / kWarpColumns : kMaxRecvReducers;
 }
@@ -330,7 +332,7 @@ __device__ __forceinline__ i32 num_recv_reducers(const Rings& sizes) {
 // Stages into z. Copied rows: two of a token per step, because a step is mostly latency.
 __device__ __forceinline__ void reduce_recv(const CombineArgs& args, Pipeline recv) {
   RecvAccumulator acc = make_accumulator<RecvAccumulator>(warp_idx() - kFirstRecvReducer,
-                                                          num_recv_reducers(args.rings), args.rings.columns);
+                                                          num_recv_reducers(args.pipelines), args.pipelines.columns);
 #pragma unroll 1
   while (true) {
     SegmentInfo info = consumer_wait(recv);
@@ -338,11 +340,11 @@ __device__ __forceinline__ void reduce_recv(const CombineArgs& args, Pipeline re
     if (kCopies && (info.flags & kLastRow) == 0) {
       const Pipeline next = recv.ahead(1);
       const SegmentInfo second = consumer_wait(next);
-      add_partials<KIND == EXACT, 2>(acc, args.rings, {info, second}, {recv.stage(), next.stage()});
+      add_partials<KIND == EXACT, 2>(acc, args.pipelines, {info, second}, {recv.stage(), next.stage()});
       consumer_release(recv);
       info = second;
     } else {
-      add_partials<KIND == EXACT, 1>(acc, args.rings, {info}, {recv.stage()});
+      add_partials<KIND == EXACT, 1>(acc, args.pipelines, {info}, {recv.stage()});
     }
     consumer_release(recv);
     if (info.flags & kLastRow) write_rounded<Y>(acc, info.columns(), info.dst);

@@ -17,17 +17,16 @@
 namespace ep::ht {
 
 constexpr i32 kMaxFp8SegmentBytes = 14336, kMaxSegmentBytes = 16384;  // of a segment, both of y and as sent
-constexpr i32 kMaxSegmentColumns = (kFp8 ? kMaxFp8SegmentBytes : kMaxSegmentBytes) /
-                                   static_cast<i32>(sizeof(Y) > sizeof(C) ? sizeof(Y) : sizeof(C));
+constexpr i32 kMaxSegmentColumns = (kFp8 ? kMaxFp8SegmentBytes : kMaxSegmentBytes) / static_cast<i32>(sizeof(Y));
 
 __device__ __forceinline__ u32 padded16(u32 num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
 // Bytes of a segment as sent.
-__device__ __forceinline__ u32 sent_bytes(const Rings& sizes, i32 columns) {
-  return kFp8 ? sizes.home_bytes : padded16(columns * sizeof(C));
+__device__ __forceinline__ u32 sent_bytes(const PipelineSizes& sizes, i32 columns) {
+  return kFp8 ? sizes.segment_bytes : padded16(columns * sizeof(C));
 }
 
-__device__ __forceinline__ i32 segment_columns(const World& world, const Rings& sizes, i32 segment) {
+__device__ __forceinline__ i32 segment_columns(const World& world, const PipelineSizes& sizes, i32 segment) {
   return min(sizes.columns, world.hidden - segment * sizes.columns);
 }
 
@@ -118,11 +117,11 @@ __device__ __forceinline__ void write_rounded(Acc& acc, i32 num_columns, u8* dst
 
 constexpr i32 kReduceColumns = kFp8 ? quant::kLaneColumns : kColumns<Y>;
 
-template <bool kWeighted, class Acc>
+template <class Acc>
 __device__ __forceinline__ void add_row(Acc& acc, const SegmentInfo& info, const u8* stage) {
   using Values = Words<Y, kReduceColumns>;
   const SegmentInfo infos[] = {info};
-  acc.template add<Values, kWeighted>(
+  acc.template add<Values, true>(
       infos, [&](i32, i32 column) { return *reinterpret_cast<const Values*>(stage + column * sizeof(Y)); },
       [](const Values& values, f32(&value)[kReduceColumns]) {
 #pragma unroll
@@ -167,7 +166,7 @@ __device__ __forceinline__ void write_quantised(Acc& acc, i32 num_columns, u8* s
 }
 
 template <class Acc>
-__device__ __forceinline__ void write_partial(Acc& acc, const Rings& sizes, i32 columns, u8* stage) {
+__device__ __forceinline__ void write_partial(Acc& acc, const PipelineSizes& sizes, i32 columns, u8* stage) {
   if constexpr (kFp8) {
     write_quantised(acc, columns, stage, reinterpret_cast<f32*>(stage + padded16(sizes.columns * sizeof(C))));
   } else {
@@ -198,7 +197,7 @@ constexpr i32 kMaxTeamWarps = 4, kMinTeamWarps = 2;  // the fewest that can hold
 constexpr i32 kReduceGroup = 32 * kReduceColumns,
               kMaxGroups = (kMaxSegmentColumns + kMaxTeamWarps * kReduceGroup - 1) / (kMaxTeamWarps * kReduceGroup);
 
-__device__ __forceinline__ i32 num_team_warps(const Rings& sizes) {
+__device__ __forceinline__ i32 num_team_warps(const PipelineSizes& sizes) {
   return sizes.columns <= kMinTeamWarps * kMaxGroups * kReduceGroup ? kMinTeamWarps : kMaxTeamWarps;
 }
 
@@ -213,7 +212,7 @@ __device__ __forceinline__ void reduce_in_teams(const CombineArgs& args, Pipelin
   constexpr i32 kTeams = kNumReduceWarps / kTeamWarps;
   const i32 warp = warp_idx() - kFirstReduceWarp;
   auto acc =
-      make_accumulator<Accumulator<kReduceColumns, kGroups>>(warp % kTeamWarps, kTeamWarps, args.rings.columns);
+      make_accumulator<Accumulator<kReduceColumns, kGroups>>(warp % kTeamWarps, kTeamWarps, args.pipelines.columns);
   u32 number = warp / kTeamWarps;
   partials = partials.ahead(number);
 #pragma unroll 1
@@ -228,12 +227,12 @@ __device__ __forceinline__ void reduce_in_teams(const CombineArgs& args, Pipelin
       // Rows of other teams lie between, and the load of a lap ago may not have ended (convert_rows).
       if (kTeams > 1) rows.wait_empty();
       info = consumer_wait(rows);
-      add_row<KIND == PER_EXPERT>(acc, info, rows.stage());
+      add_row(acc, info, rows.stage());
       consumer_release(rows);
       if (info.flags & kLastRow) break;
     }
     producer_acquire(partials);
-    if (info.flags & kLastRow) write_partial(acc, args.rings, info.columns(), partials.stage());
+    if (info.flags & kLastRow) write_partial(acc, args.pipelines, info.columns(), partials.stage());
     if (acc.begin == 0 && lane_idx() == 0) partials.infos[partials.stage_idx] = info;
     ptx::fence_proxy_shared();
     producer_commit(partials);
@@ -247,14 +246,14 @@ template <i32 kTeamWarps>
 __device__ __forceinline__ void reduce_with_teams_of(const CombineArgs& args, const Pipeline& rows,
                                                      const Pipeline& partials) {
   constexpr i32 kFewGroups = kMaxGroups > 8 ? 8 : kMaxGroups - 1;  // 7168 columns of bf16 have 7
-  if (args.rings.columns <= kTeamWarps * kFewGroups * kReduceGroup)
+  if (args.pipelines.columns <= kTeamWarps * kFewGroups * kReduceGroup)
     reduce_in_teams<kTeamWarps, kFewGroups>(args, rows, partials);
   else
     reduce_in_teams<kTeamWarps, kMaxGroups>(args, rows, partials);
 }
 
 __device__ __forceinline__ void reduce_rows(const CombineArgs& args, const Pipeline& rows, const Pipeline& partials) {
-  if (num_team_warps(args.rings) == kMaxTeamWarps) reduce_with_teams_of<kMaxTeamWarps>(args, rows, partials);
+  if (num_team_warps(args.pipelines) == kMaxTeamWarps) reduce_with_teams_of<kMaxTeamWarps>(args, rows, partials);
   else reduce_with_teams_of<kMinTeamWarps>(args, rows, partials);
 }
 
@@ -273,7 +272,7 @@ __device__ __forceinline__ void convert_rows(const CombineArgs& args, Pipeline r
     rows.wait_empty();
     const SegmentInfo info = consumer_wait(rows);
     if ((info.flags & kEnd) == 0) {
-      f32* scales = reinterpret_cast<f32*>(rows.stage() + padded16(args.rings.columns * sizeof(C)));
+      f32* scales = reinterpret_cast<f32*>(rows.stage() + padded16(args.pipelines.columns * sizeof(C)));
       quant::in_place<Y>(rows.stage(), info.columns(), false, [&](i32 block, f32 scale) { scales[block] = scale; });
       ptx::fence_proxy_shared();
     }

@@ -1,5 +1,6 @@
-// Send half of HT combine, on the expert rank. One warp loads rows of y, reduce warps make partials of them (none where
-// rows are copied), one thread stores these at their source ranks, one warp notifies source ranks of complete chunks.
+// Send phase of HT combine, on the expert rank. One warp loads rows of y, reduce warps make partials of them (none
+// where rows are copied), one thread stores these at their source ranks, one warp notifies source ranks of complete
+// chunks.
 #pragma once
 
 #include "common/block.cuh"
@@ -16,7 +17,7 @@
 
 namespace ep::ht {
 
-// Stores that may still read their stages: fewer than there are stages. Of partials just one: teams wait for them.
+// Stores that may still read their stages: fewer than the stages. Of partials just one, because teams wait for stages.
 constexpr u32 kPendingRowReads = 3, kPendingPartialReads = 1,
               kPendingReads = kReduces ? kPendingPartialReads : kPendingRowReads;
 constexpr u32 kPendingStores = 3;   // stores in flight before the send thread waits for the oldest
@@ -35,7 +36,7 @@ __shared__ bool has_credit;                  // this block may write to peers
 // A few long rows saturate NVLink, and some SMs get far less bandwidth. Few rows are in flight per block, and a block
 // takes a chunk only when it has stages for it, or receivers would stall on the slow SM.
 __device__ __forceinline__ bool has_long_rows(const CombineArgs& args) {
-  return kCopies && !has_short_rows(args.rings);
+  return kCopies && !has_short_rows(args.pipelines);
 }
 
 // Every thread that writes to peers.
@@ -80,7 +81,7 @@ struct ChunkOrder {
     const i32 nth_in_mask = nth < num_low ? nth : nth - num_low;
     const bool found = (mask >> lane_idx() & 1) && __popc(mask & ((1u << lane_idx()) - 1)) == nth_in_mask;
     const i32 peer_offset = __ffs(__ballot_sync(~0u, found)) - 1 + (nth < num_low ? 0 : 32);
-    const i32 source = rank_of_hop(world, peer_offset), first = index * CHUNK;
+    const i32 source = rank_at_offset(world, peer_offset), first = index * CHUNK;
     return {source, first, min(CHUNK, rows[source] - first)};
   }
 };
@@ -89,7 +90,7 @@ __device__ __forceinline__ ChunkOrder chunk_order(const CombineArgs& args, const
   const World& world = args.world;
   const i32 num_sources = world.size - reads_own_rows(args);
   auto count = [&](i32 peer_offset) {
-    return peer_offset < num_sources ? (rows[rank_of_hop(world, peer_offset)] + CHUNK - 1) / CHUNK : 0;
+    return peer_offset < num_sources ? (rows[rank_at_offset(world, peer_offset)] + CHUNK - 1) / CHUNK : 0;
   };
   return {rows, count(lane_idx()), count(lane_idx() + 32), 0, 0};
 }
@@ -105,7 +106,7 @@ struct Batch {
 };
 
 __device__ __forceinline__ Batch next_batch(const CombineArgs& args, const Lanes& lanes, ChunkOrder& order,
-                                            Claims& chunk_counter, Chunk& chunk) {
+                                            BlockWorkCounter& chunk_counter, Chunk& chunk) {
   const World& world = args.world;
   Batch batch = {};
   batch.row = -1;
@@ -123,7 +124,7 @@ __device__ __forceinline__ Batch next_batch(const CombineArgs& args, const Lanes
   chunk.count -= batch.count;
   if (lanes.index >= batch.count || lanes.k >= world.topk) return batch;
   const i64 at = position_of(world, batch.source, batch.first + lanes.index);
-  batch.row = args.places[at * world.topk + lanes.k];
+  batch.row = args.dst_rows[at * world.topk + lanes.k];
   if (KIND == EXACT) batch.token = args.tokens[at];
   if (KIND == PER_EXPERT && args.apply_weights)
     batch.weight = args.weights[at * world.topk + lanes.k];
@@ -137,7 +138,7 @@ __device__ __forceinline__ void send_weights(const CombineArgs& args, const Lane
   const World& world = args.world;
   if (lanes.index < batch.count && lanes.k < world.topk) {
     const i64 index = KIND == PER_RANK ? static_cast<i64>(batch.row) * world.topk + lanes.k : batch.row;
-    home_weights_at(args, batch.source, position_of(world, world.rank, batch.first + lanes.index))[lanes.k] =
+    combine_weights_at(args, batch.source, position_of(world, world.rank, batch.first + lanes.index))[lanes.k] =
         batch.row >= 0 ? args.row_weights[index] : 0.0f;
   }
   __syncwarp();
@@ -172,7 +173,7 @@ __device__ __forceinline__ BatchLoads loads_of(const CombineArgs& args, const La
           in_sum | (ends ? kChunkEnd : 0),
           has_row ? batch.weight : 1.0f,
           has_row ? args.y + static_cast<i64>(batch.row) * world.hidden * sizeof(Y) : world.zeros,
-          home_at(args, batch.source, dst_row)};
+          combine_row_at(args, batch.source, dst_row)};
 }
 
 constexpr i32 kMaxLongRowsAtOnce = 2;  // long rows that are reduced: loads started in parallel
@@ -181,10 +182,10 @@ constexpr i32 kMaxLongRowsAtOnce = 2;  // long rows that are reduced: loads star
 // one segment that are reduced, are loaded in parallel. `sums`: number of sums started so far.
 __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes& lanes, Pipeline& rows,
                                            const BatchLoads& loads, u32& sums) {
-  const Rings& sizes = args.rings;
+  const PipelineSizes& sizes = args.pipelines;
   const u32 me = 1u << lane_idx();
   const bool starts_sum = kReduces && (loads.flags & kFirstRow);
-  if (has_short_rows(sizes) || (!kCopies && sizes.num_pieces == 1)) {
+  if (has_short_rows(sizes) || (!kCopies && sizes.num_segments == 1)) {
     const i32 number = (loads.load_lanes & me) != 0 ? __popc(loads.load_lanes & (me - 1)) : -1,
               columns = segment_columns(args.world, sizes, 0);
     const SegmentInfo info = {loads.weight, loads.flags | static_cast<u32>(columns) << kColumnsShift, loads.dst};
@@ -199,11 +200,11 @@ __device__ __forceinline__ void load_batch(const CombineArgs& args, const Lanes&
 #pragma unroll 1
   for (i32 i = 0; i < loads.count; ++i) {
 #pragma unroll 1
-    for (i32 segment = 0; segment < sizes.num_pieces; ++segment) {
+    for (i32 segment = 0; segment < sizes.num_segments; ++segment) {
       const i32 columns = segment_columns(args.world, sizes, segment);
-      const u32 flags = segment == sizes.num_pieces - 1 ? loads.flags : loads.flags & ~kChunkEnd;
+      const u32 flags = segment == sizes.num_segments - 1 ? loads.flags : loads.flags & ~kChunkEnd;
       const SegmentInfo info = {loads.weight, flags | static_cast<u32>(columns) << kColumnsShift,
-                                loads.dst + static_cast<i64>(segment) * sizes.home_bytes};
+                                loads.dst + static_cast<i64>(segment) * sizes.segment_bytes};
       const u8* src = loads.has_row ? loads.src + static_cast<i64>(segment) * sizes.columns * sizeof(Y) : loads.src;
 #pragma unroll 1
       for (u32 left = loads.load_lanes & lanes.mask_of(i); left != 0; left &= left - 1) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void load_rows(const CombineArgs& args, Team team, co
   const Lanes lanes = lanes_for(args.world.topk);
   ChunkOrder order = chunk_order(args, counts);
   const i32 total = order.total();
-  Claims chunk_counter = claims_of(team, &args.world.state->chunks_taken, total,
+  BlockWorkCounter chunk_counter = block_work_counter(team, &args.world.state->chunks_taken, total,
                                    has_long_rows(args) ? 0 : total - kNumTailChunks * team.num_blocks);
   Chunk chunk = {};
   u32 num_chunks = 0, sums = 0;
@@ -244,7 +245,7 @@ __device__ __forceinline__ void load_rows(const CombineArgs& args, Team team, co
   // Two loops on purpose: with one loop and a branch the compiler waits for the prefetch in each iteration, 10 % of a
   // chunk.
 #pragma unroll 1
-  while (next.present && chunk_counter.asked) {
+  while (next.present && chunk_counter.prefetched) {
     const BatchLoads loads = begin(next);
     // The prefetch follows the last use of the present batch: one scoreboard serves both.
     next = next_batch(args, lanes, order, chunk_counter, chunk);
@@ -257,7 +258,7 @@ __device__ __forceinline__ void load_rows(const CombineArgs& args, Team team, co
     next = next_batch(args, lanes, order, chunk_counter, chunk);
   }
   if constexpr (kReduces) {
-    const u32 num_teams = kNumReduceWarps / num_team_warps(args.rings);
+    const u32 num_teams = kNumReduceWarps / num_team_warps(args.pipelines);
     if (static_cast<u32>(lane_idx()) < num_teams)
       publish_ticket(sums + lane_idx(), lane_idx() == 0 ? kFirstNoMore : kNoMore);
   } else {
@@ -287,7 +288,7 @@ __device__ __forceinline__ void send_segments(const CombineArgs& args, Pipeline 
   while (true) {
     const SegmentInfo info = consumer_wait(segments);
     if (info.flags & kEnd) break;
-    ptx::bulk_store(info.dst, segments.stage(), sent_bytes(args.rings, info.columns()));
+    ptx::bulk_store(info.dst, segments.stage(), sent_bytes(args.pipelines, info.columns()));
     ptx::bulk_commit();
     segments.advance();
     ends = ends << 1 | ((info.flags & kChunkEnd) != 0);
@@ -336,7 +337,7 @@ __device__ __forceinline__ u64 credit_needed(const CombineArgs& args, u64 last, 
 // The notify warp: waits for credit and publishes it to the block. Loads and reduce warps do not wait for it.
 __device__ __forceinline__ bool publish_credit(const CombineArgs& args, Team team, Credit credit, u64 seq) {
   const World& world = args.world;
-  if (team.block == 0) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
+  if (team.block == 0) warp_send_started(world, FLAG_COMBINE_STARTED, seq);
   const u64 needed = credit_needed(args, credit.last, seq);
   const bool granted = warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE);
   __syncwarp();
@@ -353,12 +354,12 @@ __device__ __forceinline__ void send_routing_id(const CombineArgs& args, u64 rou
   const World& world = args.world;
   for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
     if (!is_active(peer)) continue;
-    *origin_at(world, peer, origins_at(args), world.rank) = routing_id;
+    *routing_id_at(world, peer, routing_ids_at(args), world.rank) = routing_id;
     ptx::store_release_sys(flag_at(world, peer, FLAG_COMBINE, world.rank), seq);
   }
 }
 
-// The notify warp, from the first flag to the last; then the send half of the block is complete.
+// The notify warp, from the first flag to the last; then the send phase of the block is complete.
 __device__ __forceinline__ void notify(const CombineArgs& args, Team team, bool granted, u64 seq, u64 routing_id,
                                        u64 start) {
   const World& world = args.world;
@@ -366,7 +367,7 @@ __device__ __forceinline__ void notify(const CombineArgs& args, Team team, bool 
   if (lane_idx() != 0) return;
   if (granted) notify_chunks(seq);
   ptx::allow_next_launch();
-  if (!arrive(world, team, TICKET_COMBINE_SEND)) return;
+  if (!arrive(world, team, DONE_COMBINE_SEND)) return;
   note_sent(world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, team.num_blocks);
   world.state->combine_seq = seq;
   world.state->combine_slot_seq[args.slot] = seq;

@@ -1,27 +1,27 @@
 // High-throughput dispatch: counts are exchanged first, inside the same launch; then every row goes once to each rank
-// that holds one of its experts, straight to its final place in that rank's output. No ring, no epilogue copy: only a
-// row that several experts of one rank share is replicated there, from its first place, while others are in flight.
+// that holds one of its experts, straight to its final row in that rank's output. No ring, no epilogue copy: only a
+// row that several experts of one rank share is replicated there, from its first final row, while others are in flight.
 //
 //   every rank                                        memory
 //   routing scan of own tokens: indices from 0, counts  -->  block_counts: flagged pairs to the blocks after
 //   last block: totals to all peers                     -->  counts[source]: flagged pairs
-//   every block reads all counts; final rows            -->  args.home, the routing table
-//   metadata warps: token metadata                      ===> meta[source], RECORDS[source] += part of kWhole
+//   every block reads all counts; final rows            -->  args.routes, the routing table
+//   metadata warps: token metadata                      ===> metadata[source], METADATA[source] += part of a total
 //   send warps: x[t] --quantise?--> one row per rank    -->  rows[final row] at the destination; scales
 //                per expert: row by row                 ===> arrivals[source][position] = seq
-//   metadata warps, when RECORDS is whole: places, weights, tokens, ids
+//   metadata warps, when METADATA is complete: final rows, weights, tokens, ids
 //   per expert: copy warps replicate rows that have arrived
-//   every block: PAYLOAD[source] += part of kWhole      ===> wait for all sources; scales
+//   every block: PAYLOAD[source] += part of a total     ===> wait for all sources; scales
 //
-// RECORDS and PAYLOAD are normalized arrival counters: an operation adds kWhole, whatever the number of blocks. A
-// cached routing (previous handle) has the final place of every row: nothing is counted, no counts are exchanged.
+// METADATA and PAYLOAD are normalized arrival counters: an operation adds kArrivalTotal, whatever the number of blocks.
+// A cached routing (previous handle) has every final row: nothing is counted, no counts are exchanged.
 //
 // Worked example: ranks 0 and 1 send 2 and 3 rows to rank 0 (FLAT). Both receive the counts [2, 3], so rank 1 writes
 // its rows to rank 0's rows 2, 3, 4 while rank 0 writes 0, 1; no rank requests a slot.
 //
 // Memory order: a warp's stores -> their completion -> warp barrier -> (the last warp of the block to finish:) one
-// release at system scope per peer (RECORDS, PAYLOAD; arrivals: per row); the receiver acquires the flag, then reads; a
-// proxy fence on either side precedes the copy engine's accesses. A peer's counts of this op also prove that it has
+// release at system scope per peer (METADATA, PAYLOAD; arrivals: per row); the receiver acquires the flag, then reads;
+// a proxy fence on either side precedes the copy engine's accesses. A peer's counts of this op also prove that it has
 // started the op, so its output slot is free (credit); before the counts themselves are written, the slot's credit is
 // awaited.
 #pragma once
@@ -83,18 +83,18 @@ __device__ __forceinline__ Status exchange_counts(const DispatchArgs& args, Team
     for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32)
       scratch.all_sources[i] = scratch.block_prefix[i] + scratch.dst_offset[i];
     sync_count_warps();
-    send_counts(args, credit, scratch.all_sources, scratch.origin, seq);
+    send_counts(args, credit, scratch.all_sources, scratch.routing_id, seq);
   }
   sync_count_warps();
   return receive_offsets(args, scratch, seq);
 }
 
-// A cached routing: every row has its final place. A peer must be in this very operation, not only past the slot's last
-// use, because rows go to their final places; a rank that continues without this one revokes that (barrier.cuh). All
-// warps; only the metadata warp's status counts.
+// A cached routing: every final row is known. A peer must be in this very operation, not only past the slot's last use,
+// because rows are written where they finally lie; a rank that continues without this one revokes that (barrier.cuh).
+// All warps; only the metadata warp's status counts.
 __device__ __forceinline__ Status reuse_routing(const DispatchArgs& args, Team team, DispatchScratch& scratch,
                                                 Credit credit, u64 seq) {
-  if (team.block == team.num_blocks - 1 && is_count_warp()) send_counts(args, credit, nullptr, scratch.origin, seq);
+  if (team.block == team.num_blocks - 1 && is_count_warp()) send_counts(args, credit, nullptr, scratch.routing_id, seq);
   const bool started =
       !is_metadata_warp() || warp_await_peers(args.world, FLAG_STARTED, seq, OP_DISPATCH, PHASE_CREDIT);
   return started ? kOk : kFailed;
@@ -112,13 +112,13 @@ __device__ __forceinline__ void finish_send(const DispatchArgs& args, Team team,
   done = __shfl_sync(~0u, done, 0);
   if (done % kStoppedWarp != warps) return;
   __syncwarp();
-  if (done == warps) warp_add_share(world, team, FLAG_PAYLOAD, num_ops);
-  if (lane_idx() != 0 || !arrive(world, team, TICKET_DISPATCH_SEND)) return;
+  if (done == warps) warp_add_arrival(world, team, FLAG_PAYLOAD, num_ops);
+  if (lane_idx() != 0 || !arrive(world, team, DONE_DISPATCH_SEND)) return;
   note_sent(world, OP_DISPATCH, 1, args.num_tokens, seq, start, args.op, team.num_blocks);
   State* state = world.state;
-  state->dispatch_seq = state->dispatch_shared = seq;
+  state->dispatch_seq = state->counted_dispatch_seq = seq;
   state->dispatch_slot_seq[args.slot] = seq;
-  state->pool = state->settled = 0;
+  state->segments_taken = state->blocks_routed = 0;
   *args.num_invalid_ids = static_cast<i32>(state->invalid_ids);
   state->invalid_ids = 0;
 }
@@ -133,12 +133,12 @@ __device__ __forceinline__ void send_and_read(const DispatchArgs& args, Team tea
   const World& world = args.world;
   const bool metadata = phases.sends && is_metadata_warp(), finishes = metadata || is_send_warp(phases);
   if (metadata && status == kOk) send_metadata(args, sender.mine);
-  if (metadata && status != kFailed) warp_add_share(world, team, FLAG_RECORDS, num_ops);
+  if (metadata && status != kFailed) warp_add_arrival(world, team, FLAG_METADATA, num_ops);
   bool ready = phases.receives && status == kOk, sent = status != kFailed;
 #pragma unroll 1
   for (i32 step = 0; step < 2; ++step) {
     if (step == is_send_warp(phases)) {
-      if (ready) ready = await_metadata(args, scratch.origin, seq);
+      if (ready) ready = await_metadata(args, scratch.routing_id, seq);
       if (ready && (!kPerExpert || metadata || !phases.sends)) read_metadata(args, team, scratch);
     } else {
       if (status != kOk) drain_load(sender);
@@ -158,16 +158,16 @@ __device__ __forceinline__ void send_and_read(const DispatchArgs& args, Team tea
 __device__ __forceinline__ void finish_receive(const DispatchArgs& args, Team team, const DispatchScratch& scratch,
                                                u8* shared, u64 number, u64 seq, Status status) {
   const World& world = args.world;
-  const u64 start = note_receive(world, team, args.work.halves, number);
+  const u64 start = note_receive(world, team, args.work.phases, number);
   if (team.block == 0 && status == kOk && !args.cached) write_counts(args, scratch);
   const bool arrived =
-      await_peers(world, FLAG_PAYLOAD, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
+      await_peers(world, FLAG_PAYLOAD, seq * kArrivalTotal, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
   if (arrived && status == kOk && *scratch.incomplete == 0) {  // await_metadata has compared the routing_ids
-    if (team.block == 0 && args.cached) write_kept_counts(args);
+    if (team.block == 0 && args.cached) write_saved_counts(args);
     if (!kPerExpert && args.out_scales != nullptr && !scales_at_final_row(args)) copy_all_scales(args, team, scratch);
   } else {
     const bool differs =
-        status == kRoutingMismatch || (arrived && origin_differs(world, origins_at(args), scratch.origin));
+        status == kRoutingMismatch || (arrived && routing_id_differs(world, routing_ids_at(args), scratch.routing_id));
     deliver_nothing(args, team, scratch, __syncthreads_or(differs) != 0 && arrived);
   }
   note_end(world, team, number, waits_at(shared));
@@ -179,7 +179,7 @@ __device__ __forceinline__ Status route_tokens(const DispatchArgs& args, Team te
                                                Sender& sender, Phases phases, Credit credit, Ids ids, u64 seq) {
   const TokenRange last = last_tile(args.world, sender.mine);
   Status status = kOk;
-  if (phases.sends && team.block == 0 && is_metadata_warp()) warp_tell_started(args.world, FLAG_STARTED, seq);
+  if (phases.sends && team.block == 0 && is_metadata_warp()) warp_send_started(args.world, FLAG_STARTED, seq);
   if (args.cached) {
     if (phases.sends) status = reuse_routing(args, team, scratch, credit, seq);
   } else {
@@ -192,30 +192,30 @@ __device__ __forceinline__ Status route_tokens(const DispatchArgs& args, Team te
   if (__syncthreads_or(status == kRoutingMismatch) != 0) return kRoutingMismatch;
   if (!phases.sends || args.cached) return kOk;
   finalize_routes(args, scratch, sender.mine, last, sender.topk);
-  if (is_metadata_warp() && lane_idx() == 0) ptx::add_release_gpu(&args.world.state->settled, 1);
+  if (is_metadata_warp() && lane_idx() == 0) ptx::add_release_gpu(&args.world.state->blocks_routed, 1);
   return kOk;
 }
 
 __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team team) {
   extern __shared__ __align__(128) u8 shared[];
   const World& world = args.world;
-  const Phases phases = {(args.work.halves & kSend) != 0, (args.work.halves & kReceive) != 0};
+  const Phases phases = {(args.work.phases & kSend) != 0, (args.work.phases & kReceive) != 0};
   const TokenSplit split = split_tokens(args.num_tokens, team.num_blocks);
   const TokenRange mine = split.of(team.block);
   // All loads are issued before any result is used; words of the state through L1, because a thousand warps would queue
   // at one line of L2.
   const u64 stop = ptx::load_cached(&world.state->aborted);
   const u64 last = ptx::load_cached(phases.sends ? &world.state->dispatch_seq : args.op + kOpSeq);
-  const u64 shared_last = ptx::load_cached(&world.state->dispatch_shared);
-  const u64 number = record_number(world, args.work.halves, args.op);
+  const u64 shared_last = ptx::load_cached(&world.state->counted_dispatch_seq);
+  const u64 number = record_number(world, args.work.phases, args.op);
   const bool routes = phases.sends && !args.cached;
   const Ids ids =
       routes ? prefetch_ids(args, mine.first, min(tile_tokens(world), mine.end - mine.first), threadIdx.x) : Ids{};
-  const u8 active = ask_active(world);
+  const u8 active = prefetch_active(world);
   const i32 capacity = threadIdx.x < static_cast<u32>(world.size) ? world.capacities[threadIdx.x] : 0;
   Credit credit = {0, 0};
   if (phases.sends && team.block == team.num_blocks - 1 && is_count_warp())
-    credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
+    credit = warp_load_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   DispatchScratch scratch = make_scratch(world, shared);
   Sender sender = {init_stages(args.work, shared), 0, -1, mine, divisor_of(segments_per_row(args)),
                    divisor_of(world.topk), split, divisor_of(team.num_blocks), false, false};
@@ -226,16 +226,16 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
     *scratch.next_segment = num_send_warps(phases);
     *scratch.next_arrival = *scratch.next_metadata = *scratch.warps_done = *scratch.incomplete = 0;
   }
-  if (routes) fill_table(world, scratch.table);
+  if (routes) fill_expert_table(world, scratch.table);
   if (threadIdx.x < static_cast<u32>(world.size)) scratch.capacities[threadIdx.x] = capacity;
-  keep_active(world, active);
+  store_active(world, active);
   // One answer for the whole block: another block may stop the rank at this moment, and barriers need all threads.
   if (is_stopped(stop, last & shared_last, number)) {
     drain_load(sender);
     return deliver_nothing(args, team, scratch, false);
   }
   const u64 seq = last + phases.sends, start = ptx::now_ns();
-  scratch.origin = origin_of(args, seq);
+  scratch.routing_id = routing_id_of(args, seq);
   if (args.cached && warp_idx() == 1)
     scratch.row_start[world.size] =
         prefix_sum(world.size, scratch.row_start, [&](i32 s) { return args.source_rows[s]; });

@@ -30,13 +30,13 @@ __device__ __forceinline__ TopkLanes topk_lanes(i32 topk) {
           token < num_tokens ? (topk == 32 ? ~0u : (1u << topk) - 1) << (token * topk) : 0};
 }
 
-// ---- send half ----
+// ---- send phase ----
 
 // Routes and weights of a lane of the metadata warp, for several groups of tokens: each is a chain of shuffles, and the
 // chains overlap.
 struct TokenEntries {
   static constexpr i32 kUnroll = 2;
-  Home route[kUnroll];
+  Route route[kUnroll];
   f32 weight[kUnroll];
 };
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ TokenEntries load_entries(const DispatchArgs& args, c
     const i32 token = first + i * lanes.num_tokens + lanes.token;
     const bool present = lanes.has(token, tokens);
     const i64 entry = static_cast<i64>(token) * args.world.topk + lanes.k;
-    entries.route[i] = present ? args.home[entry] : Home{kNowhere, -1, -1, -1};
+    entries.route[i] = present ? args.routes[entry] : Route{kNoExpert, -1, -1, -1};
     entries.weight[i] = present ? args.topk_weights[entry] : 0.0f;
   }
   return entries;
@@ -71,10 +71,10 @@ __device__ __forceinline__ void send_entries(const DispatchArgs& args, const Top
     }
 #pragma unroll
   for (i32 i = 0; i < kUnroll; ++i) {
-    const Home& route = entries.route[i];
+    const Route& route = entries.route[i];
     const u64 before = __shfl_up_sync(~0u, ranks[i], 1);
     const bool is_first = route.rank >= 0 && (lanes.k == 0 || (before >> route.rank & 1) == 0);
-    dst[i] = is_first ? reinterpret_cast<u64>(meta_at(args, route.rank, args.world.rank, route.position)) : 0;
+    dst[i] = is_first ? reinterpret_cast<u64>(metadata_at(args, route.rank, args.world.rank, route.position)) : 0;
     left[i] = __ballot_sync(~0u, is_first) & lanes.token_lanes;
   }
 #pragma unroll 1
@@ -85,12 +85,12 @@ __device__ __forceinline__ void send_entries(const DispatchArgs& args, const Top
     if (!__any_sync(~0u, some != 0)) return;
 #pragma unroll
     for (i32 i = 0; i < kUnroll; ++i) {
-      const Home& route = entries.route[i];
+      const Route& route = entries.route[i];
       const i32 from = left[i] != 0 ? __ffs(left[i]) - 1 : 0, rank = __shfl_sync(~0u, route.rank, from);
-      Meta* const metadata = reinterpret_cast<Meta*>(__shfl_sync(~0u, dst[i], from));
+      TokenMetadata* const metadata = reinterpret_cast<TokenMetadata*>(__shfl_sync(~0u, dst[i], from));
       const bool serves = route.rank == rank;
       if (left[i] != 0)
-        metadata[lanes.k] = {serves ? route.slot : -1, route.place, serves ? entries.weight[i] : 0.0f,
+        metadata[lanes.k] = {serves ? route.local_expert : -1, route.dst_row, serves ? entries.weight[i] : 0.0f,
                              first + i * lanes.num_tokens + lanes.token};
       left[i] &= left[i] - 1;
     }
@@ -111,8 +111,8 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRan
 #pragma unroll
     for (i32 i = 0; i < kUnroll; ++i) {
       const i32 token = first + i * lanes.num_tokens + lanes.token;
-      const u32 no_replica = __ballot_sync(~0u, entries.route[i].rank == kGone);
-      bad_ids += __popc(__ballot_sync(~0u, entries.route[i].rank == kInvalid));
+      const u32 no_replica = __ballot_sync(~0u, entries.route[i].rank == kNoReplica);
+      bad_ids += __popc(__ballot_sync(~0u, entries.route[i].rank == kBadId));
       if (lanes.k == 0 && lanes.has(token, tokens)) args.valid[token] = (no_replica & lanes.token_lanes) == 0;
     }
     send_entries(args, lanes, entries, first);
@@ -121,20 +121,21 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRan
   __syncwarp();
 }
 
-// ---- receive half ----
+// ---- receive phase ----
 
 // One warp: waits for the metadata of every peer. False where a wait failed or a peer's routing_id differs.
 __device__ __noinline__ bool await_metadata(const DispatchArgs& args, u64 routing_id, u64 seq) {
   const World& world = args.world;
-  if (!__all_sync(~0u, warp_await_peers(world, FLAG_RECORDS, seq * kWhole, OP_DISPATCH, PHASE_PAYLOAD))) return false;
+  if (!__all_sync(~0u, warp_await_peers(world, FLAG_METADATA, seq * kArrivalTotal, OP_DISPATCH, PHASE_PAYLOAD)))
+    return false;
   bool differs = false;
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-    differs |=
-        is_active(peer) && ptx::load_volatile(origin_at(world, world.rank, origins_at(args), peer)) != routing_id;
+    differs |= is_active(peer) &&
+               ptx::load_volatile(routing_id_at(world, world.rank, routing_ids_at(args), peer)) != routing_id;
   return !__any_sync(~0u, differs);
 }
 
-// Places, weights, tokens and ids of received positions, for combine and for the caller. One warp, a lane per
+// Final rows, weights, tokens and ids of received positions, for combine and for the caller. One warp, a lane per
 // (position, k); the warps of the block take groups of positions from a work counter until the block's part is done.
 __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team team, const DispatchScratch& scratch) {
   constexpr i32 kUnroll = 4;
@@ -149,7 +150,7 @@ __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team tea
     const i32 group = static_cast<i32>(__shfl_sync(~0u, item, 0)) * team.num_blocks + team.block;
     const i32 first = group * kUnroll * per_warp;
     if (first >= rows) return;
-    Meta meta[kUnroll];
+    TokenMetadata metadata[kUnroll];
     i32 source[kUnroll];
     i32 from = 0;
 #pragma unroll
@@ -159,23 +160,23 @@ __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team tea
       if (lanes.token_lanes == 0 || i >= rows) continue;
       while (i >= scratch.row_start[from + 1]) ++from;
       source[j] = from;
-      meta[j] = meta_at(args, world.rank, from, i - scratch.row_start[from])[k];
+      metadata[j] = metadata_at(args, world.rank, from, i - scratch.row_start[from])[k];
     }
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j) {
       if (source[j] < 0) continue;
       const i32 position = first + j * per_warp + lanes.token - scratch.row_start[source[j]];
       const i64 at = position_of(world, source[j], position);
-      args.weights[at * topk + k] = meta[j].weight;
+      args.weights[at * topk + k] = metadata[j].weight;
       if (!args.cached) {
-        args.places[at * topk + k] = meta[j].local_expert < 0 ? -1 : meta[j].place;
-        if (k == 0) args.tokens[at] = meta[j].token;
+        args.dst_rows[at * topk + k] = metadata[j].local_expert < 0 ? -1 : metadata[j].dst_row;
+        if (k == 0) args.tokens[at] = metadata[j].token;
       }
       if (kPerExpert) continue;
       const i32 row = admit(first_row(args, scratch, source[j]) + position, 0, world.capacity);
       if (row < 0) continue;
-      args.out_ids[static_cast<i64>(row) * topk + k] = meta[j].local_expert;
-      args.out_weights[static_cast<i64>(row) * topk + k] = meta[j].weight;
+      args.out_ids[static_cast<i64>(row) * topk + k] = metadata[j].local_expert;
+      args.out_weights[static_cast<i64>(row) * topk + k] = metadata[j].weight;
     }
   }
 }

@@ -1,5 +1,5 @@
-// Receive half of HT dispatch, after the metadata have arrived (ht/dispatch_metadata.cuh): rows that several local
-// experts share are copied to their other places as each arrives; scales of rank-wise layouts are moved at the end.
+// Receive phase of HT dispatch, after the metadata have arrived (ht/dispatch_metadata.cuh): rows that several local
+// experts share are copied to their other final rows as each arrives; scales of rank-wise layouts are moved at the end.
 #pragma once
 
 #include "common/block.cuh"
@@ -17,7 +17,7 @@
 
 namespace ep::ht {
 
-// Copies the scales of one row to their final place: bytes, or packed words with their own strides.
+// Copies the scales of one row to where the caller reads them: bytes, or packed words with their own strides.
 __device__ __forceinline__ void copy_scales(const DispatchArgs& args, i32 source, i32 position, i32 row,
                                             i32 num_rows) {
   const World& world = args.world;
@@ -37,9 +37,9 @@ __device__ __forceinline__ void copy_scales(const DispatchArgs& args, i32 source
 
 // A received row.
 struct Arrival {
-  i32 source, position;  // source -1 = none is left; position -1 = no row has this number
-  Meta meta;             // of this lane's k, if any; used only in the row's own iteration, so its load is not awaited
-  i32 cached_row;        // cached routing: the final row of this lane's k
+  i32 source, position;    // source -1 = none is left; position -1 = no row has this number
+  TokenMetadata metadata;  // of this lane's k, if any; used only in the row's own iteration, so its load is not awaited
+  i32 cached_row;          // cached routing: the final row of this lane's k
 };
 
 // Row `number` of this block. A block handles the positions that the block of the same index sends at the source, if
@@ -54,8 +54,8 @@ __device__ __forceinline__ Arrival load_arrival(const DispatchArgs& args, Team t
   Arrival arrival = {
       source, number / world.size < per_block && position < rows ? position : -1, {-1, -1, 0.0f, -1}, -1};
   if (arrival.position < 0 || lane_idx() >= world.topk) return arrival;
-  arrival.meta = meta_at(args, world.rank, source, position)[lane_idx()];
-  if (args.cached) arrival.cached_row = args.places[position_of(world, source, position) * world.topk + lane_idx()];
+  arrival.metadata = metadata_at(args, world.rank, source, position)[lane_idx()];
+  if (args.cached) arrival.cached_row = args.dst_rows[position_of(world, source, position) * world.topk + lane_idx()];
   return arrival;
 }
 
@@ -79,13 +79,13 @@ __device__ __forceinline__ bool await_arrival(const DispatchArgs& args, const Ar
   return arrived;
 }
 
-// Copies a row from its first place to the others (dst_row: of this lane's k), as many segments at a time as the warp
-// has stages.
+// Copies a row from its first final row to the others (dst_row: of this lane's k), as many segments at a time as the
+// warp has stages.
 __device__ __forceinline__ void replicate_row(const DispatchArgs& args, Sender& sender, i32 dst_row) {
   const World& world = args.world;
   WarpStages& stages = sender.stages;
   const u32 placed = __ballot_sync(~0u, dst_row >= 0);
-  const i32 leader = __ffs(placed) - 1, stage_bytes = args.work.piece_bytes;
+  const i32 leader = __ffs(placed) - 1, stage_bytes = args.work.segment_bytes;
   const u8* row = row_at(args, world.rank, __shfl_sync(~0u, dst_row, leader));
   const bool stores = dst_row >= 0 && lane_idx() != leader;
   for (i32 begin = 0; begin < world.row_bytes; begin += stage_bytes * static_cast<i32>(kStages)) {
@@ -130,7 +130,9 @@ __device__ __forceinline__ bool replicate_rows(const DispatchArgs& args, Team te
   Arrival next = next_arrival(args, team, scratch, numbers);
   while (next.source >= 0) {
     const Arrival arrival = next;
-    const i32 dst_row = arrival.meta.local_expert < 0 ? -1 : args.cached ? arrival.cached_row : arrival.meta.place;
+    const i32 dst_row = arrival.metadata.local_expert < 0 ? -1
+                        : args.cached                     ? arrival.cached_row
+                                                          : arrival.metadata.dst_row;
     next = next_arrival(args, team, scratch, numbers);
     const u32 placed = __ballot_sync(~0u, dst_row >= 0);
     const bool copies = arrival.source != world.rank && (placed & (placed - 1)) != 0,

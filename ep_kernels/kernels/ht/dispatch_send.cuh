@@ -1,13 +1,13 @@
-// Send half of HT dispatch, once a block knows its routes (args.home): the metadata warp sends the metadata of all the
-// block's tokens first; the send warps move rows by the copy engine, segment by segment: loaded once, stored once per
-// destination. No barrier separates them: warps take segments from work counters, first from their block's own, then
-// from the rank's.
+// Send phase of HT dispatch, once a block knows its routes (args.routes): the metadata warp sends the metadata of all
+// the block's tokens first; the send warps move rows by the copy engine, segment by segment: loaded once, stored once
+// per destination. No barrier separates them: warps take segments from work counters, first from their block's own,
+// then from the rank's.
 //
 // A work item is a segment of a row. The first one of each warp is loaded, and becomes fp8, before its destination is
 // known.
 //
 // Per-expert layouts: a flag notifies each destination of a row whose stores are complete; the destination copies the
-// row to its other places while later rows travel. On its own rank a row goes to all its places at once.
+// row to its other final rows while later rows travel. On its own rank a row is stored to all of them at once.
 #pragma once
 
 #include "common/block.cuh"
@@ -46,8 +46,8 @@ struct WarpStages {
 __device__ __forceinline__ WarpStages init_stages(const Work& work, u8* shared) {
   WarpStages stages;
   stages.barriers = reinterpret_cast<u64*>(shared) + warp_idx() * kStages;
-  stages.segment_bytes = work.piece_bytes;
-  stages.stages = shared + work.stage_offset + warp_idx() * kStages * (work.piece_bytes + kStageExtra);
+  stages.segment_bytes = work.segment_bytes;
+  stages.stages = shared + work.stage_offset + warp_idx() * kStages * (work.segment_bytes + kStageExtra);
   stages.parities = 0;
   if (lane_idx() == 0) {
     for (u32 s = 0; s < kStages; ++s) ptx::barrier_init(stages.barriers + s);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_bytes(u8* dst, const u8* src, i32 num_bytes
   }
 }
 
-// Senders write scales to the final place of their rows, where the caller reads them; otherwise scales lie by (source,
+// Senders write scales beside the final rows, where the caller reads them; otherwise scales lie by (source,
 // position) until they are moved. Equal on all ranks.
 __device__ __forceinline__ bool scales_at_final_row(const DispatchArgs& args) {
   return !kPerExpert && args.out_scales == scales_at(args, args.world.rank, 0, 0);
@@ -90,7 +90,8 @@ constexpr i32 kStopped = -2;  // in place of an item
 // Bytes of a row, and its segments, as loaded.
 __device__ __forceinline__ i32 loaded_bytes(const DispatchArgs& args) { return args.world.row_bytes * kLoadedWidth; }
 __device__ __forceinline__ i32 segments_per_row(const DispatchArgs& args) {
-  return (loaded_bytes(args) + static_cast<i32>(args.work.piece_bytes) - 1) / static_cast<i32>(args.work.piece_bytes);
+  return (loaded_bytes(args) + static_cast<i32>(args.work.segment_bytes) - 1) /
+         static_cast<i32>(args.work.segment_bytes);
 }
 
 // State of a send warp. A work item is token * segments per row + segment.
@@ -108,7 +109,7 @@ struct Sender {
 };
 
 __device__ __forceinline__ i32 segment_size(const DispatchArgs& args, i32 segment) {
-  const i32 size = args.work.piece_bytes;
+  const i32 size = args.work.segment_bytes;
   return min(size, loaded_bytes(args) - segment * size);
 }
 
@@ -140,9 +141,9 @@ __device__ __forceinline__ void load_segment(const DispatchArgs& args, const Sen
   const i32 num_bytes = segment_size(args, index),
             scale_bytes = index == 0 && stages_scales(args) ? args.world.scale_bytes : 0;
   ptx::bulk_expect(barrier, num_bytes + scale_bytes);
-  ptx::bulk_load_part(dst, row + static_cast<i64>(index) * args.work.piece_bytes, num_bytes, barrier);
+  ptx::bulk_load_part(dst, row + static_cast<i64>(index) * args.work.segment_bytes, num_bytes, barrier);
   if (scale_bytes != 0)
-    ptx::bulk_load_part(dst + args.work.piece_bytes, scales_of_token(args, token), scale_bytes, barrier);
+    ptx::bulk_load_part(dst + args.work.segment_bytes, scales_of_token(args, token), scale_bytes, barrier);
 }
 
 // NVLink does not serve all SMs alike, so a block reserves only the first quarter of its tokens for itself.
@@ -152,7 +153,7 @@ __device__ __forceinline__ i32 own_tokens(i32 num_tokens) { return (num_tokens +
 __device__ __forceinline__ bool await_final_routes(const World& world, Team team) {
   bool ok = true;
   if (lane_idx() == 0)
-    ok = spin::wait_for(world, &world.state->settled, team.num_blocks, OP_DISPATCH, PHASE_BLOCKS, world.rank);
+    ok = spin::wait_for(world, &world.state->blocks_routed, team.num_blocks, OP_DISPATCH, PHASE_BLOCKS, world.rank);
   return __all_sync(~0u, ok);
 }
 
@@ -185,7 +186,7 @@ __device__ __forceinline__ i32 next_item(const DispatchArgs& args, Team team, co
   const i32 end = (split.max_tokens() - own_tokens(split.max_tokens())) * segments;
   for (;;) {
     u64 taken = 0;
-    if (lane_idx() == 0) taken = atomicAdd(&args.world.state->pool, 1ull);
+    if (lane_idx() == 0) taken = atomicAdd(&args.world.state->segments_taken, 1ull);
     const i32 number = static_cast<i32>(__shfl_sync(~0u, taken, 0));
     const i32 round = kQuantises ? divide(number, sender.blocks) : number / team.num_blocks, index = round * at_once;
     if (index >= end) return -1;
@@ -204,16 +205,16 @@ __device__ __forceinline__ void load_first_segment(const DispatchArgs& args, Sen
 // The route of this lane's k of the item's token; lanes past K, and no item, have none. Lanes store in lane order, so
 // rank-wise layouts, where any k of a rank will do, start at another k with each token: otherwise a routing that is the
 // same for all tokens would send the rows of all ranks to the same rank first.
-__device__ __forceinline__ Home route_of(const DispatchArgs& args, const Sender& sender, i32 item) {
+__device__ __forceinline__ Route route_of(const DispatchArgs& args, const Sender& sender, i32 item) {
   const i32 topk = sender.topk.value;
-  if (lane_idx() >= topk || item < 0) return {kNowhere, -1, -1, -1};
+  if (lane_idx() >= topk || item < 0) return {kNoExpert, -1, -1, -1};
   const i32 token = divide(item, sender.segments), shift = token + args.world.rank;
   const i32 k = lane_idx() + (kPerExpert ? 0 : shift - divide(shift, sender.topk) * topk);
-  return args.home[static_cast<i64>(token) * topk + (k < topk ? k : k - topk)];
+  return args.routes[static_cast<i64>(token) * topk + (k < topk ? k : k - topk)];
 }
 
 // Lanes whose k is the first of the token at its rank.
-__device__ __forceinline__ bool is_first_of_rank(const Home& route) {
+__device__ __forceinline__ bool is_first_of_rank(const Route& route) {
   const u32 same = __match_any_sync(~0u, route.rank);
   return route.rank >= 0 && lane_idx() == __ffs(same) - 1;
 }
@@ -225,7 +226,7 @@ struct SegmentColumns {
 };
 
 __device__ __forceinline__ SegmentColumns columns_of(const DispatchArgs& args, i32 segment) {
-  const i32 column = segment * (static_cast<i32>(args.work.piece_bytes) / kLoadedWidth),
+  const i32 column = segment * (static_cast<i32>(args.work.segment_bytes) / kLoadedWidth),
             columns = segment_size(args, segment) / kLoadedWidth;
   if (!kQuantises)
     return {column, columns, 0, segment == 0 && args.x_scales != nullptr ? args.world.scale_bytes : 0, 0};
@@ -244,7 +245,7 @@ __device__ __forceinline__ void prepare_segment(const DispatchArgs& args, Sender
   if constexpr (kQuantises) {
     const SegmentColumns part = columns_of(args, segment_of(sender, sender.item).index);
     const bool packed = args.power_of_two == quant::kPacked;
-    u8 *stage = sender.stages.stage(s), *scales = stage + args.work.piece_bytes;
+    u8 *stage = sender.stages.stage(s), *scales = stage + args.work.segment_bytes;
     quant::in_place<X>(stage, part.columns, args.power_of_two != quant::kFp32, [&](i32 block, f32 scale) {
       if (packed) scales[block] = static_cast<u8>(__float_as_uint(scale) >> 23);
       else reinterpret_cast<f32*>(scales)[block] = scale;
@@ -255,21 +256,21 @@ __device__ __forceinline__ void prepare_segment(const DispatchArgs& args, Sender
   }
 }
 
-// Stores a segment once per rank, at the first place that was not dropped; on this rank at all of them. Its scales
+// Stores a segment once per rank, at the first final row that was not dropped; on this rank at all of them. Its scales
 // travel with it.
-__device__ __forceinline__ void store_segment(const DispatchArgs& args, const Home& route, i32 token,
+__device__ __forceinline__ void store_segment(const DispatchArgs& args, const Route& route, i32 token,
                                               const SegmentColumns& part, u8* stage) {
   const World& world = args.world;
   // Test all four words: if one is unread, the compiler reuses its register and waits for the load.
-  const bool placed = (route.rank | route.position | route.slot | route.place) >= 0;
+  const bool placed = (route.rank | route.position | route.local_expert | route.dst_row) >= 0;
   const u32 same = __match_any_sync(~0u, route.rank) & __ballot_sync(~0u, placed);
   const bool stores = placed && lane_idx() == __ffs(same) - 1;
   if (stores || (kPerExpert && placed && route.rank == world.rank))
-    ptx::bulk_store(row_at(args, route.rank, route.place) + part.column, stage, part.columns);
+    ptx::bulk_store(row_at(args, route.rank, route.dst_row) + part.column, stage, part.columns);
   if (part.scale_bytes == 0) return;
   const bool staged = kQuantises || stages_scales(args);
-  const u8* scales = staged ? stage + args.work.piece_bytes : scales_of_token(args, token);
-  u8* dst = stores ? dst_scales(args, route.rank, route.position, route.place) + part.first_scale : nullptr;
+  const u8* scales = staged ? stage + args.work.segment_bytes : scales_of_token(args, token);
+  u8* dst = stores ? dst_scales(args, route.rank, route.position, route.dst_row) + part.first_scale : nullptr;
   if (staged && (part.first_scale | part.scale_bytes | world.scale_bytes) % 16 == 0) {
     if (stores) ptx::bulk_store(dst, scales, part.scale_bytes);
   } else {
@@ -300,7 +301,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& args, Team team, c
   bool more = true;
   while (more) {
     const bool present = sender.item >= 0;
-    const Home route = route_of(args, sender, sender.item);
+    const Route route = route_of(args, sender, sender.item);
     const u32 s = sender.num_staged % kStages;
     const Segment segment = segment_of(sender, sender.item);
     auto send = [&] {

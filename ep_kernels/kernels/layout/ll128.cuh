@@ -32,7 +32,7 @@ constexpr i32 kLineBytes = 128, kPacketBytes = 1024, kPacketData = 960, kPacketC
 constexpr i32 kPacketHalf = 512;      // bytes of a packet that one store instruction of a warp moves
 constexpr i32 kSecondOffset = 448;    // of a lane's second vector from its first, bytes of the row
 constexpr i32 kLineInts = 28;         // 32-bit words of a line of numbers
-constexpr i32 kLineMetas = 7;         // 16-byte metadata entries of a line
+constexpr i32 kLineEntries = 7;         // 16-byte metadata entries of a line
 
 // Index of (rank, position) in arrays of LL128 lines, which are sized by ll_tokens; other arrays by max_tokens.
 __device__ __forceinline__ i32 line_position(const World& world, i32 rank, i32 position) {
@@ -123,18 +123,18 @@ __device__ __forceinline__ Vector shuffle(const Vector& v, i32 lane) {
 
 // ---- addresses in the region of `rank`: dispatch ----
 
-// Row packets of a source: [M', row_units].
+// Row packets of a source: [M', row_packets].
 __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank, i32 source) {
   const RegionMap& map = args.world.map;
-  const i64 packets = line_position(args.world, source, 0) * args.world.row_units;
-  return array_at(args, rank, map.lines, map.lines_stride) + packets * kPacketBytes;
+  const i64 packets = line_position(args.world, source, 0) * args.world.row_packets;
+  return array_at(args, rank, map.row_lines, map.row_lines_stride) + packets * kPacketBytes;
 }
 
-// Token metadata of a source: [M', meta_lines].
+// Token metadata of a source: [M', metadata_lines].
 __device__ __forceinline__ u8* metadata_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
   const RegionMap& map = args.world.map;
-  const i64 lines = line_position(args.world, source, 0) * args.world.meta_lines;
-  return array_at(args, rank, map.meta_lines, map.meta_lines_stride) + lines * kLineBytes;
+  const i64 lines = line_position(args.world, source, 0) * args.world.metadata_lines;
+  return array_at(args, rank, map.metadata_lines, map.metadata_lines_stride) + lines * kLineBytes;
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
@@ -144,16 +144,16 @@ __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 rank
 
 // The count packet of a source, 16 bytes: {rows | routing age << 32, seq}.
 __device__ __forceinline__ u8* count_packet_at(const DispatchArgs& args, i32 rank, i32 source) {
-  return array_at(args, rank, args.world.map.heads, args.world.map.heads_stride) + source * 16;
+  return array_at(args, rank, args.world.map.count_packets, args.world.map.count_packets_stride) + source * 16;
 }
 
 // ---- addresses in the region of `rank`: combine ----
 
-// The combine receive buffer: packet row * home_units + index. Packet numbers fit in 31 bits, as a packet is 1024
+// The combine receive buffer: packet row * combine_packets + index. Packet numbers fit in 31 bits, as a packet is 1024
 // bytes.
 __device__ __forceinline__ u8* combine_recv_at(const CombineArgs& args, i32 rank) {
   const RegionMap& map = args.world.map;
-  return region_at<u8>(args.world, rank, map.home_lines + args.slot * map.home_lines_stride);
+  return region_at<u8>(args.world, rank, map.combine_lines + args.slot * map.combine_lines_stride);
 }
 
 __device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i64 position) {
@@ -165,7 +165,8 @@ __device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank
 // 16 bytes from an expert rank: {routing_id that it combines, seq}.
 __device__ __forceinline__ u8* routing_packet_at(const CombineArgs& args, i32 rank, i32 expert_rank) {
   const RegionMap& map = args.world.map;
-  return region_at<u8>(args.world, rank, map.home_heads + args.slot * map.home_heads_stride) + expert_rank * 16;
+  const u64 offset = map.routing_packets + args.slot * map.routing_packets_stride;
+  return region_at<u8>(args.world, rank, offset) + expert_rank * 16;
 }
 
 // ---- fp8 packets: rows that are quantised on the way ----

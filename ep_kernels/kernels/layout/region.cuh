@@ -27,17 +27,17 @@ __device__ __forceinline__ u8* array_at(const DispatchArgs& args, i32 rank, u64 
 // ---- HT dispatch ----
 
 // Token metadata, which travel beside a row, once per (token, k); 16 bytes, one store.
-struct alignas(16) Meta {
+struct alignas(16) TokenMetadata {
   i32 local_expert;  // -1 = no expert of this rank serves this k
-  i32 place;         // Home.place
+  i32 dst_row;       // Route.dst_row
   f32 weight;
   i32 token;         // index at the source
 };
 
 // [K] token metadata of a position.
-__device__ __forceinline__ Meta* meta_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
+__device__ __forceinline__ TokenMetadata* metadata_at(const DispatchArgs& args, i32 at, i32 source, i32 position) {
   const RegionMap& map = args.world.map;
-  return reinterpret_cast<Meta*>(array_at(args, at, map.meta, map.meta_stride)) +
+  return reinterpret_cast<TokenMetadata*>(array_at(args, at, map.metadata, map.metadata_stride)) +
          position_of(args.world, source, position) * args.world.topk;
 }
 
@@ -52,8 +52,8 @@ __device__ __forceinline__ u8* row_at(const DispatchArgs& args, i32 at, i32 row)
   return array_at(args, at, map.rows, map.rows_stride) + static_cast<i64>(row) * args.world.row_bytes;
 }
 
-__device__ __forceinline__ u64 origins_at(const DispatchArgs& args) {
-  return args.world.map.origins + args.slot * args.world.map.origins_stride;
+__device__ __forceinline__ u64 routing_ids_at(const DispatchArgs& args) {
+  return args.world.map.routing_ids + args.slot * args.world.map.routing_ids_stride;
 }
 
 // Arrival flag: last seq whose row of (source, position) has arrived at rank `at`. Per-expert layouts.
@@ -65,26 +65,27 @@ __device__ __forceinline__ u64* arrival_at(const DispatchArgs& args, i32 at, i32
 
 // ---- HT combine ----
 
-__device__ __forceinline__ u8* home_at(const CombineArgs& args, i32 rank, i64 row) {
+__device__ __forceinline__ u8* combine_row_at(const CombineArgs& args, i32 rank, i64 row) {
   const RegionMap& map = args.world.map;
-  return region_at<u8>(args.world, rank, map.home + args.slot * map.home_stride) + row * args.world.home_row_bytes;
+  return region_at<u8>(args.world, rank, map.combine_rows + args.slot * map.combine_rows_stride) +
+         row * args.world.combine_row_bytes;
 }
 
-__device__ __forceinline__ f32* home_weights_at(const CombineArgs& args, i32 rank, i64 position) {
+__device__ __forceinline__ f32* combine_weights_at(const CombineArgs& args, i32 rank, i64 position) {
   const RegionMap& map = args.world.map;
-  return region_at<f32>(args.world, rank, map.home_weights + args.slot * map.home_weights_stride) +
+  return region_at<f32>(args.world, rank, map.combine_weights + args.slot * map.combine_weights_stride) +
          position * args.world.topk;
 }
 
-__device__ __forceinline__ u64 origins_at(const CombineArgs& args) {
-  return args.world.map.home_origins + args.slot * args.world.map.home_origins_stride;
+__device__ __forceinline__ u64 routing_ids_at(const CombineArgs& args) {
+  return args.world.map.combine_routing_ids + args.slot * args.world.map.combine_routing_ids_stride;
 }
 
-// Progress flag in the region of rank `at`: last seq in which expert rank `owner` has completed the chunk of this
+// Progress flag in the region of rank `at`: last seq in which `expert_rank` has completed the chunk of this
 // position.
-__device__ __forceinline__ u64* progress_at(const World& world, i32 at, i32 owner, i32 position) {
+__device__ __forceinline__ u64* progress_at(const World& world, i32 at, i32 expert_rank, i32 position) {
   const i32 chunks = (world.max_tokens + CHUNK - 1) / CHUNK;
-  return region_at<u64>(world, at, world.map.flags) + NUM_FLAGS * world.size + static_cast<i64>(owner) * chunks +
+  return region_at<u64>(world, at, world.map.flags) + NUM_FLAGS * world.size + static_cast<i64>(expert_rank) * chunks +
          position / CHUNK;
 }
 

@@ -4,16 +4,16 @@
 // arrive.
 //
 //   expert rank: send blocks                                    source rank: receive blocks
-//   y[places[source][position][k]] * weight  ...
-//     fp32, ascending k -> combine dtype -> packets -------->   home_lines[expert rank][position]
+//   y[dst_rows[source][position][k]] * weight  ...
+//     fp32, ascending k -> combine dtype -> packets -------->   combine_lines[expert rank][position]
 //                                                               z[t] = sum over ranks ascending, fp32 -> output dtype
 //
 // KIND 0: rows per expert, weighted by combine. 1: rows per rank, moved unchanged. 2: exact: every routed row travels
-// to home_lines[token][k] and is weighted at the source, in ascending k. Y is the output dtype, C the combine dtype
+// to combine_lines[token][k] and is weighted at the source, in ascending k. Y is the output dtype, C the combine dtype
 // (e4m3: block-128 scales travel inside the packet).
 //
 // Worked example: token 5 of rank 2 went to rank 0 (k = 0 and 3) as its position 1, and to rank 1 (k = 1). Rank 0
-// writes bf16(w0 * y0 + w3 * y3) to rank 2's home_lines[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in
+// writes bf16(w0 * y0 + w3 * y3) to rank 2's combine_lines[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in
 // its routes.
 //
 // A partial whose rows were all dropped travels as +0. Memory order: none between lines. Reuse of a slot: a rank that
@@ -39,8 +39,8 @@ namespace ep::ll {
 // (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const CombineArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
                                             u64 start) {
-  if (!arrive(args.world, {0, num_blocks}, TICKET_COMBINE_SEND)) return;
-  args.world.state->taken[16] = 0;
+  if (!arrive(args.world, {0, num_blocks}, DONE_COMBINE_SEND)) return;
+  args.world.state->items_taken[16] = 0;
   args.world.state->combine_seq = seq;
   args.world.state->combine_slot_seq[args.slot] = seq;
   note_sent(args.world, OP_COMBINE, args.mode, args.num_tokens, seq, start, args.op, num_receivers);
@@ -54,14 +54,14 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   __shared__ u64 start, record;  // of the operation: time, and number of its latency record
   const World& world = args.world;
   u8** recv_buffers = reinterpret_cast<u8**>(after_waits(world, shared));  // [R] combine receive buffer of each rank
-  u8* stages = shared + args.work.stage_offset + warp_idx() * 2 * args.work.piece_bytes + lane_idx() * kCopyBytes;
-  const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
+  u8* stages = shared + args.work.stage_offset + warp_idx() * 2 * args.work.segment_bytes + lane_idx() * kCopyBytes;
+  const bool sends = args.work.phases & kSend, receives = args.work.phases & kReceive;
   const i32 num_senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool split = num_senders < team.num_blocks, is_sender = team.block < num_senders;
   const Team send_team = {team.block, max(1, num_senders)};
   const Team recv_team = split ? Team{team.block - num_senders, team.num_blocks - num_senders} : team;
   const Divisor packets = divisor_of(packets_per_position(world)), sources = divisor_of(world.size);
-  Queue queue = queue_of(send_team, num_warps(), packets, sources, world.state->taken + 16);
+  WarpWorkCounter work = warp_work_counter(send_team, num_warps(), packets, sources, world.state->items_taken + 16);
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
@@ -73,13 +73,13 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   ptx::allow_next_launch();
   // All loads are issued before any result is used (load_recv_counts, the last, uses its own): a computation in between
   // would stall the later loads.
-  const u64 stop = ptx::load_cached(&world.state->aborted), routing_id = ptx::load_cached(args.origin);
+  const u64 stop = ptx::load_cached(&world.state->aborted), routing_id = ptx::load_cached(args.routing_id);
   const u64 last = ptx::load_cached(sends ? &world.state->combine_seq : args.op + kOpSeq);
-  const u64 number = record_number(world, args.work.halves, args.op);
+  const u64 number = record_number(world, args.work.phases, args.op);
   Credit credit = {0, 0};
   RecvCounts counts = {0, 0, 0};
   if (is_sender) {
-    credit = warp_ask_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
+    credit = warp_load_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
     counts = load_recv_counts(args);
   }
   const u64 seq = last + sends;
@@ -89,11 +89,11 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   }
   if (is_sender) {
     Task task = {};
-    const bool more = next_task(args, counts, queue, task);
+    const bool more = next_task(args, counts, work, task);
     const bool notifies = team.block == 0 && warp_idx() == num_warps() - 1;
-    if (notifies && stop == STOP_RUNNING) warp_tell_started(world, FLAG_COMBINE_STARTED, seq);
+    if (notifies && stop == STOP_RUNNING) warp_send_started(world, FLAG_COMBINE_STARTED, seq);
     if (stop == STOP_RUNNING)
-      send_partials(args, recv_buffers, stages, counts, queue, task, more, seq, [&] {
+      send_partials(args, recv_buffers, stages, counts, work, task, more, seq, [&] {
         const u64 needed = credit_needed(world, credit, seq);
         if (!warp_await_credit(world, FLAG_COMBINE_STARTED, credit, needed, OP_COMBINE)) return false;
         if (notifies) send_routing_id(args, routing_id, seq);

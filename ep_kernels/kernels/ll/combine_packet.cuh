@@ -8,11 +8,12 @@
 
 namespace ep::ll {
 
-constexpr bool kFp8 = sizeof(C) == 1;
+constexpr bool kFp8 = sizeof(C) == 1;  // else C is Y
+static_assert(!(kFp8 && KIND == EXACT), "exact combine moves rows as they are");
 constexpr i32 kVectorColumns = 16 / static_cast<i32>(sizeof(C));  // of a 16-byte vector as it travels
 constexpr i32 kCombineColumns =                                   // of a packet
     kFp8 ? kPacketColumns : kPacketData / static_cast<i32>(sizeof(C));
-constexpr i32 kPollUnroll = !kFp8 ? 4 : KIND == EXACT ? 1 : 2;  // partials that a warp polls at a time
+constexpr i32 kPollUnroll = kFp8 ? 2 : 4;  // partials that a warp polls at a time
 
 // First column of this lane's first vector in a packet; kSecondColumn: distance to that of its second vector.
 __device__ __forceinline__ i32 first_column() { return first_offset() / static_cast<i32>(sizeof(C)); }

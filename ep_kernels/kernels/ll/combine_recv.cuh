@@ -64,12 +64,12 @@ struct Partials {
   f32 weight;          // likewise
 };
 
-__device__ __forceinline__ Home load_route(const CombineArgs& args, i32 token) {
+__device__ __forceinline__ Route load_route(const CombineArgs& args, i32 token) {
   const i32 k = lane_idx(), topk = args.world.topk;
-  return k < topk && token < args.num_tokens ? args.home[static_cast<i64>(token) * topk + k] : Home{-1, -1, -1, -1};
+  return k < topk && token < args.num_tokens ? args.routes[static_cast<i64>(token) * topk + k] : Route{-1, -1, -1, -1};
 }
 
-__device__ __forceinline__ Partials list_partials(const CombineArgs& args, const Home& route, i32 token) {
+__device__ __forceinline__ Partials list_partials(const CombineArgs& args, const Route& route, i32 token) {
   Partials partials = {0, route.rank, route.position, 1.0f};
   const bool routed = route.rank >= 0;
   if (KIND == EXACT) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
       if (partials.left == 0) continue;
       i32 row;
       take_partial(args, partials, token, &expert_rank[j], &row, &weight[j]);
-      number[j] = row * world.home_units + index;
+      number[j] = row * world.combine_packets + index;
       ++count;
     }
     i32 missing = world.rank;
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
 }
 
 // z_weights[token]: for each k, the row weight that the rank of its expert sent.
-__device__ __forceinline__ bool receive_weights(const CombineArgs& args, const Home& route, i64 token,
+__device__ __forceinline__ bool receive_weights(const CombineArgs& args, const Route& route, i64 token,
                                                 const volatile i32* status, u64 seq) {
   const World& world = args.world;
   const i32 k = lane_idx(), topk = world.topk, num_lines = lines_for(topk, kLineInts);
@@ -221,13 +221,13 @@ __device__ __forceinline__ void poison_packet(const CombineArgs& args, i64 token
 // Calls visit(routes, token, index) for every packet of this warp.
 template <class Visit>
 __device__ __forceinline__ void for_packets(const CombineArgs& args, Team team, Visit visit) {
-  const Divisor packets = divisor_of(args.world.home_units);
+  const Divisor packets = divisor_of(args.world.combine_packets);
   i32 item = first_item(team), next_token = divide(item, packets);
-  Home next = load_route(args, next_token);
+  Route next = load_route(args, next_token);
 #pragma unroll 1
   while (next_token < args.num_tokens) {
     const i32 token = next_token, index = item - next_token * packets.value;
-    const Home route = next;
+    const Route route = next;
     item += num_items_at_once(team);
     next_token = divide(item, packets);
     next = load_route(args, next_token);
@@ -236,17 +236,17 @@ __device__ __forceinline__ void for_packets(const CombineArgs& args, Team team, 
 }
 
 __device__ __forceinline__ void poison_packets(const CombineArgs& args, Team team) {
-  for_packets(args, team, [&](const Home&, i32 token, i32 index) { poison_packet(args, token, index); });
+  for_packets(args, team, [&](const Route&, i32 token, i32 index) { poison_packet(args, token, index); });
 }
 
 __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team team, u8* shared, i32* status,
                                                 u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
-  const u64 start = note_receive(world, team, args.work.halves, record);
+  const u64 start = note_receive(world, team, args.work.phases, record);
   u64* waits = waits_at(shared);
-  const u8* recv_buffer = ptx::known(combine_recv_at(args, world.rank));
+  const u8* recv_buffer = ptx::opaque(combine_recv_at(args, world.rank));
   if (warp_idx() == num_warps() - 1) await_routing_ids(args, status, routing_id, seq);
-  for_packets(args, team, [&](const Home& route, i32 token, i32 index) {
+  for_packets(args, team, [&](const Route& route, i32 token, i32 index) {
     bool ok = reduce_packet(args, list_partials(args, route, token), token, index, recv_buffer, status, waits, start,
                             seq);
     if (ok && args.z_weights != nullptr && index == 0) ok = receive_weights(args, route, token, status, seq);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
   __syncthreads();
   if (*status != kOk) poison_packets(args, team);
   if (*status == kRoutingMismatch && team.block == 0 && threadIdx.x == 0)
-    report_difference(world, OP_COMBINE, routing_id, [&](i32 peer) {
+    report_mismatch(world, OP_COMBINE, routing_id, [&](i32 peer) {
       return ptx::load_pair<Vector>(routing_packet_at(args, world.rank, peer)).low;
     });
   note_end(world, team, record, waits);

@@ -22,7 +22,7 @@ struct Task {
   i32 src_row;   // of y, for this lane's k; -1 = not served here, -2 = dropped
   f32 weight;    // of this lane's k
   u32 row_mask;  // lanes whose rows the partial sums
-  i32 dst_row;   // exact: row of the source's combine receive buffer
+  i32 recv_row;  // exact: row of the source's combine receive buffer
 };
 
 template <i32 N>
@@ -61,10 +61,10 @@ __device__ __forceinline__ void add_row(const RowVector (&y)[2], f32 weight, f32
 // together, with those of the next partial behind them: registers would hold two rows, and each later row would cost a
 // wait of its own. A lane reads back only its own copies, so no barrier is needed.
 
-constexpr bool kMoves = kSameType && KIND != PER_EXPERT;  // rows travel unchanged
+constexpr bool kMoves = !kFp8 && KIND != PER_EXPERT;  // rows travel unchanged
 constexpr bool kStaged = KIND == PER_EXPERT;
 constexpr i32 kVectorBytes = kVectorColumns * static_cast<i32>(sizeof(Y));  // of y, for one vector of a packet
-constexpr i32 kCopyBytes = kVectorBytes < 16 ? kVectorBytes : 16;           // of one copy
+constexpr i32 kCopyBytes = 16;                                              // of one copy
 constexpr i32 kRowStage = 32 * 2 * kVectorBytes;                            // of one row, for a warp
 
 // This lane's part of a partial's rows, perhaps in flight.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void stage_vector(const Y* row, i32 column, i32 past,
   for (i32 i = 0; i < kVectorBytes / kCopyBytes; ++i) {
     const i32 at = column + i * kCopyBytes / static_cast<i32>(sizeof(Y));
     const bool present = at < past;
-    ptx::copy_async<kCopyBytes>(to + i * 32 * kCopyBytes, row + (present ? at : 0), present);
+    ptx::copy_async(to + i * 32 * kCopyBytes, row + (present ? at : 0), present);
   }
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void prefetch_rows(const CombineArgs& args, const Tas
     if (!(kFp8 && single)) prefetch.row[0] = load_words<Y, kVectorColumns>(row, column, hidden);
     if (!single) prefetch.row[1] = load_words<Y, kVectorColumns>(row, column + kSecondColumn, hidden);
   } else {
-    const u8* end = prefetch.stage + args.work.piece_bytes;
+    const u8* end = prefetch.stage + args.work.segment_bytes;
 #pragma unroll 1
     for (u8* to = prefetch.stage; prefetch.left != 0 && to < end; to += kRowStage) {
       const Y* row = expert_row(args, task, __ffs(prefetch.left) - 1);
@@ -189,18 +189,18 @@ __device__ __forceinline__ bool is_positional(const CombineArgs& args) {
 }
 
 __device__ __forceinline__ i32 packets_per_position(const World& world) {
-  return world.home_units * (KIND == EXACT ? world.topk : 1);
+  return world.combine_packets * (KIND == EXACT ? world.topk : 1);
 }
 
-// The task of queue.turn, or the first existing one after it; its table entries are in flight. False: none is left.
-__device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCounts& counts, Queue& queue,
+// The task of work.item, or the first existing one after it; its table entries are in flight. False: none is left.
+__device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCounts& counts, WarpWorkCounter& work,
                                           Task& task) {
   const World& world = args.world;
-  const i32 row_packets = world.home_units, k = lane_idx(), topk = world.topk;
+  const i32 row_packets = world.combine_packets, k = lane_idx(), topk = world.topk;
 #pragma unroll 1
-  for (; queue.turn.position < counts.max_rows; refill(queue)) {
-    const Turn item = queue.turn;
-    task.source = rank_of_hop(world, item.source);
+  for (; work.item.position < counts.max_rows; take_next(work)) {
+    const WorkItem item = work.item;
+    task.source = rank_at_offset(world, item.source);
     task.position = item.position;
     task.exact_k = KIND == EXACT ? item.index / row_packets : 0;
     task.index = item.index - task.exact_k * row_packets;
@@ -210,9 +210,9 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
       const i64 at = position_of(world, task.source, task.position);
       task.src_row = static_cast<i32>(at);
       if (!is_positional(args)) {
-        task.src_row = k < topk ? args.places[at * topk + k] : -1;
+        task.src_row = k < topk ? args.dst_rows[at * topk + k] : -1;
         task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
-        if (KIND == EXACT) task.dst_row = args.tokens[at] * topk + task.exact_k;
+        if (KIND == EXACT) task.recv_row = args.tokens[at] * topk + task.exact_k;
       }
     }
     if (exists) return true;
@@ -253,20 +253,20 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
 // recv_buffers: [R] the combine receive buffer of each rank.
 __device__ __forceinline__ void send_packet(const CombineArgs& args, u8* const* recv_buffers, const Task& task,
                                             Prefetch& prefetch, u64 seq) {
-  const i32 row = KIND == EXACT ? task.dst_row : line_position(args.world, args.world.rank, task.position);
-  u8* to = recv_buffers[task.source] + static_cast<i64>(row * args.world.home_units + task.index) * kPacketBytes;
+  const i32 row = KIND == EXACT ? task.recv_row : line_position(args.world, args.world.rank, task.position);
+  u8* to = recv_buffers[task.source] + static_cast<i64>(row * args.world.combine_packets + task.index) * kPacketBytes;
   store_packet(to, make_partial(args, task, prefetch), seq);
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
 // Prefetches the rows of a task and the table entries of the next one. False: the task has nothing to send.
-__device__ __forceinline__ bool begin_task(const CombineArgs& args, const RecvCounts& counts, Queue& queue, Task& task,
-                                           Prefetch& prefetch, Task& next, bool& more) {
+__device__ __forceinline__ bool begin_task(const CombineArgs& args, const RecvCounts& counts, WarpWorkCounter& work,
+                                           Task& task, Prefetch& prefetch, Task& next, bool& more) {
   const bool sends = select_rows(args, task);
   prefetch.left = task.row_mask;
   if (sends) prefetch_rows(args, task, prefetch);
-  refill(queue);
-  more = next_task(args, counts, queue, next);
+  take_next(work);
+  more = next_task(args, counts, work, next);
   return sends;
 }
 
@@ -276,12 +276,12 @@ __device__ __forceinline__ bool begin_task(const CombineArgs& args, const RecvCo
 // second and the table entries of the third are in flight. Otherwise a partial is stored before the next one begins.
 template <class AwaitCredit>
 __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const* recv_buffers, u8* stages,
-                                              const RecvCounts& counts, Queue& queue, Task next, bool more, u64 seq,
-                                              AwaitCredit await_credit) {
+                                              const RecvCounts& counts, WarpWorkCounter& work, Task next, bool more,
+                                              u64 seq, AwaitCredit await_credit) {
   Task now = {};
   Prefetch prefetch = {};
   prefetch.stage = stages;
-  u8* free_stage = stages + args.work.piece_bytes;
+  u8* free_stage = stages + args.work.segment_bytes;
   bool sends = false, granted = false;
 #pragma unroll 1
   do {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
     Task second = next;
     Prefetch second_prefetch = {};
     second_prefetch.stage = free_stage;
-    const bool second_sends = more && begin_task(args, counts, queue, second, second_prefetch, next, more);
+    const bool second_sends = more && begin_task(args, counts, work, second, second_prefetch, next, more);
     if (kStaged) ptx::copy_commit();
     if (!granted) granted = await_credit();
     if (!granted) break;

@@ -1,17 +1,17 @@
 // Low-latency dispatch: each token's row goes once to every rank that holds one of its experts, as LL128 packets that
 // carry the operation's seq as flag (layout/ll128.cuh). The receiver polls the packets themselves and writes each
-// vector to its final place, so rows are expanded per expert while others are still under way.
+// vector to its final rows, so rows are expanded per expert while others are still under way.
 //
 //   source rank: send blocks                            expert rank: receive blocks
-//   last block: count packet, rows per expert -------->  heads, count_lines[source] -> final layout
-//   per token, rank: token metadata ------------------>  meta_lines[source][position]
-//   per token, rank: x[t] --quantise?--> packets ----->  lines[source][position] -> rows (one per expert, or per rank)
+//   last block: count packet, rows per expert -------->  count_packets, count_lines[source] -> final layout
+//   per token, rank: token metadata ------------------>  metadata_lines[source][position]
+//   per token, rank: x[t] --quantise?--> packets ----->  row_lines[source][position] -> rows (per expert, or per rank)
 //
 // Routing: token mask scan (routing/ll_scan.cuh). With a previous handle the keys come from its routes; the rest is
 // computed anew.
 //
 // Worked example: R = 2, K = 2, rank 1 sends token 0 to experts (rank 0, slot 1) and (rank 0, slot 0): one row lands in
-// rank 0's lines[1][0] with the metadata {1, index}, {0, index}; rank 0 writes each of its vectors to both experts'
+// rank 0's row_lines[1][0] with the metadata {1, index}, {0, index}; rank 0 writes each of its vectors to both experts'
 // groups.
 //
 // Memory order: none between lines; each line is complete in itself. Reuse of a slot: the peer's STARTED flag is in
@@ -42,8 +42,8 @@ namespace ep::ll {
 // (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const DispatchArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
                                             u64 start) {
-  if (!arrive(args.world, {0, num_blocks}, TICKET_DISPATCH_SEND)) return;
-  args.world.state->taken[0] = 0;
+  if (!arrive(args.world, {0, num_blocks}, DONE_DISPATCH_SEND)) return;
+  args.world.state->items_taken[0] = 0;
   args.world.state->dispatch_seq = seq;
   args.world.state->dispatch_slot_seq[args.slot] = seq;
   note_sent(args.world, OP_DISPATCH, 0, args.num_tokens, seq, start, args.op, num_receivers);
@@ -55,13 +55,13 @@ __device__ __forceinline__ void init_shared(const DispatchArgs& args, const LlSc
                                             bool sends_counts, bool scans, bool sets_expert_masks) {
   const World& world = args.world;
   load_active(world);
-  fill_table(world, scratch.expert_table);
+  fill_expert_table(world, scratch.expert_table);
   if (warp_idx() == num_warps() - 1) {  // a warp for each, as a block that starts late delays its peers
     for (i32 i = lane_idx(); i < world.size; i += 32)
-      scratch.row_dst[i] = row_packets_at(args, rank_of_hop(world, i), world.rank);
+      scratch.row_dst[i] = row_packets_at(args, rank_at_offset(world, i), world.rank);
   } else if (warp_idx() == num_warps() - 2) {
     for (i32 i = lane_idx(); i < world.size; i += 32)
-      scratch.metadata_dst[i] = metadata_lines_at(args, rank_of_hop(world, i), world.rank);
+      scratch.metadata_dst[i] = metadata_lines_at(args, rank_at_offset(world, i), world.rank);
   } else if (warp_idx() == num_warps() - 3) {
     for (i32 i = lane_idx(); i < world.size; i += 32) waits_at(shared)[i] = 0;
     for (i32 i = lane_idx(); i < MAX_RANKS; i += 32) send_counts.rows[i] = 0;
@@ -100,8 +100,8 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   __shared__ SendCounts send_counts;
   const World& world = args.world;
   __shared__ const u8* recv_base[2];
-  LlScratch scratch = carve_ll(world, shared, &has_duplicates, recv_base);
-  const bool sends = args.work.halves & kSend, receives = args.work.halves & kReceive;
+  LlScratch scratch = make_ll_scratch(world, shared, &has_duplicates, recv_base);
+  const bool sends = args.work.phases & kSend, receives = args.work.phases & kReceive;
   const i32 num_senders = sends ? receives ? static_cast<i32>(args.work.num_senders) : team.num_blocks : 0;
   const bool split = num_senders < team.num_blocks, is_sender = team.block < num_senders;
   const bool sends_counts = is_sender && team.block == num_senders - 1;
@@ -112,15 +112,15 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   const Team metadata_team = split ? recv_team : row_team;
   const bool sends_metadata =
       sends && (split ? !is_sender : sends_rows) && metadata_team.block < args.num_tokens * world.size;
-  const Divisor row_packets = divisor_of(world.row_units), items = divisor_of(world.row_units + 1);
+  const Divisor row_packets = divisor_of(world.row_packets), items = divisor_of(world.row_packets + 1);
   const Divisor sources = divisor_of(world.size), topk = divisor_of(world.topk), one = divisor_of(1);
   const bool sets_expert_masks = kPerExpert && sends_metadata && !args.cached && scratch.expert_masks != nullptr;
   const bool scans = sends_counts || sends_rows || sends_metadata;
   init_shared(args, scratch, shared, send_counts, status, counts_barrier, sends_counts, scans, sets_expert_masks);
-  Queue queue = queue_of(row_team, num_send_warps(world), row_packets, one, world.state->taken);
-  const Turn none = {world.ll_tokens, 0, 0};
-  const Turn first_arrival = split && is_sender ? none : turn_of(first_item(recv_team), items, sources);
-  const Turn arrival_step = turn_of(num_items_at_once(recv_team), items, sources);
+  WarpWorkCounter work = warp_work_counter(row_team, num_send_warps(world), row_packets, one, world.state->items_taken);
+  const WorkItem none = {world.ll_tokens, 0, 0};
+  const WorkItem first_arrival = split && is_sender ? none : work_item_at(first_item(recv_team), items, sources);
+  const WorkItem arrival_step = work_item_at(num_items_at_once(recv_team), items, sources);
   __syncthreads();
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
@@ -129,21 +129,21 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   const u64 last = ptx::load_cached(sends ? &world.state->dispatch_seq : args.op + kOpSeq);
   Credit credit = {0, 0};
   if (is_sender || sends_metadata)
-    credit = warp_ask_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
+    credit = warp_load_credit(world, FLAG_STARTED, &world.state->dispatch_slot_seq[args.slot]);
   PrefetchedIds ids = {};
   if (scans) ids = prefetch_ids(args);
   Entry entry = {};
   if (sends_metadata) entry = load_entry(args, divide(first_item(metadata_team), sources));
-  const u64 record = record_number(world, args.work.halves, args.op);
+  const u64 record = record_number(world, args.work.phases, args.op);
   LoadedPacket packet = {};
   const bool is_send_warp = sends_rows && warp_idx() < num_send_warps(world);
-  if (is_send_warp && queue.turn.position < args.num_tokens)
-    packet = load_packet<X>(args, queue.turn.position, queue.turn.index);
+  if (is_send_warp && work.item.position < args.num_tokens)
+    packet = load_packet<X>(args, work.item.position, work.item.index);
   const u64 start = threadIdx.x == THREADS - 1 ? ptx::now_ns() : 0, seq = last + sends;
-  const u64 routing_id = origin_of(args, seq);
+  const u64 routing_id = routing_id_of(args, seq);
   // Announced before anything of this operation waits for peers.
   if (sends_counts && stop == STOP_RUNNING && warp_idx() == num_warps() - 2)
-    warp_tell_started(world, FLAG_STARTED, seq);
+    warp_send_started(world, FLAG_STARTED, seq);
   bool granted = false;
   if (is_sender || sends_metadata) {
     const u64 needed = free_from(world, credit.last, seq);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   if (sends_counts && kPerExpert && granted) send_expert_counts(args, scratch, seq);
   if (sends_metadata && first_item(metadata_team) < args.num_tokens * world.size && granted)
     send_all_metadata(args, metadata_team, scratch, entry, sources, seq);
-  if (is_send_warp && granted) send_rows(args, scratch, queue, packet, seq);
+  if (is_send_warp && granted) send_rows(args, scratch, work, packet, seq);
   if (is_sender) __syncthreads();
   if (sends && threadIdx.x == THREADS - 1)
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks + (split ? 1 : 0) : team.num_blocks, seq,

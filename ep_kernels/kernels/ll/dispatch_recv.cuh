@@ -1,4 +1,4 @@
-// Receive phase of LL dispatch: polls packets and token metadata, and writes each to its final place.
+// Receive phase of LL dispatch: polls packets and token metadata, and writes each to its final rows.
 #pragma once
 
 #include "common/block.cuh"
@@ -88,9 +88,9 @@ __device__ __forceinline__ void write_packet(const DispatchArgs& args, const Pac
   }
 }
 
-// What a warp polls: a packet of a row, or (item.index = row_units) the metadata of its token.
+// What a warp polls: a packet of a row, or (item.index = row_packets) the metadata of its token.
 struct Arrival {
-  Turn item;
+  WorkItem item;
   const u8 *packet_at, *metadata_at;
   Packet packet;
   Vector metadata;  // lane i: vector i of the first four metadata lines
@@ -99,10 +99,10 @@ struct Arrival {
 };
 
 __device__ __forceinline__ bool is_metadata(const World& world, const Arrival& arrival) {
-  return arrival.item.index == world.row_units;
+  return arrival.item.index == world.row_packets;
 }
 
-__device__ __forceinline__ i32 source_of_item(const World& world, Turn item) {
+__device__ __forceinline__ i32 source_of_item(const World& world, WorkItem item) {
   const i32 source = item.source + world.rank;
   return source < world.size ? source : source - world.size;
 }
@@ -113,35 +113,36 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
   const World& world = args.world;
   const i32 number = line_position(world, source_of_item(world, arrival.item), arrival.item.position);
   arrival.packet_at =
-      scratch.recv_base[0] + static_cast<i64>(number * world.row_units + arrival.item.index) * kPacketBytes;
-  arrival.metadata_at = scratch.recv_base[1] + static_cast<i64>(number * world.meta_lines) * kLineBytes;
+      scratch.recv_base[0] + static_cast<i64>(number * world.row_packets + arrival.item.index) * kPacketBytes;
+  arrival.metadata_at = scratch.recv_base[1] + static_cast<i64>(number * world.metadata_lines) * kLineBytes;
 }
 
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
-    arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.meta_lines), seq, &arrival.metadata);
+    arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);
 }
 
 // Metadata entry k = lane of a ready arrival. The fifth line (K > 28) is awaited here; false: that wait failed.
-__device__ __forceinline__ bool read_metadata(const DispatchArgs& args, const Arrival& arrival, u64 seq, Meta* meta) {
+__device__ __forceinline__ bool read_metadata(const DispatchArgs& args, const Arrival& arrival, u64 seq,
+                                              TokenMetadata* metadata) {
   const World& world = args.world;
   const i32 k = lane_idx();
-  Vector mine = shuffle(arrival.metadata, (k / kLineMetas * 8 + k % kLineMetas) & 31);
-  if (world.meta_lines > 4) {
+  Vector mine = shuffle(arrival.metadata, (k / kLineEntries * 8 + k % kLineEntries) & 31);
+  if (world.metadata_lines > 4) {
     Vector fifth = {};
     const i32 source = source_of_item(world, arrival.item);
     const u8* at = arrival.metadata_at + 4 * kLineBytes;
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source,
                          [&] { return poll_lines(at, 1, seq, &fifth); }))
       return false;
-    const Vector of_fifth = shuffle(fifth, (k - 4 * kLineMetas) & 31);
-    if (k >= 4 * kLineMetas) mine = of_fifth;
+    const Vector of_fifth = shuffle(fifth, (k - 4 * kLineEntries) & 31);
+    if (k >= 4 * kLineEntries) mine = of_fifth;
   }
   const i32 expert = k < world.topk ? static_cast<i32>(word_of(mine, 0)) : -1;
-  *meta = {expert, static_cast<i32>(word_of(mine, 1)), __uint_as_float(word_of(mine, 2)),
-           static_cast<i32>(word_of(mine, 3))};
+  *metadata = {expert, static_cast<i32>(word_of(mine, 1)), __uint_as_float(word_of(mine, 2)),
+               static_cast<i32>(word_of(mine, 3))};
   return true;
 }
 
@@ -157,36 +158,36 @@ __device__ __forceinline__ bool sums_counts_itself(const World& world) {
 }
 
 // Final row for (source, position, k = lane); -1 = not served here, kDropped past the capacity.
-__device__ __forceinline__ i32 dst_row_of_topk(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
-                                               i32 source, i32 position) {
-  if (meta.local_expert < 0) return -1;
+__device__ __forceinline__ i32 dst_row_of_topk(const DispatchArgs& args, const LlScratch& scratch,
+                                               const TokenMetadata& metadata, i32 source, i32 position) {
+  if (metadata.local_expert < 0) return -1;
   if (!kPerExpert) return dst_row_of(args, scratch, source, position);
   if (sums_counts_itself(args.world)) {
-    i32 row = meta.local_expert * args.world.capacity + meta.place;
+    i32 row = metadata.local_expert * args.world.capacity + metadata.dst_row;
 #pragma unroll 4
     for (i32 s = 0; s < source; ++s)
-      row += scratch.recv_counts[s * recv_counts_stride(args.world) + 1 + meta.local_expert];
-    return admit(row, meta.local_expert, args.world.capacity);
+      row += scratch.recv_counts[s * recv_counts_stride(args.world) + 1 + metadata.local_expert];
+    return admit(row, metadata.local_expert, args.world.capacity);
   }
-  return admit(first_row(args, scratch, source, meta.local_expert) + meta.place, meta.local_expert,
+  return admit(first_row(args, scratch, source, metadata.local_expert) + metadata.dst_row, metadata.local_expert,
                args.world.capacity);
 }
 
 // Saves what combine and the caller need of a received position. One warp; lane k has entry k.
-__device__ __forceinline__ void save_metadata(const DispatchArgs& args, const LlScratch& scratch, const Meta& meta,
-                                              i32 source, i32 position) {
+__device__ __forceinline__ void save_metadata(const DispatchArgs& args, const LlScratch& scratch,
+                                              const TokenMetadata& metadata, i32 source, i32 position) {
   const World& world = args.world;
   const i32 topk = world.topk, k = lane_idx();
   const i32 at = source * world.max_tokens + position, entry = at * topk + k;  // 31 bits: plan.sizes_of
   if (k >= topk) return;
-  args.places[entry] = dst_row_of_topk(args, scratch, meta, source, position);
-  args.weights[entry] = meta.weight;
-  if (k == 0) args.tokens[at] = meta.token;
+  args.dst_rows[entry] = dst_row_of_topk(args, scratch, metadata, source, position);
+  args.weights[entry] = metadata.weight;
+  if (k == 0) args.tokens[at] = metadata.token;
   if (kPerExpert) return;
   const i32 row = dst_row_of(args, scratch, source, position);
   if (row < 0) return;
-  args.out_ids[row * topk + k] = meta.local_expert;
-  args.out_weights[row * topk + k] = meta.weight;
+  args.out_ids[row * topk + k] = metadata.local_expert;
+  args.out_weights[row * topk + k] = metadata.weight;
 }
 
 // Writes a ready arrival to its final rows. False after a failed wait.
@@ -194,12 +195,12 @@ __device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratc
                                         i32 num_rows, u64 seq) {
   const World& world = args.world;
   const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
-  Meta meta = {-1, -1, 0.0f, 0};
-  if ((kPerExpert || is_metadata(world, arrival)) && !read_metadata(args, arrival, seq, &meta)) return false;
+  TokenMetadata metadata = {-1, -1, 0.0f, 0};
+  if ((kPerExpert || is_metadata(world, arrival)) && !read_metadata(args, arrival, seq, &metadata)) return false;
   if (is_metadata(world, arrival)) {
-    save_metadata(args, scratch, meta, source, position);
+    save_metadata(args, scratch, metadata, source, position);
   } else {
-    const i32 row = kPerExpert ? dst_row_of_topk(args, scratch, meta, source, position)
+    const i32 row = kPerExpert ? dst_row_of_topk(args, scratch, metadata, source, position)
                                : dst_row_of(args, scratch, source, position);
     const u32 row_mask = kPerExpert ? __ballot_sync(~0u, row >= 0) : row >= 0;
     write_packet(args, arrival.packet, arrival.item.index, row, row_mask, num_rows);
@@ -234,7 +235,7 @@ __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlSc
 }
 
 // Whether the source sends this item.
-__device__ __forceinline__ bool is_sent(const World& world, const LlScratch& scratch, Turn item) {
+__device__ __forceinline__ bool is_sent(const World& world, const LlScratch& scratch, WorkItem item) {
   return item.position < scratch.recv_counts[source_of_item(world, item) * recv_counts_stride(world)];
 }
 
@@ -246,13 +247,13 @@ __device__ __forceinline__ void swap(Arrival& a, Arrival& b) {
 
 // Advances to the next item that is sent, and polls it once. Items are in the order in which they are likely to arrive:
 // by position, then by source. False: none is left.
-__device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlScratch& scratch, Turn& item, Turn step,
-                                             i32 max_rows, Arrival& next, u64 seq) {
+__device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlScratch& scratch, WorkItem& item,
+                                             WorkItem step, i32 max_rows, Arrival& next, u64 seq) {
   const World& world = args.world;
 #pragma unroll 1
   while (item.position < max_rows) {
     next.item = item;
-    move_on(item, step, world.row_units + 1, world.size);
+    advance_item(item, step, world.row_packets + 1, world.size);
     if (!is_sent(world, scratch, next.item)) continue;
     set_addresses(args, scratch, next);
     poll(args, next, seq);
@@ -264,10 +265,10 @@ __device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlS
 // Delivers all items of this warp; it polls the next one while it writes the present one. `next` is the first item,
 // which was polled before the counts had arrived and may turn out not to be sent.
 __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlScratch& scratch, Arrival next,
-                                             Turn step, u64 seq, u64 start, u64* waits) {
+                                             WorkItem step, u64 seq, u64 start, u64* waits) {
   const World& world = args.world;
-  Turn item = next.item;
-  move_on(item, step, world.row_units + 1, world.size);
+  WorkItem item = next.item;
+  advance_item(item, step, world.row_packets + 1, world.size);
   // Other layouts of scales do not depend on it.
   const i32 num_rows = LAYOUT == GROUPED || LAYOUT == FLAT ? rows_delivered(args, scratch) : 0;
   i32 max_rows = 0;
@@ -307,10 +308,10 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
 // written the counts, and a block that fails zeroes them after it has announced the failure (give_up). The fences
 // between are sequentially consistent: with acquire-release fences each side could miss the other's store.
 __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team team, LlScratch& scratch, u8* shared,
-                                                 i32* status, u64* counts_barrier, Turn item, Turn step,
+                                                 i32* status, u64* counts_barrier, WorkItem item, WorkItem step,
                                                  bool is_finalizer, u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
-  const u64 start = note_receive(world, team, args.work.halves, record);
+  const u64 start = note_receive(world, team, args.work.phases, record);
   u64* waits = waits_at(shared);
   Arrival first;
   first.item = item;
@@ -330,7 +331,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
   } else if (counts == kRoutingMismatch && is_finalizer) {
     write_no_counts(args);
     if (threadIdx.x == 0)
-      report_difference(world, OP_DISPATCH, routing_id, [&](i32 peer) {
+      report_mismatch(world, OP_DISPATCH, routing_id, [&](i32 peer) {
         return routing_id_in(ptx::load_pair<Vector>(count_packet_at(args, world.rank, peer)));
       });
   }

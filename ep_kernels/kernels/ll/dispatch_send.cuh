@@ -21,45 +21,45 @@ namespace ep::ll {
 struct Entry {
   i32 id;
   f32 weight;
-  Home route;  // with a previous handle
+  Route route;  // with a previous handle
 };
 
 __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token) {
-  Entry entry = {kNowhere, 0.0f, {kNowhere, -1, -1, -1}};
+  Entry entry = {kNoExpert, 0.0f, {kNoExpert, -1, -1, -1}};
   if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
   const i32 at = token * args.world.topk + lane_idx();
   entry.weight = args.topk_weights[at];
-  if (args.cached) entry.route = args.home[at];
+  if (args.cached) entry.route = args.routes[at];
   else entry.id = args.topk_ids[at];
   return entry;
 }
 
 // Saves a token's routes in the handle, and whether all of its experts have an active copy.
-__device__ __forceinline__ void save_routes(const DispatchArgs& args, const Destinations& dst, i32 key, i32 place,
+__device__ __forceinline__ void save_routes(const DispatchArgs& args, const Destinations& dst, i32 key, i32 dst_row,
                                             i32 token) {
   const i32 topk = args.world.topk, k = lane_idx(), at = token * topk + k;
   const i32 position = value_at_offset(args.world, dst.position_low, dst.position_high,
-                                       hop_of_rank(args.world, max(key, 0) >> 16));
+                                       offset_of_rank(args.world, max(key, 0) >> 16));
   if (k < topk && !args.cached)
-    args.home[at] = key < 0 ? Home{key, -1, -1, -1} : Home{key >> 16, position, key & 0xFFFF, place};
-  const bool valid = __all_sync(~0u, key != kGone);
+    args.routes[at] = key < 0 ? Route{key, -1, -1, -1} : Route{key >> 16, position, key & 0xFFFF, dst_row};
+  const bool valid = __all_sync(~0u, key != kNoReplica);
   if (k == 0) args.valid[token] = valid;
 }
 
 // A token's metadata to one of its ranks, an entry per k. One warp.
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
-                                              i32 key, i32 place, i32 token, i32 peer_offset, i32 position, u64 seq) {
+                                              i32 key, i32 dst_row, i32 token, i32 peer_offset, i32 position, u64 seq) {
   const World& world = args.world;
-  const bool served = key >= 0 && key >> 16 == rank_of_hop(world, peer_offset);
-  const Vector meta =
-      vector_of(served ? key & 0xFFFF : ~0u, served ? place : ~0u, served ? __float_as_uint(entry.weight) : 0, token);
-  u8* to = scratch.metadata_dst[peer_offset] + static_cast<i64>(position) * (world.meta_lines * kLineBytes);
+  const bool served = key >= 0 && key >> 16 == rank_at_offset(world, peer_offset);
+  const Vector metadata =
+      vector_of(served ? key & 0xFFFF : ~0u, served ? dst_row : ~0u, served ? __float_as_uint(entry.weight) : 0, token);
+  u8* to = scratch.metadata_dst[peer_offset] + static_cast<i64>(position) * (world.metadata_lines * kLineBytes);
 #pragma unroll 1
-  for (i32 line = 0; line < world.meta_lines; line += 4) {
-    const i32 k = (line + (lane_idx() >> 3)) * kLineMetas + (lane_idx() & 7);
-    Vector value = shuffle(meta, k & 31);
+  for (i32 line = 0; line < world.metadata_lines; line += 4) {
+    const i32 k = (line + (lane_idx() >> 3)) * kLineEntries + (lane_idx() & 7);
+    Vector value = shuffle(metadata, k & 31);
     if (k >= world.topk) value = vector_of(~0u, ~0u, 0, token);
-    store_lines(to + line * kLineBytes, min(4, world.meta_lines - line), value, seq);
+    store_lines(to + line * kLineBytes, min(4, world.metadata_lines - line), value, seq);
   }
 }
 
@@ -83,15 +83,15 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
     if (!is_dst && peer_offset != 0) continue;
     const i32 key =
         args.cached ? key_of(world, current.route) : key_of(world, scratch.expert_table, current.id, token);
-    i32 place = current.route.place;
+    i32 dst_row = current.route.dst_row;
     if (kPerExpert && !args.cached)
-      place = scratch.expert_masks == nullptr || *scratch.has_duplicates
-                  ? place_by_entries(args, scratch.expert_table, token, key)
-                  : place_by_masks(world, scratch, token, key);
+      dst_row = scratch.expert_masks == nullptr || *scratch.has_duplicates
+                  ? dst_row_by_entries(args, scratch.expert_table, token, key)
+                  : dst_row_by_masks(world, scratch, token, key);
     if (is_dst)
-      send_metadata(args, scratch, current, key, place, token, peer_offset,
+      send_metadata(args, scratch, current, key, dst_row, token, peer_offset,
                     value_at_offset(world, dst.position_low, dst.position_high, peer_offset), seq);
-    if (peer_offset == 0) save_routes(args, dst, key, place, token);
+    if (peer_offset == 0) save_routes(args, dst, key, dst_row, token);
   }
 }
 
@@ -117,7 +117,6 @@ struct LoadedPacketOf {
 template <>
 struct LoadedPacketOf<u8> : Packet {};
 using LoadedPacket = LoadedPacketOf<X>;
-constexpr bool kMakeBeforeLoad = sizeof(X) == 4;  // make a packet before the next load: registers do not hold two
 
 // Starts the loads of packet `index` of a token's row.
 template <class T>
@@ -149,33 +148,31 @@ __device__ __forceinline__ Packet make_packet(const DispatchArgs& args, const Lo
     return loaded;
 }
 
-// Send warps per block. Half of them saturate NVLink; more only hold rows in flight when the queue runs dry. With 2
-// ranks half of the rows stay on this GPU and warps are the bottleneck, so all send, except for fp8, which has few
-// bytes.
+// Send warps per block. Half of them saturate NVLink; more only hold rows in flight when the work counter has run out.
+// With 2 ranks half of the rows stay on this GPU and warps are the bottleneck, so all send, except for fp8, which has
+// few bytes.
 __device__ __forceinline__ i32 num_send_warps(const World& world) {
   return kQuantised || world.size > 2 ? num_warps() / 2 : num_warps();
 }
 
-// Sends packets from the queue to all ranks of their tokens. `prefetched` is the packet of queue.turn.
-__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, Queue& queue,
+// Sends packets, taken from the work counter, to all ranks of their tokens. `prefetched` is the packet of work.item.
+__device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, WarpWorkCounter& work,
                                           LoadedPacket prefetched, u64 seq) {
   const World& world = args.world;
   TokenMaskScan scan = start_scan(world, scratch);
   const i32 low = min(lane_idx(), world.size - 1), high = min(lane_idx() + 32, world.size - 1);
 #pragma unroll 1
-  while (queue.turn.position < args.num_tokens) {
-    const Turn item = queue.turn;
+  while (work.item.position < args.num_tokens) {
+    const WorkItem item = work.item;
     const LoadedPacket loaded = prefetched;
-    Packet packet;
-    if (kMakeBeforeLoad) packet = make_packet(args, loaded);
-    refill(queue);
-    if (queue.turn.position < args.num_tokens)
-      prefetched = load_packet<X>(args, queue.turn.position, queue.turn.index);
+    take_next(work);
+    if (work.item.position < args.num_tokens)
+      prefetched = load_packet<X>(args, work.item.position, work.item.index);
     scan_to(world, scratch, item.position >> 5, scan);
     const Destinations dst = destinations_of(world, scan, item.position);
-    if (!kMakeBeforeLoad) packet = make_packet(args, loaded);
+    const Packet packet = make_packet(args, loaded);
     auto send_to = [&](u32 mask, const u8* row_dst, i32 position) {  // lane i: of peer offset i
-      const i64 number = position * world.row_units + item.index;  // 31 bits, as a packet is 1024 bytes
+      const i64 number = position * world.row_packets + item.index;  // 31 bits, as a packet is 1024 bytes
       const u64 to = reinterpret_cast<u64>(row_dst) + number * kPacketBytes;
 #pragma unroll 1
       for (u32 left = mask; left != 0; left &= left - 1)

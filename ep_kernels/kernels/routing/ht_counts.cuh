@@ -141,7 +141,7 @@ __device__ __forceinline__ void send_counts(const DispatchArgs& args, Credit cre
       for (i32 p = count_warp_idx(); p < num_pairs(world); p += num_count_warps())
         ptx::store_pair(pair_at(args, peer, world.rank, p), totals == nullptr ? kNoCounts : pair_of(world, totals, p),
                         seq);
-      if (count_warp_idx() == 0) *origin_at(world, peer, origins_at(args), world.rank) = routing_id;
+      if (count_warp_idx() == 0) *routing_id_at(world, peer, routing_ids_at(args), world.rank) = routing_id;
       return sent = true;
     });
   }

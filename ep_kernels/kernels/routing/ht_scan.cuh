@@ -1,6 +1,6 @@
-// Routing scan of HT dispatch: the final place of every (token, k) of this source, in canonical order at any number of
+// Routing scan of HT dispatch: the final row of every (token, k) of this source, in canonical order at any number of
 // blocks. ep_kernels/routing.py is the definition. A block scans its own range of tokens once, tile by tile, and counts
-// its rows; once the counts of the other blocks and ranks are known, every route gets its final place.
+// its rows; once the counts of the other blocks and ranks are known, every route gets its final row.
 //
 // A thread stands for an entry (token, k) and sets its rank's bit in the token's dst_mask. Then lanes stand for tokens,
 // 32 per word: a ballot per rank gives the tokens that go there, so a row's index is a popcount. Indices per expert are
@@ -28,7 +28,7 @@ constexpr i32 kTileTokens = kTileParts * 32;
 struct RouteTile {
   u64 dst_mask[kTileTokens];              // destinations of a token (bit of a rank)
   u32 token_mask[kTileParts][MAX_RANKS];  // tokens of 32 that go to a rank (bit of a token)
-  i32 key[kTileEntries];                  // rank << 16 | local expert, or negative as Home.rank
+  i32 key[kTileEntries];                  // rank << 16 | local expert, or negative as Route.rank
   u16 index[kTileEntries];                // per-expert layouts: index among its part's rows for that expert
   u8 duplicates[kTileEntries];            // and earlier k of the token with the same key; kMore: later ones exist
 };
@@ -57,7 +57,7 @@ struct DispatchScratch : Scratch {
 __device__ __forceinline__ DispatchScratch make_scratch(const World& world, u8* shared) {
   DispatchScratch scratch;
   const i32 n = num_counters(world), groups = kPerExpert ? world.local_stride : 0;
-  scratch.origin = 0;
+  scratch.routing_id = 0;
   scratch.tile = reinterpret_cast<RouteTile*>(after_waits(world, shared));
   scratch.part_counts = reinterpret_cast<u16*>(scratch.tile + 1);
   scratch.tile_prefix = reinterpret_cast<i32*>(scratch.part_counts + kTileParts * n);
@@ -222,16 +222,16 @@ __device__ __forceinline__ i32 rows_of_counter(const World& world, const Dispatc
 }
 
 // The route of entry e of a tile of `count` tokens, with indices relative to the block's first row.
-__device__ __forceinline__ Home route_in_block(const World& world, const DispatchScratch& scratch, i32 e, i32 count,
+__device__ __forceinline__ Route route_in_block(const World& world, const DispatchScratch& scratch, i32 e, i32 count,
                                                Divisor topk) {
   const RouteTile& tile = *scratch.tile;
   const i32 key = tile.key[e];
   if (key < 0) return {key, -1, -1, -1};
   const i32 token = divide(e, topk), rank = key >> 16;
-  Home route = {rank, scratch.tile_prefix[num_keys(world) + rank] + rows_for_rank(tile, rank, token), key & 0xFFFF, 0};
+  Route route = {rank, scratch.tile_prefix[num_keys(world) + rank] + rows_for_rank(tile, rank, token), key & 0xFFFF, 0};
   if (!kPerExpert) return route;
   const i32 by_expert = expert_counter(world, key);
-  route.place = scratch.tile_prefix[by_expert] +
+  route.dst_row = scratch.tile_prefix[by_expert] +
                 scratch.part_counts[part_of(count, token) * num_counters(world) + by_expert] + tile.index[e];
   return route;
 }
@@ -251,8 +251,8 @@ __device__ __forceinline__ TokenRange last_tile(const World& world, TokenRange t
   return {tokens.first + (tiles - 1) * size, tokens.end};
 }
 
-// dst_offset = rows of this block's tokens; args.home = routes of all tiles but the last, relative to the block's first
-// row. The first tile is clear, and `ids` has its first ids. All threads; ends with a block barrier.
+// dst_offset = rows of this block's tokens; args.routes = routes of all tiles but the last, relative to the block's
+// first row. The first tile is clear, and `ids` has its first ids. All threads; ends with a block barrier.
 __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const DispatchScratch& scratch,
                                             TokenRange tokens, TokenRange last, Ids ids, Divisor topk) {
   const World& world = args.world;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const Disp
     if (__builtin_expect(token == last.first, 1)) return;
 #pragma unroll 1
     for (i32 e = threadIdx.x; e < count * topk.value; e += THREADS)
-      args.home[static_cast<i64>(token) * topk.value + e] = route_in_block(world, scratch, e, count, topk);
+      args.routes[static_cast<i64>(token) * topk.value + e] = route_in_block(world, scratch, e, count, topk);
     __syncthreads();
     for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
       scratch.tile_prefix[i] = scratch.dst_offset[i];
@@ -316,20 +316,22 @@ __device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, Dispa
 }
 
 // The final route from one that is relative to the block's first row.
-__device__ __forceinline__ Home final_route(const DispatchArgs& args, const DispatchScratch& scratch, Home route) {
+__device__ __forceinline__ Route final_route(const DispatchArgs& args, const DispatchScratch& scratch, Route route) {
   const World& world = args.world;
   if (route.rank < 0) return route;
-  const i32 by_rank = num_keys(world) + route.rank, by_expert = route.rank * world.local_stride + route.slot;
+  const i32 by_rank = num_keys(world) + route.rank, by_expert = route.rank * world.local_stride + route.local_expert;
   const i32 in_block = route.position;
   route.position += scratch.block_prefix[by_rank];
-  if (LAYOUT == RANK_MAJOR) route.place = world.rank * world.max_tokens + route.position;
+  if (LAYOUT == RANK_MAJOR) route.dst_row = world.rank * world.max_tokens + route.position;
   else if (LAYOUT == FLAT)
-    route.place = admit(scratch.dst_offset[by_rank] + in_block, 0, scratch.capacities[route.rank]);
-  else route.place = admit(scratch.dst_offset[by_expert] + route.place, route.slot, scratch.capacities[route.rank]);
+    route.dst_row = admit(scratch.dst_offset[by_rank] + in_block, 0, scratch.capacities[route.rank]);
+  else
+    route.dst_row =
+        admit(scratch.dst_offset[by_expert] + route.dst_row, route.local_expert, scratch.capacities[route.rank]);
   return route;
 }
 
-// args.home = final routes of this block's entries. All threads; ends with a block barrier.
+// args.routes = final routes of this block's entries. All threads; ends with a block barrier.
 __device__ __forceinline__ void finalize_routes(const DispatchArgs& args, const DispatchScratch& scratch,
                                                 TokenRange tokens, TokenRange last, Divisor topk) {
   constexpr i32 kUnroll = 4;
@@ -337,18 +339,18 @@ __device__ __forceinline__ void finalize_routes(const DispatchArgs& args, const 
 #pragma unroll 1
   for (i64 base = static_cast<i64>(tokens.first) * topk.value + threadIdx.x; __builtin_expect(base < first, 0);
        base += kUnroll * THREADS) {
-    Home route[kUnroll];
+    Route route[kUnroll];
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j)
-      if (base + j * THREADS < first) route[j] = args.home[base + j * THREADS];
+      if (base + j * THREADS < first) route[j] = args.routes[base + j * THREADS];
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j)
-      if (base + j * THREADS < first) args.home[base + j * THREADS] = final_route(args, scratch, route[j]);
+      if (base + j * THREADS < first) args.routes[base + j * THREADS] = final_route(args, scratch, route[j]);
   }
   const i32 count = last.end - last.first;
 #pragma unroll 1
   for (i32 e = threadIdx.x; e < count * topk.value; e += THREADS)
-    args.home[first + e] = final_route(args, scratch, route_in_block(args.world, scratch, e, count, topk));
+    args.routes[first + e] = final_route(args, scratch, route_in_block(args.world, scratch, e, count, topk));
   __syncthreads();
 }
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ void count_entry(const World& world, const LlScratch&
   const u32 same = __match_any_sync(~0u, first_of_rank ? key >> 16 : -1);
   if (first_of_rank && lane_idx() == __ffs(same) - 1) atomicAdd(&send_counts.rows[key >> 16], __popc(same));
   if (kPerExpert && key >= 0) atomicAdd(&scratch.expert_counts[expert_counter(world, key)], 1);
-  if (key == kInvalid) atomicAdd(&send_counts.num_invalid, 1);
+  if (key == kBadId) atomicAdd(&send_counts.num_invalid, 1);
 }
 
 // One warp; before rows fill the links. `low`: rows to rank `lane`; `high`: to rank 32 + lane.

@@ -25,7 +25,7 @@ struct LlScratch : Scratch {
   u8** row_dst;          // [R] by peer offset: this rank's row packets at that peer
   u8** metadata_dst;     // [R] and its metadata lines
   const u8** recv_base;  // [2] where this rank's own row packets and metadata lines begin
-  i32* expert_table;     // [E] rank << 16 | local expert, kGone, kChoose
+  i32* expert_table;     // [E] rank << 16 | local expert, kNoReplica, kReplicated
   i32* expert_counts;    // [num_keys] rows per (rank, local expert): only in the block that sends counts
   i32* recv_counts;      // [R, 1 + local_stride] rows from each source, and for each local expert
   u32* expert_masks;     // [num_keys, chunks of M] tokens of an expert (bit of a token in its chunk), null = none
@@ -38,13 +38,13 @@ __device__ __forceinline__ i32 recv_counts_stride(const World& world) {
 
 __device__ __forceinline__ i32 num_chunks(const World& world) { return (world.ll_tokens + 31) / 32; }
 
-__device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bool* has_duplicates,
-                                              const u8** recv_base) {
+__device__ __forceinline__ LlScratch make_ll_scratch(const World& world, u8* shared, bool* has_duplicates,
+                                                     const u8** recv_base) {
   LlScratch scratch;
   scratch.has_duplicates = has_duplicates;
   scratch.recv_base = recv_base;
   const i32 keys = kPerExpert ? num_keys(world) : 0, groups = kPerExpert ? world.local_stride : 0;
-  scratch.origin = 0;
+  scratch.routing_id = 0;
   scratch.dst_masks = reinterpret_cast<u64*>(after_waits(world, shared));
   scratch.row_dst = reinterpret_cast<u8**>(scratch.dst_masks + num_chunks(world) * 32);
   scratch.metadata_dst = scratch.row_dst + world.size;
@@ -55,19 +55,19 @@ __device__ __forceinline__ LlScratch carve_ll(const World& world, u8* shared, bo
   scratch.total = scratch.start + keys;
   scratch.offset = scratch.total + groups;
   scratch.recv_counts = scratch.offset + groups + 1;
-  const bool fits = kPerExpert && keys * num_chunks(world) <= MOST_SEEN;
+  const bool fits = kPerExpert && keys * num_chunks(world) <= MAX_MASK_WORDS;
   scratch.expert_masks = fits ? reinterpret_cast<u32*>(scratch.recv_counts + world.size * (1 + groups)) : nullptr;
   return scratch;
 }
 
 // Routing of a previous handle. After an aborted dispatch its memory may be garbage, and this runs before the abort
-// word is known, so out-of-range values become kNowhere. Together with `place`, which the metadata needs, all four
+// word is known, so out-of-range values become kNoExpert. Together with `dst_row`, which the metadata needs, all four
 // words are read on purpose: an unread load register is reused at once, and that stalls the warp until the load is
 // complete (docs/kernels/log/ht.md).
-__device__ __forceinline__ i32 key_of(const World& world, const Home& route) {
+__device__ __forceinline__ i32 key_of(const World& world, const Route& route) {
   const bool valid = route.rank < world.size && route.position >= 0 &&
-                     static_cast<u32>(route.slot) < static_cast<u32>(world.local_stride);
-  return route.rank < 0 ? route.rank : valid ? route.rank << 16 | route.slot : kNowhere;
+                     static_cast<u32>(route.local_expert) < static_cast<u32>(world.local_stride);
+  return route.rank < 0 ? route.rank : valid ? route.rank << 16 | route.local_expert : kNoExpert;
 }
 
 // Ids of a thread's first entries, in flight.
@@ -77,7 +77,7 @@ struct PrefetchedIds {
 };
 
 __device__ __forceinline__ i32 load_id(const DispatchArgs& args, i32 entry) {
-  return !args.cached && entry < args.num_tokens * args.world.topk ? args.topk_ids[entry] : kNowhere;
+  return !args.cached && entry < args.num_tokens * args.world.topk ? args.topk_ids[entry] : kNoExpert;
 }
 
 __device__ __forceinline__ PrefetchedIds prefetch_ids(const DispatchArgs& args) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ PrefetchedIds prefetch_ids(const DispatchArgs& args) 
   return ids;
 }
 
-// Calls visit(token, key) for every entry (token, k), a thread per entry; lanes past the last entry pass kNowhere. All
+// Calls visit(token, key) for every entry (token, k), a thread per entry; lanes past the last entry pass kNoExpert. All
 // threads of a block.
 template <class Visit>
 __device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlScratch& scratch,
@@ -96,9 +96,9 @@ __device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlSc
   const i32 entries = args.num_tokens * world.topk;
   auto visit_entry = [&](i32 entry, i32 id) {
     const i32 token = divide(entry, topk);
-    i32 key = kNowhere;
+    i32 key = kNoExpert;
     if (!args.cached) key = key_of(world, scratch.expert_table, id, token);
-    else if (entry < entries) key = key_of(world, args.home[entry]);
+    else if (entry < entries) key = key_of(world, args.routes[entry]);
     visit(token, key);
   };
   i32 next = load_id(args, threadIdx.x + kPrefetchedIds * THREADS);  // from here on one id is in flight
@@ -116,7 +116,7 @@ __device__ __forceinline__ void for_entries(const DispatchArgs& args, const LlSc
 // Sets the bit of a key's rank in the token's mask; returns whether it was set before. scratch.dst_masks starts as
 // zeros; a block barrier must follow the last call.
 __device__ __forceinline__ bool set_dst_bit(const World& world, const LlScratch& scratch, i32 token, i32 key) {
-  const i32 peer_offset = hop_of_rank(world, key >> 16);
+  const i32 peer_offset = offset_of_rank(world, key >> 16);
   const u32 bit = 1u << (peer_offset & 31);
   return atomicOr(reinterpret_cast<u32*>(scratch.dst_masks + token) + (peer_offset >> 5), bit) & bit;
 }
@@ -187,23 +187,23 @@ __device__ __forceinline__ void set_expert_bit(const World& world, const LlScrat
   if (before & bit) *scratch.has_duplicates = true;
 }
 
-// Home.place: rows of this source for the same local expert before (token, k = lane), by expert masks. `key` is this
+// Route.dst_row: rows of this source for the same local expert before (token, k = lane), by expert masks. `key` is this
 // lane's, negative past K.
-__device__ __forceinline__ i32 place_by_masks(const World& world, const LlScratch& scratch, i32 token, i32 key) {
+__device__ __forceinline__ i32 dst_row_by_masks(const World& world, const LlScratch& scratch, i32 token, i32 key) {
   if (key < 0) return -1;
   const u32* tokens = scratch.expert_masks + expert_counter(world, key) * num_chunks(world);
-  i32 place = __popc(tokens[token >> 5] & ((1u << (token & 31)) - 1));
+  i32 dst_row = __popc(tokens[token >> 5] & ((1u << (token & 31)) - 1));
 #pragma unroll 4
-  for (i32 chunk = 0; chunk < token >> 5; ++chunk) place += __popc(tokens[chunk]);
-  return place;
+  for (i32 chunk = 0; chunk < token >> 5; ++chunk) dst_row += __popc(tokens[chunk]);
+  return dst_row;
 }
 
 // The same without masks, or where a token names an expert twice: each lane reads every 32nd entry before the token and
 // compares it with kTargets of the token's keys at a time.
-__device__ __noinline__ i32 place_by_entries(const DispatchArgs& args, const i32* expert_table, i32 token, i32 key) {
+__device__ __noinline__ i32 dst_row_by_entries(const DispatchArgs& args, const i32* expert_table, i32 token, i32 key) {
   constexpr i32 kTargets = 4;
   const i32 topk = args.world.topk;
-  i32 place = 0;
+  i32 dst_row = 0;
 #pragma unroll 1
   for (i32 first = 0; first < topk; first += kTargets) {
     i32 target[kTargets], count[kTargets] = {};
@@ -218,10 +218,10 @@ __device__ __noinline__ i32 place_by_entries(const DispatchArgs& args, const i32
 #pragma unroll
     for (i32 j = 0; j < kTargets; ++j) {
       const i32 all = __reduce_add_sync(~0u, count[j]);
-      if (lane_idx() == first + j) place = all;
+      if (lane_idx() == first + j) dst_row = all;
     }
   }
-  return place + __popc(__match_any_sync(~0u, key) & ((1u << lane_idx()) - 1));
+  return dst_row + __popc(__match_any_sync(~0u, key) & ((1u << lane_idx()) - 1));
 }
 
 }  // namespace ep::ll

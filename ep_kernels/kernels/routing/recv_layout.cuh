@@ -1,4 +1,4 @@
-// The receive half that both dispatches share: final layout of received rows, and the counts that the caller gets.
+// The receive phase that both dispatches share: final layout of received rows, and the counts that the caller gets.
 #pragma once
 
 #include "common/block.cuh"
@@ -21,19 +21,19 @@ struct Scratch {
   i32* total;      // [local experts] received rows of each
   i32* offset;     // [local experts + 1] first row of each, padded
   i32* row_start;  // [R + 1] prefix sum of the rows of each source
-  u64 origin;      // routing_id: seq of the dispatch that made the routing; an earlier one if the routing is cached
+  u64 routing_id;  // seq of the dispatch that made the routing; an earlier one if the routing is cached
 };
 
 // The routing_id of this rank in operation `seq`.
-__device__ __forceinline__ u64 origin_of(const DispatchArgs& args, u64 seq) {
-  return args.cached ? ptx::load_volatile(args.origin) : seq;
+__device__ __forceinline__ u64 routing_id_of(const DispatchArgs& args, u64 seq) {
+  return args.cached ? ptx::load_volatile(args.routing_id) : seq;
 }
 
 // From the counts of all sources (HT, cached: from the handle): row_start, and per local expert start, total and
 // (GROUPED) offset of the rows that reach this rank. False where the routing_id of a peer differs; then no offsets are
 // computed. All threads; ends with a block barrier. start[source * local_stride + e] is relative to the expert's group;
-// cached per-expert layouts have no start, because places are in the handle. count(source, e): rows for local expert e;
-// e = -1: for any expert.
+// cached per-expert layouts have no start, because final rows are in the handle. count(source, e): rows for local
+// expert e; e = -1: for any expert.
 template <class Count>
 __device__ __forceinline__ bool lay_out(const DispatchArgs& args, Scratch& scratch, bool by_expert, bool differs,
                                         Count count) {
@@ -80,19 +80,19 @@ __device__ __forceinline__ i32 source_of(const Scratch& scratch, i64 row) {
   return source;
 }
 
-// Offsets in args.kept.
-struct Kept {
+// Offsets in args.saved_counts.
+struct SavedCounts {
   i32 groups;  // G: counts are at 0
   i32 offsets, num_rows, num_dropped;
 };
 
-__device__ __forceinline__ Kept kept_at(const World& world) {
+__device__ __forceinline__ SavedCounts saved_counts_at(const World& world) {
   const i32 groups = kPerExpert ? world.num_local : world.size;
   return {groups, groups, 2 * groups + 1, 2 * groups + 2};
 }
 
 __device__ __forceinline__ i32 rows_delivered(const DispatchArgs& args, const Scratch& scratch) {
-  if (args.cached) return args.kept[kept_at(args.world).num_rows];
+  if (args.cached) return args.saved_counts[saved_counts_at(args.world).num_rows];
   const i32 all = LAYOUT == GROUPED ? scratch.offset[args.world.num_local] : scratch.row_start[args.world.size];
   return min(all, args.world.capacity);
 }
@@ -108,77 +108,77 @@ __device__ __forceinline__ void write_totals(const DispatchArgs& args, i32 num_r
 // Counts, offsets and totals of DispatchOutput, and the handle's copy of them. One block.
 __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scratch& scratch) {
   const World& world = args.world;
-  const Kept at = kept_at(world);
-  __shared__ i32 kept_sum, total_sum;
-  if (threadIdx.x == 0) kept_sum = total_sum = 0;
+  const SavedCounts at = saved_counts_at(world);
+  __shared__ i32 delivered_sum, total_sum;
+  if (threadIdx.x == 0) delivered_sum = total_sum = 0;
   __syncthreads();
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) {
     const i32 total = kPerExpert ? scratch.total[g] : scratch.row_start[g + 1] - scratch.row_start[g];
     const i32 first = LAYOUT == GROUPED ? scratch.offset[g] : LAYOUT == FLAT ? scratch.row_start[g] : 0;
-    const i32 kept = LAYOUT == RANK_MAJOR ? total : max(0, min(total, world.capacity - first));
-    args.counts[g] = args.kept[g] = kept;
-    atomicAdd(&kept_sum, kept);
+    const i32 delivered = LAYOUT == RANK_MAJOR ? total : max(0, min(total, world.capacity - first));
+    args.counts[g] = args.saved_counts[g] = delivered;
+    atomicAdd(&delivered_sum, delivered);
     atomicAdd(&total_sum, total);
   }
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
-    args.offsets[g] = args.kept[at.offsets + g] = min(scratch.offset[g], world.capacity);
+    args.offsets[g] = args.saved_counts[at.offsets + g] = min(scratch.offset[g], world.capacity);
   for (i32 s = threadIdx.x; s < world.size; s += blockDim.x)
     args.source_rows[s] = scratch.row_start[s + 1] - scratch.row_start[s];
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const i32 num_rows = LAYOUT == GROUPED ? rows_delivered(args, scratch) : kept_sum;
-  args.kept[at.num_rows] = num_rows;
-  args.kept[at.num_dropped] = total_sum - kept_sum;
-  write_totals(args, num_rows, total_sum - kept_sum);
+  const i32 num_rows = LAYOUT == GROUPED ? rows_delivered(args, scratch) : delivered_sum;
+  args.saved_counts[at.num_rows] = num_rows;
+  args.saved_counts[at.num_dropped] = total_sum - delivered_sum;
+  write_totals(args, num_rows, total_sum - delivered_sum);
 }
 
 // The same for RANK_MAJOR, which drops no rows and needs no offsets. One warp; rows(source): rows of that source.
 template <class Rows>
 __device__ __forceinline__ void write_rank_counts(const DispatchArgs& args, Rows rows) {
   const World& world = args.world;
-  const Kept at = kept_at(world);
+  const SavedCounts at = saved_counts_at(world);
   i32 sum = 0;
 #pragma unroll 1
   for (i32 source = lane_idx(); source < world.size; source += 32) {
     const i32 mine = rows(source);
-    args.counts[source] = args.kept[source] = args.source_rows[source] = mine;
+    args.counts[source] = args.saved_counts[source] = args.source_rows[source] = mine;
     sum += mine;
   }
   sum = __reduce_add_sync(~0u, sum);
   if (lane_idx() != 0) return;
-  args.kept[at.num_rows] = sum;
-  args.kept[at.num_dropped] = 0;
+  args.saved_counts[at.num_rows] = sum;
+  args.saved_counts[at.num_dropped] = 0;
   write_totals(args, sum, 0);
 }
 
 // The same for a cached routing, from the handle's copy. One block.
-__device__ __forceinline__ void write_kept_counts(const DispatchArgs& args) {
-  const Kept at = kept_at(args.world);
-  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = args.kept[g];
+__device__ __forceinline__ void write_saved_counts(const DispatchArgs& args) {
+  const SavedCounts at = saved_counts_at(args.world);
+  for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = args.saved_counts[g];
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
-    args.offsets[g] = args.kept[at.offsets + g];
-  if (threadIdx.x == 0) write_totals(args, args.kept[at.num_rows], args.kept[at.num_dropped]);
+    args.offsets[g] = args.saved_counts[at.offsets + g];
+  if (threadIdx.x == 0) write_totals(args, args.saved_counts[at.num_rows], args.saved_counts[at.num_dropped]);
 }
 
 // Zeroes the counts: after a failed wait, or where routing_ids differ, no row may look delivered. A handle that is
 // reused stays as it is. One block.
 __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
-  const Kept at = kept_at(args.world);
+  const SavedCounts at = saved_counts_at(args.world);
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x) args.offsets[g] = 0;
   if (threadIdx.x == 0) *args.num_rows = *args.num_dropped = 0;
   if (args.cached) return;
-  for (i32 i = threadIdx.x; i < 2 * at.groups + 3; i += blockDim.x) args.kept[i] = 0;
+  for (i32 i = threadIdx.x; i < 2 * at.groups + 3; i += blockDim.x) args.saved_counts[i] = 0;
   for (i32 s = threadIdx.x; s < args.world.size; s += blockDim.x) args.source_rows[s] = 0;
 }
 
-// The receive half cannot deliver: the payload did not arrive (the failed wait has reported it), or routing_ids differ
+// The receive phase cannot deliver: the payload did not arrive (the failed wait has reported it), or routing_ids differ
 // (`arrived`), which is reported here.
 __device__ __forceinline__ void deliver_nothing(const DispatchArgs& args, Team team, const Scratch& scratch,
                                                 bool arrived) {
   if (team.block != 0) return;
   write_no_counts(args);
-  if (arrived) report_difference(args.world, OP_DISPATCH, origins_at(args), scratch.origin);
+  if (arrived) report_mismatch(args.world, OP_DISPATCH, routing_ids_at(args), scratch.routing_id);
 }
 
 }  // namespace ep

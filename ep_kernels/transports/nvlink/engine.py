@@ -25,12 +25,12 @@ _ROW = 16
 
 @dataclass(slots=True)
 class Call:
-    """One operation, ready to be launched (whole or by halves).
+    """One operation, ready to be launched (whole or by phases).
 
     Attributes:
         variant: kernel.
         launch: grid and shared memory.
-        args: its argument record; `args.work.halves` says which half runs.
+        args: its argument record; `args.work.phases`: those that run.
         keep: what holds the tensors that the kernel reads or writes.
     """
 
@@ -39,34 +39,34 @@ class Call:
     args: Any
     keep: list[Any] = field(default_factory=list)
 
-    def halves(self, which: int) -> Any:
+    def of_phases(self, phases: int) -> Any:
         """The argument record for SEND, RECEIVE or BOTH."""
-        self.args.work = self.launch.work(which)
+        self.args.work = self.launch.work(phases)
         return self.args
 
 
 @dataclass(slots=True)
 class DispatchState:
     """`DispatchHandle.state`: the routing of one dispatch, apart from any recycled buffer. A dispatch with
-    `previous_handle` shares `routing` and `origin` with it.
+    `previous_handle` shares `routing` and `routing_id` with it.
 
     Attributes:
-        routing: home, places, tokens, source_rows and kept of `abi.DispatchArgs`, by `plan.StateMap`.
-        origin: the `carried` of the dispatch that made the routing; its first word is that dispatch's seq.
+        routing: routes, dst_rows, tokens, source_rows and saved_counts of `abi.DispatchArgs`, by `plan.StateMap`.
+        routing_id: the `carried` of the dispatch that made the routing; its first word is that dispatch's seq.
         carried: words of the operation, then weights, by `plan.StateMap`.
         topk_weights: float32 [T, K]; a copy where combine reads it (exact), since callers may overwrite theirs.
         num_rows: rows delivered, where the host has read it.
     """
 
     routing: torch.Tensor
-    origin: torch.Tensor
+    routing_id: torch.Tensor
     carried: torch.Tensor
     topk_weights: torch.Tensor
     num_rows: int | None = None
 
     def flatten(self) -> list[torch.Tensor]:
         """See `base.HandleState`."""
-        return [self.routing, self.carried, self.origin[: 8 * abi.OP_WORDS], self.topk_weights]
+        return [self.routing, self.carried, self.routing_id[: 8 * abi.OP_WORDS], self.topk_weights]
 
 
 @dataclass(slots=True)
@@ -128,9 +128,9 @@ class LaunchEngine:
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """[begin, end) of what must be zero before peers write: flags, and what carries tags: nobody's."""
+        """[begin, end) of what must be zero before peers write: flags, and arrays with flags in their data."""
         byte_map = self.tables.world.map
-        return ((0, int(byte_map.origins)), (int(byte_map.lines), int(byte_map.num_bytes)))
+        return ((0, int(byte_map.routing_ids)), (int(byte_map.row_lines), int(byte_map.num_bytes)))
 
     def attach(self, memory: Memory, addresses: list[int]) -> None:
         """This rank's region, and the address of every rank's."""
@@ -166,10 +166,10 @@ class LaunchEngine:
         return found
 
     def restart_flags(self, dispatch: int, combine: int) -> None:
-        """Counters of shares, which broken operations leave in between, as if so many operations were complete; and
+        """Arrival counters, which broken operations leave in between, as if so many operations were complete; and
         nobody has left this rank out."""
         flags = self._flags()
-        flags[abi.FLAGS.index("RECORDS")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.WHOLE
+        flags[abi.FLAGS.index("METADATA")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.ARRIVAL_TOTAL
         flags[abi.FLAGS.index("COMBINE")] = combine
         flags[abi.FLAGS.index("LEFT_OUT")] = 0
 
@@ -210,7 +210,8 @@ class LaunchEngine:
         record = abi.DispatchArgs(
             world=self.tables.world, num_tokens=num_tokens, slot=slot,
             power_of_two=plan.POWER_OF_TWO[self._config.scale_format], cached=int(args.previous is not None),
-            op=state.carried.data_ptr(), kept=state.routing.data_ptr() + self._state_map.kept, x=x.data_ptr(),
+            op=state.carried.data_ptr(), saved_counts=state.routing.data_ptr() + self._state_map.saved_counts,
+            x=x.data_ptr(),
             x_scales=_pointer(args.scales), topk_ids=args.topk_ids.data_ptr(),
             topk_weights=args.topk_weights.data_ptr(), **self._addresses(state), **addresses, **scale_args,
         )  # fmt: skip
@@ -249,8 +250,8 @@ class LaunchEngine:
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `base.Transport`."""
-        routing, carried, origin, topk_weights = handle.state
-        return replace(handle, state=DispatchState(routing, origin, carried, topk_weights))
+        routing, carried, routing_id, topk_weights = handle.state
+        return replace(handle, state=DispatchState(routing, routing_id, carried, topk_weights))
 
     def _state(self, args: DispatchArgs) -> DispatchState:
         """Room for a routing, or for what a routing used again does not share."""
@@ -258,16 +259,16 @@ class LaunchEngine:
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         own_weights = args.topk_weights.clone() if self._config.exact_combine else args.topk_weights
         if previous is not None:
-            return DispatchState(previous.routing, previous.origin, carried, own_weights, previous.num_rows)
+            return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows)
         return DispatchState(self._empty((self._state_map.routing_bytes,), torch.uint8), carried, carried, own_weights)
 
     def _addresses(self, state: DispatchState) -> dict[str, int]:
         """What a combine wants of it too, by the names in both argument records."""
         where, base = self._state_map, state.routing.data_ptr()
         return {
-            "origin": state.origin.data_ptr(),
-            "home": base + where.home,
-            "places": base + where.places,
+            "routing_id": state.routing_id.data_ptr(),
+            "routes": base + where.routes,
+            "dst_rows": base + where.dst_rows,
             "weights": state.carried.data_ptr() + where.weights,
             "tokens": base + where.tokens,
             "source_rows": base + where.source_rows,
@@ -276,7 +277,7 @@ class LaunchEngine:
     # Combine.
 
     def combine(self, args: CombineArgs) -> tuple[Call, Callable[[torch.Tensor | None], Any]]:
-        """(the call, receive(out) -> (z, weights), which completes its arguments for the receiving half)."""
+        """(the call, receive(out) -> (z, weights), which completes its arguments for the receive phase)."""
         c, handle = self._config, args.handle
         state: DispatchState = handle.state
         if args.topk_weights is not None:
@@ -288,7 +289,7 @@ class LaunchEngine:
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
             mode=int(handle.mode is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
             topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
-            rings=self._pipeline_stages,
+            pipelines=self._pipeline_stages,
             **self._addresses(state),
         )  # fmt: skip
         variant, launch = self._combine[handle.mode]
@@ -307,7 +308,7 @@ class LaunchEngine:
             return z, weights
 
         if not args.at_once:
-            self._num_combines = seq  # its send half follows; otherwise both halves, when `receive` has its memory
+            self._num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory
         return call, receive
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
@@ -321,13 +322,13 @@ class LaunchEngine:
         state: DispatchState = handle.state
         c, shape, where = self._config, torch.Size(handle.rows_shape), self._state_map
         positions = (c.group.size, c.max_tokens_per_rank, c.topk)
-        places = _part(state.routing, where.places, positions, torch.int32)
+        dst_rows = _part(state.routing, where.dst_rows, positions, torch.int32)
         weights = _part(state.carried, where.weights, positions, torch.float32)
         sources = _part(state.routing, where.source_rows, (c.group.size, 1, 1), torch.int32)
         filled = torch.arange(c.max_tokens_per_rank, device=self._device)[None, :, None] < sources
-        places = torch.where(filled & (places >= 0), places, shape.numel()).flatten().long()
+        dst_rows = torch.where(filled & (dst_rows >= 0), dst_rows, shape.numel()).flatten().long()
         rows = torch.zeros(shape.numel() + 1, device=self._device)
-        rows.scatter_(0, places, weights.flatten())
+        rows.scatter_(0, dst_rows, weights.flatten())
         return rows[:-1].view(shape)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Operations whose send half is done, or left for `wait` to do with the other."""
+"""Operations whose send phase is done, or left for `wait` to do with the other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ep_kernels.types import DispatchHandle, DispatchOutput
 class Finisher(Protocol):
     """What an operation needs of the transport that it is of: what is left of it."""
 
-    def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
+    def finish(self, step: Dispatch, phases: int) -> tuple[DispatchOutput, DispatchHandle]:
         """Of a dispatch."""
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
 
-    def receive(self, call: Call, halves: int) -> None:
+    def receive(self, call: Call, phases: int) -> None:
         """Of a combine."""
 
 
@@ -28,18 +28,18 @@ class NvlinkDispatch:
 
     Args:
         transport: whose it is.
-        step: what has been prepared, and sent unless both halves are left.
-        halves: RECEIVE or BOTH.
+        step: what has been prepared, and sent unless both phases are left.
+        phases: RECEIVE or BOTH.
     """
 
-    def __init__(self, transport: Finisher, step: Dispatch, halves: int) -> None:
-        self._transport, self._step, self._halves = transport, step, halves
+    def __init__(self, transport: Finisher, step: Dispatch, phases: int) -> None:
+        self._transport, self._step, self._phases = transport, step, phases
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """See `base.PendingDispatch`."""
         if self._result is None:
-            self._result = self._transport.finish(self._step, self._halves)
+            self._result = self._transport.finish(self._step, self._phases)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -50,15 +50,15 @@ class NvlinkDispatch:
 class NvlinkCombine:
     """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
 
-    def __init__(self, transport: Finisher, call: Call, receive: Any, halves: int) -> None:
-        self._transport, self._call, self._receive, self._halves = transport, call, receive, halves
+    def __init__(self, transport: Finisher, call: Call, receive: Any, phases: int) -> None:
+        self._transport, self._call, self._receive, self._phases = transport, call, receive, phases
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `base.PendingCombine`."""
         if self._result is None:
             z, weights = self._receive(out)
-            self._transport.receive(self._call, self._halves)
+            self._transport.receive(self._call, self._phases)
             if out is not None and z is not out:
                 z = out.copy_(z)
             self._result = z, weights

@@ -38,31 +38,32 @@ COPIED_RECV_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class PipelineStages:
-    """Sizes in bytes, as in `abi.Rings`, and the offset of the first stage."""
+    """Sizes in bytes, as in `abi.PipelineSizes`, and the offset of the first stage."""
 
-    num_pieces: int
+    num_segments: int
     columns: int
-    row_bytes: int
-    home_bytes: int
-    made_bytes: int
-    num_rows: int
-    num_made: int
-    num_home: int
+    row_stage_bytes: int
+    segment_bytes: int
+    partial_stage_bytes: int
+    num_row_stages: int
+    num_partial_stages: int
+    num_recv_stages: int
     stage_offset: int
 
     @property
     def num_bytes(self) -> int:
         """All stages."""
-        return self.num_rows * self.row_bytes + (self.num_made + self.num_home) * self.made_bytes
+        num_partials = self.num_partial_stages + self.num_recv_stages
+        return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
 
     @property
-    def home_row_bytes(self) -> int:
+    def combine_row_bytes(self) -> int:
         """A row of the combine receive buffer: segments with their scales."""
-        return self.num_pieces * self.home_bytes
+        return self.num_segments * self.segment_bytes
 
     def record(self) -> Any:
         """The kernel's record."""
-        return abi.Rings(*(getattr(self, name) for name, _ in abi.Rings._fields_))
+        return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
 
 
 def max_stages(in_place: bool) -> int:
@@ -77,14 +78,14 @@ def plan_stages(
 
     Args:
         hidden: columns of a row.
-        y_bytes, sent_bytes: of a column of y, and as sent; 1 = fp8 with scales.
+        y_bytes, sent_bytes: of a column of y, and as sent: the same, or 1 = fp8 with scales.
         copies: rows are copied.
         in_place: rows are copied, or become fp8 in the stage in which they lie.
         control_bytes: shared memory in front of the stages.
         block_bytes: shared memory of a block.
     """
     max_segment = MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES
-    num_segments = -(-hidden * max(y_bytes, sent_bytes) // max_segment)
+    num_segments = -(-hidden * y_bytes // max_segment)
     columns = hidden if num_segments == 1 else _padded(-(-hidden // num_segments), COLUMN_UNIT)
     scales = _padded(-(-columns // FP8_BLOCK) * 4, 16) if sent_bytes == 1 else 0
     segment = _padded(columns * sent_bytes, 16) + scales
@@ -104,7 +105,7 @@ def plan_stages(
 
 def num_teams(columns: int, y_bytes: int, sent_bytes: int) -> int:
     """Reduce teams, each of which takes every `num_teams`-th stage (kernels/ht/combine_reduce.cuh)."""
-    max_columns = (MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES) // max(y_bytes, sent_bytes)
+    max_columns = (MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES) // y_bytes
     group = 32 * (4 if sent_bytes == 1 else 16 // y_bytes)
     max_groups = -(-max_columns // (MAX_TEAM_WARPS * group))
     return REDUCE_WARPS // (MIN_TEAM_WARPS if columns <= MIN_TEAM_WARPS * max_groups * group else MAX_TEAM_WARPS)

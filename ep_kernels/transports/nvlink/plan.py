@@ -24,11 +24,11 @@ SHARED_BYTES = 227 * 1024 - STATIC_BYTES
 """Dynamic shared memory that a block may take beside, on Hopper's and Blackwell's GPUs for servers."""
 WARPS, LL_WARPS = jit.NUM_THREADS // 32, jit.WIDE_THREADS // 32
 STAGE_EXTRA = 512
-PIECE_UNIT = 512
-"""Pieces are multiples of this: whole fp8 scale blocks, and whole words of packed scales."""
-MAX_PIECE = 16384
-SMALL_PIECE = 2048
-"""Steps of few tokens cut rows as fine as this, so that all warps share them."""
+SEGMENT_UNIT = 512
+"""Segments are multiples of this: whole fp8 scale blocks, and whole words of packed scales."""
+MAX_SEGMENT = 16384
+SMALL_SEGMENT = 2048
+"""Steps of few tokens cut rows into segments as short as this, so that all warps share them."""
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
 LINK_GBPS = 350
@@ -50,8 +50,8 @@ CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
 }  # fmt: skip
 STAGED_ROWS = 6
-"""Most rows of a partial that a warp of LL combine asks for together, where rows are per expert. 3, 4 and 7 were slower
-on 2 H200, 5 no faster: docs/kernels/log/ll.md."""
+"""Most rows of a partial that a warp of LL combine prefetches together, where rows are per expert. 3, 4 and 7 were
+slower on 2 H200, 5 no faster: docs/kernels/log/ll.md."""
 LL_MAX_TOKENS = {
     Layout.RANK_MAJOR: 512,
     Layout.FLAT: 512,
@@ -141,13 +141,13 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         capacity_rows=capacity_rows,
         ll=c.mode is not Mode.HT,
         ht=c.mode is not Mode.LL,
-        row_units=_dispatch_units(c, row_bytes, scale_bytes),
-        meta_lines=-(-c.topk // abi.LINE_METAS),
+        row_packets=_row_packets(c, row_bytes, scale_bytes),
+        metadata_lines=-(-c.topk // abi.LINE_ENTRIES),
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
-        home_units=_combine_units(c),
+        combine_packets=_combine_packets(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
         num_partials=c.topk if c.exact_combine else ranks,
-        home_row_bytes=combine_stages(c).home_row_bytes,
+        combine_row_bytes=combine_stages(c).combine_row_bytes,
         dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
@@ -168,18 +168,18 @@ def _check_limits(c: MoEConfig, most_rows: int) -> None:
         raise ConfigError("max_tokens_per_rank", "fewer than 2^31 rows, or records, per buffer", c.max_tokens_per_rank)
 
 
-def _dispatch_units(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:
-    """Units of a row as LL moves it: its bytes and the caller's scales, or fp8 columns whose scales travel inside."""
+def _row_packets(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:
+    """Packets of a row as LL moves it: its bytes and the caller's scales, or fp8 columns whose scales travel inside."""
     if c.quantize:
-        return -(-c.hidden_size // abi.UNIT_COLUMNS)
-    return -(-(row_bytes + scale_bytes) // abi.UNIT_DATA)
+        return -(-c.hidden_size // abi.PACKET_COLUMNS)
+    return -(-(row_bytes + scale_bytes) // abi.PACKET_DATA)
 
 
-def _combine_units(c: MoEConfig) -> int:
+def _combine_packets(c: MoEConfig) -> int:
     moved = c.resolved_combine_dtype
     if moved is torch.float8_e4m3fn:
-        return -(-c.hidden_size // abi.UNIT_COLUMNS)
-    return -(-c.hidden_size * moved.itemsize // abi.UNIT_DATA)
+        return -(-c.hidden_size // abi.PACKET_COLUMNS)
+    return -(-c.hidden_size * moved.itemsize // abi.PACKET_DATA)
 
 
 def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
@@ -194,15 +194,16 @@ class StateMap:
     """Byte offsets in the two buffers that hold a dispatch's routing (see `engine.DispatchState`).
 
     Attributes:
-        home, places, tokens, source_rows, kept: as in `abi.DispatchArgs`, in the first; `routing_bytes`: its size.
+        routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of
+            `routing_bytes`.
         weights: in the second, whose first words are `abi.DispatchArgs.op`; `carried_bytes`: its size.
     """
 
-    home: int
-    places: int
+    routes: int
+    dst_rows: int
     tokens: int
     source_rows: int
-    kept: int
+    saved_counts: int
     routing_bytes: int
     weights: int
     carried_bytes: int
@@ -212,11 +213,11 @@ def state_map(c: MoEConfig, sizes: Sizes) -> StateMap:
     """For T = M; each part 16-byte aligned."""
     positions = c.group.size * c.max_tokens_per_rank
     parts = {
-        "home": c.max_tokens_per_rank * c.topk * ctypes.sizeof(abi.Home),
-        "places": positions * c.topk * 4,
+        "routes": c.max_tokens_per_rank * c.topk * ctypes.sizeof(abi.Route),
+        "dst_rows": positions * c.topk * 4,
         "tokens": positions * 4,
         "source_rows": c.group.size * 4,
-        "kept": (2 * sizes.num_groups + 3) * 4,
+        "saved_counts": (2 * sizes.num_groups + 3) * 4,
     }
     offsets, end = {}, 0
     for name, num_bytes in parts.items():
@@ -234,28 +235,28 @@ class Launch:
     num_blocks: int
     shared_bytes: int
     stage_offset: int
-    piece_bytes: int
+    segment_bytes: int
     cooperative: bool = False
     overlapped: bool = True
     num_senders: int = 0
 
-    def work(self, halves: int) -> Any:
-        """The kernel's record: halves 1 = send, 2 = receive, 3 = both."""
-        return abi.Work(self.piece_bytes, self.stage_offset, halves, self.num_senders)
+    def work(self, phases: int) -> Any:
+        """The kernel's record: phases 1 = send, 2 = receive, 3 = both."""
+        return abi.Work(self.segment_bytes, self.stage_offset, phases, self.num_senders)
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, width: int) -> Launch:
     """Of HT dispatch; `width`: bytes loaded per byte sent."""
     offset = -(-control_bytes // 128) * 128
     per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
-    most = min(per_stage // width // PIECE_UNIT * PIECE_UNIT, MAX_PIECE)
-    if most < PIECE_UNIT:
+    most = min(per_stage // width // SEGMENT_UNIT * SEGMENT_UNIT, MAX_SEGMENT)
+    if most < SEGMENT_UNIT:
         raise ConfigError("num_experts", "few enough for one block's counters", f"{control_bytes} bytes of them")
     shared = -(-num_blocks * WARPS // num_rows)  # warps available per row
-    pieces = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_PIECE)))
-    piece = -(-row_bytes // pieces // PIECE_UNIT) * PIECE_UNIT * width
-    total = offset + WARPS * jit.NUM_STAGES * (piece + STAGE_EXTRA)
-    return Launch(num_blocks, total, offset, piece, cooperative=True)
+    segments = max(-(-row_bytes // most), min(shared, -(-row_bytes // SMALL_SEGMENT)))
+    segment = -(-row_bytes // segments // SEGMENT_UNIT) * SEGMENT_UNIT * width
+    total = offset + WARPS * jit.NUM_STAGES * (segment + STAGE_EXTRA)
+    return Launch(num_blocks, total, offset, segment, cooperative=True)
 
 
 def _ll_launch(num_blocks: int, control_bytes: int, share: float) -> Launch:
@@ -278,8 +279,8 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
         if c.resolved_layout.per_expert:
             stride = c.resolved_expert_map.stride
             words += 2 * sizes.num_keys + 2 * stride + c.group.size * stride
-            seen = sizes.num_keys * -(-ll_tokens(c) // 32)
-            words += seen if seen <= abi.MOST_SEEN else 0
+            masks = sizes.num_keys * -(-ll_tokens(c) // 32)
+            words += masks if masks <= abi.MAX_MASK_WORDS else 0
         wide = -(-ll_tokens(c) // 32) * 32 + 2 * c.group.size
         control = _head_bytes(c) + 8 * wide + 4 * words
         if control > SHARED_BYTES:
@@ -316,10 +317,10 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, block_b
         offset = -(-(_head_bytes(c) + 8 * c.group.size) // 128) * 128
         staged = _staged_bytes(c, block_bytes - offset)
         launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
-        return replace(launch, stage_offset=offset, piece_bytes=staged)
+        return replace(launch, stage_offset=offset, segment_bytes=staged)
     blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
     found = combine_stages(c)
-    return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.home_bytes)
+    return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.segment_bytes)
 
 
 def _ranks_of_a_token(c: MoEConfig) -> float:
@@ -360,7 +361,7 @@ def combine_blocks(c: MoEConfig) -> int:
     partials = c.topk if c.exact_combine else ranks
     rows = c.topk if c.resolved_layout.per_expert else ranks
     own = 1 / size if _copies(c) else 0.0  # not copied
-    row, moved = c.hidden_size * output, found.home_row_bytes
+    row, moved = c.hidden_size * output, found.combine_row_bytes
     through = row * rows * (1 - own) + moved * partials * (2 - own) + row
     over_links = moved * partials * (size - 1) / size
     block_ns = through / COMBINE_GBPS[c.resolved_combine_dtype.itemsize == 1]
@@ -375,12 +376,11 @@ def combine_stages(c: MoEConfig) -> pipeline_stages.PipelineStages:
     """The pipelines of a block of an HT combine in shared memory."""
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
-    in_place = single and (_copies(c) or moved.itemsize == 1)
     control = _head_bytes(c) + -(-c.group.size // 4) * 16
-    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(in_place)
+    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(single)
     control += pipeline_stages.LOAD_REQUEST_BYTES if _copies(c) else 0
     return pipeline_stages.plan_stages(
-        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), in_place, control, SHARED_BYTES
+        c.hidden_size, output.itemsize, moved.itemsize, _copies(c), single, control, SHARED_BYTES
     )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def _spans(numbers: list[int]) -> list[range]:
 
 
 def _is_whole(words: list[int]) -> bool:
-    return words[abi.SAMPLE_WORDS - 1] == abi.WHOLE_RECORD
+    return words[abi.SAMPLE_WORDS - 1] == abi.COMPLETE_RECORD
 
 
 def _sample(words: list[int], clock_offset_ns: int) -> LatencySample:

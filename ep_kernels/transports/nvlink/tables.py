@@ -85,7 +85,7 @@ class HostPage:
 
     def finding(self) -> HandleError | CapacityError | None:
         """What an operation found that breaks nothing, as an error; each is told once."""
-        found = self._page.difference
+        found = self._page.mismatch
         if found.status:
             self._fence()
             op, mine, theirs = abi.OPS[found.op], f"dispatch {found.mine}", f"dispatch {found.theirs}"
@@ -98,7 +98,7 @@ class HostPage:
     def clear(self) -> None:
         """Forget the failed wait, and findings of operations that are void now."""
         self._page.postmortem = abi.Postmortem()
-        self._page.difference = abi.Difference()
+        self._page.mismatch = abi.RoutingMismatch()
 
     def relate_clocks(self) -> None:
         """Call when a barrier has just ended: its last act was to read the GPU's clock."""
@@ -142,14 +142,14 @@ class Tables:
             num_local=sizes.num_local, capacity=sizes.capacity, alignment=c.expert_alignment,
             num_in_flight=c.max_in_flight,
             report_dropped=int(c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)),
-            row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, home_row_bytes=shape.home_row_bytes,
-            row_units=shape.row_units, home_units=shape.home_units, meta_lines=shape.meta_lines,
+            row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, combine_row_bytes=shape.combine_row_bytes,
+            row_packets=shape.row_packets, combine_packets=shape.combine_packets, metadata_lines=shape.metadata_lines,
             count_lines=shape.count_lines,
             timeout_ns=int(c.timeout_s * 1e9), active=self._active.data_ptr(),
             capacities=self._capacities.data_ptr(), state=self.state.data_ptr(), host=self.host.address,
             gone=self.host.gone_address, block_counts=self._block_counts.data_ptr(), zeros=self._zeros.data_ptr(),
-            experts=self._experts.data_ptr(), copies_rank=self._copies[0].data_ptr(),
-            copies_slot=self._copies[1].data_ptr(), samples=self._ring.records.data_ptr(), map=abi.region_map(shape),
+            experts=self._experts.data_ptr(), replica_ranks=self._copies[0].data_ptr(),
+            replica_slots=self._copies[1].data_ptr(), samples=self._ring.records.data_ptr(), map=abi.region_map(shape),
         )  # fmt: skip
 
     def set_peers(self, addresses: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class Tables:
         """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
         words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
         words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
-        words[_WORD["dispatch_seq"]] = words[_WORD["dispatch_shared"]] = dispatch  # see Engine.restart_flags
+        words[_WORD["dispatch_seq"]] = words[_WORD["counted_dispatch_seq"]] = dispatch  # see Engine.restart_flags
         words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
         self.state.copy_(words)
@@ -205,7 +205,7 @@ class Tables:
 
 
 def _left_out(op: str, peer: int, word: int) -> TransportError:
-    if word & abi.OUT_TOO:
-        epoch = word & ~abi.OUT_TOO
+    if word & abi.ALSO_LEFT_OUT:
+        epoch = word & ~abi.ALSO_LEFT_OUT
         return TransportError(f"{op}: the group has gone on in epoch {epoch} without this rank and rank {peer}")
     return TransportError(f"{op}: rank {peer} has gone on in epoch {word} without this rank")

@@ -200,8 +200,8 @@ class NvlinkTransport:
 
     # Operations.
 
-    def _launch(self, call: Call, halves: int) -> None:
-        args = call.halves(halves) if hasattr(call.args, "work") else call.args
+    def _launch(self, call: Call, phases: int) -> None:
+        args = call.of_phases(phases) if hasattr(call.args, "work") else call.args
         function, launch = self._functions[call.variant], call.launch
         stream = self._streams.enter()
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
@@ -263,9 +263,9 @@ class NvlinkTransport:
             self._launch(step.call, SEND)
         return NvlinkDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
-    def finish(self, step: Dispatch, halves: int) -> tuple[DispatchOutput, DispatchHandle]:
+    def finish(self, step: Dispatch, phases: int) -> tuple[DispatchOutput, DispatchHandle]:
         """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
-        self._launch(step.call, halves)
+        self._launch(step.call, phases)
         rows = step.state.num_rows  # known where the routing is used again
         unknown = self._exact and rows is None
         if (unknown or self._raises) and not torch.cuda.is_current_stream_capturing():
@@ -288,9 +288,9 @@ class NvlinkTransport:
             self._launch(call, SEND)
         return NvlinkCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
 
-    def receive(self, call: Call, halves: int) -> None:
+    def receive(self, call: Call, phases: int) -> None:
         """What is left of a combine."""
-        self._launch(call, halves)
+        self._launch(call, phases)
         self._raise_fault()
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:

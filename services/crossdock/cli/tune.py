@@ -28,7 +28,7 @@ def tune(
     topk: Annotated[int, typer.Option("--topk", help="K.")] = 8,
     layout: Layouts = None,
     dtype: Dtype = "bfloat16",
-    fp8_combine: Annotated[bool, typer.Option("--fp8-combine", help="Partial sums come home as fp8.")] = False,
+    fp8_combine: Annotated[bool, typer.Option("--fp8-combine", help="Combine moves partials as fp8.")] = False,
     num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="Multiprocessors, if AUTO has few.")] = None,
     max_tokens: Largest = None,
     runs: Runs = 15,

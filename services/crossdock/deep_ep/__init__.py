@@ -20,7 +20,7 @@ from crossdock.deep_ep.hints import Config
 from crossdock.deep_ep.refused import CLASSES
 
 __version__ = f"1.2.1+crossdock.{crossdock.__version__}"
-"""DeepEP's release whose interface this is, and ours."""
+"""The release of DeepEP whose interface this is, and our version."""
 
 topk_idx_t = torch.int64
 """dtype of `topk_idx`."""
@@ -29,6 +29,6 @@ __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "to
 
 
 def __getattr__(name: str) -> NoReturn:
-    """AttributeError, as of any module, which for names that DeepEP has says what to do without."""
+    """AttributeError, as for any module; for names of DeepEP its message names the alternative."""
     instead = f": {CLASSES[name]}" if name in CLASSES else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}", name=name)

@@ -1,7 +1,8 @@
-"""`Buffer`: DeepEP's class, over one MoECommunicator per shape. Checks arguments; the two halves do the work.
+"""`Buffer`: DeepEP's class, over one MoECommunicator per shape. It checks arguments and calls `HighThroughput` or
+`LowLatency`.
 
-A call that is new to a Buffer (another shape, more tokens than before) makes a communicator, which is collective as the
-call itself is, and cannot happen while a CUDA graph is captured: run each shape once before.
+The first call with a shape (or with more tokens than before) makes a communicator. That is collective, as the call
+itself, and impossible while a CUDA graph is captured: run each shape once before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Buffer(Unsupported):
 
     Args:
         group: torch.distributed.ProcessGroup, gloo or nccl; used to bring communicators up, not to move tokens.
-        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them; regions are sized by what comes.
+        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them; regions are sized by actual use.
         low_latency_mode: kept for callers that read it; both kinds of calls always work.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, without effect.
         explicitly_destroy: as given; `destroy()` may be called either way, and is when the object is collected.
@@ -42,7 +43,7 @@ class Buffer(Unsupported):
     """
 
     num_sms: ClassVar[int] = 20
-    """What callers read. Only a number given to `set_num_sms` bounds anything."""
+    """Read by callers. Only a number given to `set_num_sms` is a limit."""
     _chosen_sms: ClassVar[int | None] = None
 
     def __init__(
@@ -61,8 +62,8 @@ class Buffer(Unsupported):
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
 
     def destroy(self) -> None:
-        """Free every communicator, once what was launched has done its part (see `MoECommunicator.close`). Idempotent.
-        No call works afterwards (ClosedError)."""
+        """Free every communicator, after the launched operations have finished (see `MoECommunicator.close`).
+        Idempotent. No call works afterwards (ClosedError)."""
         self._pool.close()
 
     def __del__(self) -> None:
@@ -73,7 +74,7 @@ class Buffer(Unsupported):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: kernels are compiled for the GPU that is there."""
+        """True: kernels are compiled for the present GPU."""
         return True
 
     @staticmethod
@@ -86,14 +87,14 @@ class Buffer(Unsupported):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """What the current stream has been given so far."""
+        """An event after everything launched on the current stream so far."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """About the bytes per rank that low-latency steps of these sizes take."""
+        """Approximate bytes per rank of low-latency steps of these sizes."""
         return hints.low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod
@@ -117,7 +118,7 @@ class Buffer(Unsupported):
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
         """Number of tokens of this rank by destination: (int32 [R], None, int32 [E], bool [T, R], event). `dispatch`
-        finds that out by itself; of what is given back to it, it reads the length E."""
+        computes these itself; of these arguments it reads only the length E."""
         _ids(topk_idx)
         self._pool.experts_per_rank(num_experts)
         with self._streams.enter(topk_idx, previous_event, async_finish) as turn:
@@ -170,11 +171,12 @@ class Buffer(Unsupported):
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None, config: hints.Config | None = None,
         previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
-        """Rows [N, H], which the caller has weighed and reduced per token, summed over the ranks at home. Collective.
+        """Sum rows [N, H], which the caller has weighted and reduced per token, over the ranks at the source.
+        Collective.
 
         Args:
-            topk_weights: float32 [N, K] to be brought home, each to its (token, k), or None.
-            bias: [T, H], or up to two of them, added at home.
+            topk_weights: float32 [N, K] to return, each to its (token, k), or None.
+            bias: [T, H], or up to two of them, added at the source.
 
         Returns ([T, H], weights [T, K] or None, event).
         """
@@ -189,7 +191,7 @@ class Buffer(Unsupported):
     # Low latency.
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to do: regions are never shared between kinds of calls, nor left unclean."""
+        """No effect: kinds of calls never share regions, and regions stay clean."""
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
@@ -205,7 +207,7 @@ class Buffer(Unsupported):
             num_max_dispatch_tokens_per_rank: M. num_experts: E, a multiple of R.
             cumulative_local_expert_recv_stats: int32 [L] that grows by what each expert received, or None.
             use_fp8: quantise on the way, blocks of 128. round_scale: scales are powers of two. use_ue8m0: and packed.
-            return_recv_hook: return when this rank's sends are done; nothing is there before the hook was called.
+            return_recv_hook: return when this rank's sends are done; results are valid once the hook has been called.
             dispatch_wait_recv_cost_stats, x_global_scale: must be None. use_nvfp4: must be False.
 
         Returns (rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; event; hook). Scales are float32
@@ -231,7 +233,7 @@ class Buffer(Unsupported):
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
         out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
-        """Expert rows [L, R*M, H] home, weighed with topk_weights [T, K] and summed over k in fp32. Collective.
+        """Return expert rows [L, R*M, H], weighted with topk_weights [T, K] and summed over k in fp32. Collective.
 
         Args:
             topk_idx: as dispatched; the handle knows them. use_logfmt: taken, rows travel unchanged.
@@ -239,7 +241,7 @@ class Buffer(Unsupported):
             out: [T, H] to write into, or None.
             combine_wait_recv_cost_stats: must be None.
 
-        Returns ([T, H], event, hook); with `return_recv_hook` nothing is there before the hook was called.
+        Returns ([T, H], event, hook); with `return_recv_hook` valid once the hook has been called.
         """
         without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
         if not isinstance(handle, LowLatencyHandle):

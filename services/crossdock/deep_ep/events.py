@@ -1,4 +1,4 @@
-"""Points in time on a device's stream, in the two wrappings that DeepEP's callers know. On the CPU all have passed."""
+"""Events on a device's stream, in DeepEP's two classes. On the CPU every event is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ep_kernels import ArgumentError
 
 
 class EventHandle:
-    """A point on torch's current stream: all that was launched there before. Without a GPU: no point at all."""
+    """An event on torch's current stream, after everything launched there before. Without a GPU: none."""
 
     def __init__(self) -> None:
         self.point: torch.cuda.Event | None = None
@@ -21,13 +21,13 @@ class EventHandle:
             self.point.record()
 
     def current_stream_wait(self) -> None:
-        """Whatever is launched on the current stream from now on waits for it, on the device."""
+        """Later launches on the current stream wait for it, on the device."""
         if self.point is not None:
             torch.cuda.current_stream().wait_event(self.point)
 
 
 class EventOverlap:
-    """An event that a caller may wait for later, or none. As a context manager it is waited for at the end.
+    """An event that a caller may wait for later, or none. As a context manager it waits at the end.
 
     Args:
         event: the point, or None: nothing to wait for.
@@ -71,13 +71,13 @@ class EventOverlap:
 
 
 class CommStream:
-    """Runs operations on a stream of their own when a caller wants to go on meanwhile (`async_finish`)."""
+    """Runs operations on a separate stream where the caller asks for it (`async_finish`)."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self) -> torch.cuda.Stream:
-        """The stream, made when first asked for."""
+        """The stream, made at first use."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream
@@ -89,7 +89,7 @@ class CommStream:
 
 
 class _Turn:
-    """One operation: on the caller's stream, or aside."""
+    """One operation: on the caller's stream, or on the separate one."""
 
     def __init__(self, aside: torch.cuda.Stream | None, after: EventHandle | None, wants_event: bool) -> None:
         self._aside, self._after, self._wants_event = aside, after, wants_event

@@ -1,8 +1,8 @@
-"""What communicators inside another engine count, on its way to Prometheus: one daemon thread per process.
+"""Exports the counts of communicators inside another engine to Prometheus: one daemon thread per process.
 
-Latency records come from the transports' own rings; what arrived, where that is wanted, from a counter to which each
-dispatch adds, on the device. Any thread may read both beside whatever the device does: no operation waits for that, and
-a CUDA graph that is being captured is not disturbed.
+Latency records come from the transports' own rings; received tokens, where enabled, from a counter to which each
+dispatch adds, on the device. Any thread may read both at any time: no operation waits for that, and a CUDA graph
+capture is not disturbed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _WatchedCommunicator:
     """One communicator.
 
     Attributes:
-        rank: as a label; known now, for the group may be gone before the communicator.
+        rank: as a label; read at the start, because the group may end before the communicator.
         received: tokens of each rank, as far as they are counted.
         puzzling: reading it has failed unexpectedly, which the log shows.
     """
@@ -53,8 +53,8 @@ class FrameworkTelemetry:
         self._served = False
 
     def watch(self, comm: MoECommunicator, listen: str, traffic: bool) -> None:
-        """Count what it does from now on, with `traffic` also what arrives from whom, and serve that on host:port
-        `listen`, if any."""
+        """Count its operations from now on, with `traffic` also received tokens by source rank; serve them on
+        host:port `listen`, if any."""
         if traffic:
             comm.count_received()
         with self._lock:
@@ -82,7 +82,7 @@ class FrameworkTelemetry:
         self.metrics.ep_peer_timeouts_total.labels(str(rank), str(peer)).inc()
 
     def collect(self) -> None:
-        """Count the records that there are."""
+        """Count the present records."""
         with self._lock:
             watched = list(self._watched.items())
         for comm, about in watched:
@@ -114,7 +114,7 @@ class FrameworkTelemetry:
                     metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
 
     def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
-        """What has come since the last call; `received` is all so far, or None where that is not known just now."""
+        """Count the tokens received since the last call; `received`: the totals, or None where not known at present."""
         if received is None:
             return
         metrics, rank = self.metrics, about.rank
@@ -138,14 +138,14 @@ def telemetry() -> FrameworkTelemetry:
 
 
 def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
-    """Count what a communicator does, unless the settings say no."""
+    """Count the operations of a communicator, unless the settings turn it off."""
     if settings.metrics:
         telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
 
 
 @contextlib.contextmanager
 def counting_timeouts(rank: int, settings: FrameworkConfig) -> Iterator[None]:
-    """Counts a PeerTimeout that passes through."""
+    """Counts a PeerTimeout and raises it again."""
     try:
         yield
     except PeerTimeout as error:

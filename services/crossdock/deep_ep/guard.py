@@ -1,9 +1,8 @@
-"""Detects operations that have failed silently: a CUDA graph's replay asks no Python code, so
-that a lost rank would end in NaN, step after step. One daemon thread per process; it only reads host memory.
+"""Detects operations that have failed silently: the replay of a CUDA graph runs no Python code, so a lost rank would
+give NaN in every step. One daemon thread per process; it only reads host memory.
 
-A call that comes meanwhile raises the error itself, and then it is the program's to handle. Where none has come after
-GRACE_S, the process ends with the error in its log: the engine above it sees a dead worker, which it knows how to
-report, instead of wrong tokens, which stay unnoticed.
+A later call raises the error, and the program handles it. If no call comes within GRACE_S, the process ends with the
+error in its log: the engine then reports a dead worker instead of returning wrong tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = get(__name__)
 
 LOOK_S = 0.25
 GRACE_S = 1.0
-"""How long a failed operation may stay unheard: an engine that runs eagerly makes its next call within a step."""
+"""How long a failed operation may stay unreported: an engine that runs eagerly makes its next call within a step."""
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -32,7 +31,7 @@ class Guard:
     """Of this process's communicators.
 
     Args:
-        end: called once, with a message, where a failure stayed unheard.
+        end: called once, with a message, where a failure stayed unreported.
         clock: seconds.
     """
 
@@ -45,7 +44,7 @@ class Guard:
         self._thread: threading.Thread | None = None
 
     def watch(self, comm: MoECommunicator) -> None:
-        """Look after it from now on, until it is closed."""
+        """Watch a communicator until it is closed."""
         with self._lock:
             self._watched[comm] = comm.rank
             if self._thread is None:
@@ -53,7 +52,7 @@ class Guard:
                 self._thread.start()
 
     def look(self) -> None:
-        """Once over all of them."""
+        """Check all of them once."""
         with self._lock:
             watched = list(self._watched.items())
         for comm, rank in watched:
@@ -83,7 +82,7 @@ class Guard:
 
 
 def leave(message: str) -> None:
-    """End this process: what its GPU has computed since cannot be trusted."""
+    """End this process: results of its GPU since the failure are invalid."""
     try:
         print(f"{message}; no call has raised it, so this process ends", file=sys.stderr, flush=True)
     finally:

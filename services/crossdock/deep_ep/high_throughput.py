@@ -1,7 +1,7 @@
-"""DeepEP's high-throughput calls: compact rows, one per (token, rank); the caller weighs, combine only sums.
+"""DeepEP's high-throughput calls: compact rows, one per (token, rank); the caller applies weights, combine only sums.
 
-A step may bring any number of tokens: before each dispatch of a new routing the ranks tell each other how many, and the
-communicator is replaced by a larger one where it must be. Rows are copies, for callers keep them (training does).
+A step may bring any number of tokens: before each dispatch of a new routing the ranks exchange their numbers, and
+replace the communicator by a larger one where necessary. Rows are copies, because callers keep them (training).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Payload = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class PoolKey:
-    """What one communicator is made for, but for how many tokens.
+    """Parameters of one communicator, except its number of tokens.
 
     Attributes:
         hidden: H.
@@ -51,7 +51,7 @@ class PoolKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """What dispatch gives to combine, and to a dispatch of the same routing.
+    """The handle that dispatch gives to combine, and to a dispatch of the same routing.
 
     Attributes:
         comm: whose rows they are.
@@ -81,7 +81,7 @@ class Delivered:
 
 
 class HighThroughput:
-    """The high-throughput half of a Buffer."""
+    """High-throughput operations of a Buffer."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -90,7 +90,7 @@ class HighThroughput:
         self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
         output_dtype: torch.dtype | None = None,
     ) -> PoolKey:  # fmt: skip
-        """What this payload needs."""
+        """The parameters for this payload."""
         x, scales = payload
         self._pool.experts_per_rank(num_experts)
         if worst % self._pool.size:
@@ -126,7 +126,7 @@ class HighThroughput:
         return Delivered(x, scales, ids, out.topk_weights, counts, handle)
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
-        """Other rows by the same routing, of another dtype if need be."""
+        """Other rows by the same routing, perhaps of another dtype."""
         old = handle.kind
         kind = self.kind(payload, old.num_experts, old.topk, old.worst, old.num_sms, old.output_dtype)
         if kind == old:
@@ -139,14 +139,14 @@ class HighThroughput:
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [N, H] summed over the ranks at home, [T, H]; and the weights [N, K] brought home, [T, K]."""
+        """Rows [N, H] summed over the ranks at the source, [T, H]; and the returned weights [N, K], [T, K]."""
         if topk_weights is None:
             return handle.comm.combine(x, handle.inner), None
         request = handle.comm.combine_async(x, handle.inner, row_weights=topk_weights.contiguous())
         return request.wait(), request.weights
 
     def _communicator(self, kind: PoolKey, x: torch.Tensor) -> MoECommunicator:
-        """One that is large enough for what every rank brings to this step. Collective."""
+        """A communicator large enough for this step's tokens of every rank. Collective."""
         comm = self._pool.get(kind)
         if kind.worst:
             return comm or self._make(kind, x, kind.worst // self._pool.size)
@@ -206,7 +206,7 @@ def _packed(payload: Payload) -> Any:
 
 
 def _kept(out: DispatchOutput, payload: Payload) -> Payload:
-    """The rows as the caller may keep them; scales in the rank in which they were given."""
+    """A copy of the rows; scales with as many dimensions as the caller's."""
     scales = payload[1]
     if scales is None or out.scales is None:
         return out.tokens.clone(), None

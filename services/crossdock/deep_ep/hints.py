@@ -1,4 +1,4 @@
-"""Sizes that callers ask for before they make a Buffer. Regions are sized by actual use; these are only hints."""
+"""Sizes that callers query before they make a Buffer. Regions are sized by actual use; these are only hints."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """DeepEP's tuning record. Taken and shown again, but not used: the plan of a launch follows from its sizes.
+    """DeepEP's tuning record. Accepted and readable, but not used: the plan of a launch follows from its sizes.
 
     Attributes:
-        num_sms: multiprocessors; what `Buffer.set_num_sms` sets is used, this is not.
+        num_sms: multiprocessors; not used, unlike the number given to `Buffer.set_num_sms`.
         num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens, num_max_rdma_chunked_send_tokens,
         num_max_rdma_chunked_recv_tokens: chunk sizes of DeepEP's queues, of which Crossdock has none.
     """
@@ -31,7 +31,7 @@ class Config:
 
 
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """About what a bf16 low-latency communicator of these sizes takes per rank, with two steps in flight."""
+    """Approximate bytes per rank of a bf16 low-latency communicator of these sizes, with two steps in flight."""
     row = 2 * hidden + 16
     received = -(-num_experts // num_ranks) * num_ranks * max_tokens * row
     travelling = 2 * num_ranks * max_tokens * row

@@ -1,7 +1,7 @@
-"""DeepEP's low-latency calls: expert-major rows, weights that come only with combine, hooks that receive.
+"""DeepEP's low-latency calls: expert-major rows, weights given to combine, hooks that receive.
 
-Callers bring the weights to combine, so rows travel home unweighted (`exact_combine`) and are weighed there. What
-travels beside the rows at dispatch, where weights would, is where each came from: `LowLatencyHandle` reads it back.
+Callers give the weights to combine, so rows return unweighted (`exact_combine`) and are weighted at the source.
+Dispatch sends, in place of weights, the origin of each row: `LowLatencyHandle` reads it back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Hook = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class BufferShape:
-    """What one communicator is made for.
+    """Parameters of one communicator.
 
     Attributes:
         max_tokens: M.
@@ -46,7 +46,8 @@ class BufferShape:
 
 
 class LowLatencyHandle(Sequence[Any]):
-    """What dispatch gives to combine. As DeepEP's it reads as a tuple, whose first two parts are made when asked for:
+    """The handle that dispatch gives to combine. As DeepEP's, it is a sequence; its first two items are computed at
+    first use:
 
     [0] int32 [L, R*M], the source's token index of each row (rows past the counts: 0)
     [1] int64 [L, R], begin << 32 | count of each source rank's rows
@@ -94,7 +95,7 @@ class LowLatencyHandle(Sequence[Any]):
 
 
 class LowLatency:
-    """The low-latency half of a Buffer."""
+    """Low-latency operations of a Buffer."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -119,8 +120,8 @@ class LowLatency:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, shape: BufferShape, stats: torch.Tensor | None, hooked: bool
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, Hook]:
-        """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` nothing is there before
-        the hook has been called. `stats` [L] grows by the counts."""
+        """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` results are valid
+        once the hook has been called. `stats` [L] grows by the counts."""
         comm = self._communicator(shape, x)
         handle = LowLatencyHandle(comm, shape, x.shape[0])
         marks = self._marks[shape][: x.shape[0]]
@@ -143,7 +144,7 @@ class LowLatency:
     def combine(
         self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor, hooked: bool
     ) -> Hook:
-        """Rows home, weighed, into `out` [T, H]; with `hooked` it is complete once the hook has been called."""
+        """Return rows, weighted, into `out` [T, H]; with `hooked` it is complete once the hook has been called."""
         inner = handle.received()
         z = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         weights = topk_weights.contiguous()
@@ -167,7 +168,7 @@ class LowLatency:
 
 
 def _nothing() -> None:
-    """The hook of what is complete."""
+    """The hook of a complete operation."""
 
 
 def _pair(tokens: torch.Tensor, scales: torch.Tensor | None) -> Received:

@@ -1,4 +1,4 @@
-"""The communicators behind one Buffer: one for each shape that came, made when it first comes. Collective."""
+"""The communicators of one Buffer: one per shape, made at its first use. Collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crossdock.deep_ep.guard import guard
 from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
 
 IN_FLIGHT = 2
-"""As in DeepEP: the tensors of two low-latency dispatches may be held at a time (dual-batch overlap)."""
+"""As in DeepEP: two low-latency dispatches may be open at a time (dual-batch overlap)."""
 
 
 class Pool:
@@ -42,12 +42,12 @@ class Pool:
         return num_experts // self.size
 
     def get(self, key: Hashable) -> MoECommunicator | None:
-        """What was last made under this key."""
+        """The communicator that was last made for this key."""
         return self._made.get(key)
 
     def make(self, key: Hashable, like: torch.Tensor, **fields: Any) -> MoECommunicator:
-        """A communicator for tensors like this one, from now on the key's. One that it replaces stays usable:
-        handles refer to it, and captured graphs, which no count of references shows. Collective."""
+        """Make the key's communicator, for tensors like this one. A replaced one stays usable: handles refer to it,
+        and captured graphs, which reference counts do not show. Collective."""
         if self._closed:
             raise ClosedError("the Buffer was destroyed")
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -72,7 +72,7 @@ class Pool:
         return list(self._all)
 
     def close(self) -> None:
-        """Free everything, once what was launched has done its part. Idempotent."""
+        """Free everything, after the launched operations have finished. Idempotent."""
         with self._lock:
             self._closed = True
             made, self._all = self._all, []

@@ -1,5 +1,4 @@
-"""What DeepEP has and Crossdock does not offer. Each is refused by name and says what to do instead: a program learns
-at the call what it would otherwise learn from an AttributeError, or never."""
+"""Parts of DeepEP that Crossdock does not offer. Each call raises an error with its name and the alternative."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ CLASSES = {
     "ElasticBuffer": "it is DeepEP V2's; in vLLM CROSSDOCK_VLLM=native serves the backend deepep_v2",
     "HybridEPBuffer": "it is another interface; use Buffer",
 }
-"""Classes of other DeepEP interfaces, and what to do without."""
+"""Classes of other DeepEP interfaces, and the alternatives."""
 MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
 HOSTS = "the transports of this release join the ranks of one host; `dispatch` and `combine` do that"
 WAITS = "crossdock_ep_peer_wait_seconds_total shows the awaited ranks, without it"
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raise ArgumentError: this call is not offered, and why."""
+    """Raise ArgumentError: this call is not offered, with the reason."""
     raise ArgumentError(name, f"no call of it ({why})", "one")
 
 
 def without(**arguments: tuple[Any, str]) -> None:
-    """Arguments that are taken only with the value by which they ask for nothing. ArgumentError otherwise.
+    """Arguments that are accepted only with their neutral value. ArgumentError otherwise.
 
     Args:
         arguments: name -> (value, why it is not offered).

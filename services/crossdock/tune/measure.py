@@ -24,9 +24,9 @@ from crossdock.tune.request import TIMEOUT_S, TuneRequest
 from ep_kernels import Mode, MoECommunicator, tuning
 
 PAIRS = {"cuda": 10, "cpu": 3}
-"""By device; what a graph's launch costs is shared among its pairs."""
+"""By device; the pairs of a graph share the cost of its launch."""
 SETS = 3
-"""Routings that were drawn, for each one that is used in a run."""
+"""Routings drawn per routing used in a run."""
 WARMUP = 3
 Progress = Callable[[str, int, float, float], None]
 """(layout, tokens, LL us, HT us) of each step, on rank 0."""
@@ -73,7 +73,7 @@ def timed(comm: MoECommunicator, tokens: int, request: TuneRequest) -> dict[Mode
 
 
 def _slowest(group: Any, mine: dict[Mode, list[float]]) -> tuple[float, float]:
-    """(LL, HT): each run as its slowest rank saw it, the median of the runs."""
+    """(LL, HT): the median over runs of the slowest rank's time."""
     answers = group.all_gather(msgspec.msgpack.encode([mine[Mode.LL], mine[Mode.HT]]), TIMEOUT_S)
     ranks = [msgspec.msgpack.decode(answer, type=tuple[list[float], list[float]]) for answer in answers]
     ll, ht = ([max(run) for run in zip(*(rank[n] for rank in ranks), strict=True)] for n in (0, 1))
@@ -81,7 +81,7 @@ def _slowest(group: Any, mine: dict[Mode, list[float]]) -> tuple[float, float]:
 
 
 class _Feed:
-    """What the pairs of one step size are given: rows, and routing that changes under them from run to run."""
+    """Inputs of the pairs of one step size: rows, and a routing that changes from run to run."""
 
     def __init__(self, comm: MoECommunicator, tokens: int, seed: int) -> None:
         c, self.device = comm.config, comm.capabilities.device_type
@@ -102,14 +102,14 @@ class _Feed:
         self._number = 0
 
     def renew(self) -> None:
-        """Other routing for every pair; on GPUs queued, not waited for."""
+        """Renew the routing of every pair; on GPUs asynchronously."""
         self._number += 1
         first = self._number * 7 % ((SETS - 1) * self.num_pairs + 1)
         self._ids.copy_(self._all_ids[first : first + self.num_pairs])
         self._weights.copy_(self._all_weights[first : first + self.num_pairs])
 
     def pairs(self, comm: MoECommunicator, step_tokens: int) -> None:
-        """Dispatch and combine, PAIRS times. Experts return their rows, or what lies where they would write."""
+        """Dispatch and combine, PAIRS times. Experts return their rows, or the content of their output buffer."""
         for ids, weights in zip(self._ids, self._weights, strict=True):
             out, handle = comm.dispatch(self._x, ids, weights, step_tokens=step_tokens)
             same = out.tokens.dtype == self._out.dtype
@@ -117,11 +117,11 @@ class _Feed:
 
 
 Run = Callable[[Callable[[], None]], float]
-"""Takes what renews the routing; microseconds of the work, once."""
+"""Takes the function that renews the routing; returns the microseconds of one run."""
 
 
 def prepared(work: Callable[[], None], device_type: str) -> Run:
-    """Work of the current device, to be timed; on GPUs as a graph, so that the host counts for nothing."""
+    """Work of the current device, to be timed; on GPUs as a graph, so that the host's time is excluded."""
     return _on_gpu(work) if device_type == "cuda" else _on_host(work)
 
 
@@ -153,7 +153,7 @@ def _on_gpu(work: Callable[[], None]) -> Run:
 
 
 def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """`work` as a graph. It runs once before, on a stream of its own."""
+    """`work` as a graph. It first runs once, on a separate stream."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""What is to be measured: a shape, and how thoroughly. Travels to the ranks as JSON."""
+"""A request to measure: a shape, and the number of runs. Sent to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp8": {"dtype": torch.bfloat16, "quantize": True},
     "fp8-rows": {"dtype": torch.float8_e4m3fn, "scale_columns": 1},
 }
-"""Rows as the caller gives them; fp8: bf16 that dispatch quantises; fp8-rows: fp8 with scales of the caller's."""
+"""Rows as the caller gives them; fp8: bf16 that dispatch quantises; fp8-rows: fp8 with the caller's scales."""
 TIMEOUT_S = 60.0
 
 
@@ -33,8 +33,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         layouts: values of Layout, each measured by itself.
         num_experts, hidden_size, topk: E, H, K.
         dtype: a key of PAYLOADS.
-        fp8_combine: partial sums come home as fp8.
-        num_sms: multiprocessors that one operation may fill; None: as AUTO has by itself.
+        fp8_combine: partials travel as fp8.
+        num_sms: multiprocessors that one operation may fill; None: AUTO's default.
         max_tokens: largest step of the ladder, tokens per rank.
         runs: timed runs of each step and algorithm, of which the median counts.
         cache_dir: folder of `tuning.json`; None: as MoEConfig.
@@ -56,8 +56,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def config(self, layout: str, group: Any) -> MoEConfig:
         """Of a communicator that can run every step of the ladder by either algorithm: M is one token more than the
-        largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes do not depend on what
-        arrives, as in serving, so the host waits for nothing. Raises ConfigError."""
+        largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes are fixed, as in
+        serving, so the host does not wait for counts. Raises ConfigError."""
         payload = dict(PAYLOADS[self.dtype])
         if payload.get("scale_columns"):
             payload["scale_columns"] = -(-self.hidden_size // FP8_BLOCK)

@@ -1,4 +1,4 @@
-"""What `crossdock tune` does: checks the request, runs a process for each rank, shows both curves."""
+"""`crossdock tune`: checks the request, runs a process for each rank, shows both curves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ep_kernels.transports.base import region_map
 LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
 """Those of workers, and of vLLM."""
 SILENCE_S = 300.0
-"""Longest time in which no rank says anything: GPUs compile kernels that are not in the wheel first."""
+"""Longest silence of all ranks: they first compile kernels that are not in the wheel."""
 _MIB = 1 << 20
 
 
@@ -48,12 +48,12 @@ def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
 
 
 def largest_step(transport: str) -> int:
-    """Largest step of the ladder, where none is asked for."""
+    """Default of the largest step of the ladder."""
     return installed()[transport].largest_step
 
 
 def check(request: TuneRequest, num_ranks: int) -> None:
-    """Raise OptionError or ConfigError for what no rank could measure."""
+    """Raise OptionError or ConfigError for a request that no rank could measure."""
     if request.dtype not in PAYLOADS:
         raise OptionError(f"--dtype: expected one of {', '.join(PAYLOADS)}, got {request.dtype}")
     known = [layout.value for layout in Layout]
@@ -105,7 +105,7 @@ def run_ranks(request: TuneRequest, num_ranks: int, progress: Progress) -> list[
 def _follow(
     processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], progress: Progress
 ) -> list[tuning.Record]:
-    """Read what the ranks say until all are done."""
+    """Read the output of the ranks until all are done."""
     said: queue.Queue[tuple[int, bytes]] = queue.Queue()
     for rank, process in enumerate(processes):
         threading.Thread(target=_listen, args=(rank, process, said), daemon=True).start()
@@ -143,7 +143,7 @@ def _listen(rank: int, process: subprocess.Popen[bytes], said: queue.Queue[tuple
 
 
 def file_of(request: TuneRequest) -> Path | None:
-    """Where the records are kept; None: nowhere."""
+    """File of the records; None: they are not saved."""
     folder = tuning.cache_dir(request.cache_dir)
     return None if folder is None else folder / tuning.FILE_NAME
 
@@ -165,10 +165,10 @@ def as_tables(request: TuneRequest, records: Sequence[tuning.Record]) -> Group:
 
 
 def _headline(key: tuning.Key) -> str:
-    rows = f"{key.dtype}, sent as fp8," if key.quantize else key.dtype
+    rows = f"{key.dtype} sent as fp8" if key.quantize else key.dtype
     return (
-        f"{key.layout}: {key.num_ranks} ranks on {key.device}, rows of {key.hidden_size} x {rows} home in "
-        f"{key.combine_dtype}, top {key.topk} of {key.num_experts} experts"
+        f"{key.layout}: {key.num_ranks} ranks on {key.device}, rows of {key.hidden_size} x {rows}, combine "
+        f"in {key.combine_dtype}, top {key.topk} of {key.num_experts} experts"
     )
 
 
@@ -199,7 +199,7 @@ def _verdict(request: TuneRequest, record: tuning.Record) -> str:
 
 
 def built_in_crossover(request: TuneRequest, record: tuning.Record) -> int:
-    """What AUTO has where nothing was measured."""
+    """AUTO's crossover where nothing was measured."""
     transport = transports.create(request.config(record.key.layout, PaperGroup(0, record.key.num_ranks)))
     try:
         return transport.ll_max_tokens()

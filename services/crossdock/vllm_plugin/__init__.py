@@ -1,4 +1,4 @@
-"""vLLM's MoE layers over Crossdock: an entry point of `vllm.general_plugins`, silent unless it is selected.
+"""vLLM's MoE layers over Crossdock: an entry point of `vllm.general_plugins`, without effect unless selected.
 
     CROSSDOCK_VLLM=deep_ep   vLLM finds our `deep_ep` where no other is installed; its own classes call it
     CROSSDOCK_VLLM=native    our classes stand in the places of vLLM's DeepEP backends
@@ -19,7 +19,7 @@ __all__ = ["PluginError", "register"]
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, once or more. Touches no GPU. Raises PluginError, ConfigFileError."""
+    """vLLM calls this in each of its processes, once or more. Touches no GPU. Raises PluginError, ConfigFileError."""
     from crossdock.common.config import FrameworkConfig
 
     chosen = FrameworkConfig.from_env().vllm
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _offer_deep_ep() -> None:
-    """Our `deep_ep` at the end of the path. A real one is never hidden; that one is there is an error."""
+    """Append our `deep_ep` to the path. It never hides an installed one: that is an error."""
     folder = str(Path(__file__).parent.parent / "deep_ep" / "path")
     found = importlib.util.find_spec("deep_ep")
     if found is None:

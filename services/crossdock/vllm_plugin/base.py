@@ -1,4 +1,4 @@
-"""What the prepare/finalize classes have in common. vLLM makes one per MoE layer; they share the manager's link."""
+"""Shared base of the prepare/finalize classes. vLLM makes one object per MoE layer; all share the manager's link."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def round_up(hidden_size: int, itemsize: int) -> int:
 
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, on_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, the weights that combine is to apply). `on_input` (K = 1): x is multiplied here."""
+    """(x, the weights that combine applies). `on_input` (K = 1): x is multiplied here."""
     if not on_input:
         return a1, topk_weights
     if topk_weights.shape[1] != 1:
@@ -37,8 +37,8 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, on_input: bool)
 
 
 def scaled_alone(quant_config: Any) -> bool:
-    """Whether a row quantises to the same whichever rows are beside it: a scale per token, or one that is given. Such
-    rows are quantised where they come from, and travel at one byte a column."""
+    """Whether a row's quantisation does not depend on other rows: a scale per token, or a given scale. Such rows are
+    quantised at their source rank and travel at one byte a column."""
     if quant_config.quant_dtype not in ROW_DTYPES or quant_config.block_shape is not None:
         return False
     given = quant_config.a1_scale
@@ -80,15 +80,15 @@ class Finalizer(_Base):  # type: ignore[misc]
         return True
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """As our kernels want them, so that nothing is converted on the way."""
+        """The dtype that our kernels read, so that no conversion is needed."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Not bounded."""
+        """No limit."""
         return None
 
     def supports_async(self) -> bool:
-        """Shared experts run between the halves of combine."""
+        """Shared experts run between the phases of combine."""
         return True
 
     def _watched(self) -> Any:

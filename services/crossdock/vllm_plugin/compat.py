@@ -1,10 +1,10 @@
-"""All that is known of vLLM's private names, what is expected of them, and how ours are put in. vLLM 0.20 to 0.33.
+"""vLLM's private names, the checks that they are as expected, and their replacement by ours. vLLM 0.20 to 0.33.
 
 vLLM has no registry for all-to-all backends. But `CudaCommunicator` imports the manager class by name when it is built,
 and the two functions of `all2all_utils` look their prepare/finalize classes up as globals of that module: so it is
-enough to bind these names anew, whatever was imported before, and no function of vLLM is replaced. `missing()` checks
-that this still is so; `check()` refuses otherwise, naming vLLM's version and each hook. Which classes of ours go where
-says install.py.
+enough to rebind these names, whatever was imported before, and no function of vLLM is replaced. `missing()` checks
+that this still holds; `check()` raises an error otherwise, with vLLM's version and each missing hook. install.py
+maps our classes to these names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {
     "dbo_yield_and_switch_from_compute_to_comm": "vllm.v1.worker.ubatching",
     "get_forward_context": "vllm.forward_context",
 }
-"""What our classes use, and where it is."""
+"""Names that our classes use, and their modules."""
 
 PARAMETERS = {
     "prepare_async": {
@@ -63,7 +63,7 @@ PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class BackendSlot:
-    """A backend of vLLM whose place ours take.
+    """A backend of vLLM that ours replace.
 
     Attributes:
         backend: as `--all2all-backend` names it.
@@ -98,12 +98,12 @@ def find(name: str) -> Any:
 
 
 def present(slot: BackendSlot) -> bool:
-    """Whether this vLLM has the backend at all."""
+    """Whether this vLLM has the backend."""
     return slot.manager in _code_names(_module(_BUILDER[0]), _BUILDER[1], "__init__")
 
 
 def missing() -> list[str]:
-    """What this vLLM does not have, or has otherwise than expected; empty: all is well."""
+    """Hooks that this vLLM lacks, or has in another form than expected; empty: none."""
     builder, managers, utils = _module(_BUILDER[0]), _module(_MANAGERS), _module(_FINALIZERS)
     made = _code_names(builder, _BUILDER[1], "__init__")
     faults = []
@@ -148,7 +148,7 @@ def check() -> None:
 
 
 def put(chosen: Mapping[str, tuple[Any, Any]]) -> None:
-    """Put (manager, finalizer) in the places of the slots that this vLLM has, by backend. Idempotent."""
+    """Bind (manager, finalizer) to the names of the slots that this vLLM has, by backend. Idempotent."""
     for slot in filter(present, SLOTS):
         manager, finalizer = chosen[slot.backend]
         setattr(_module(_MANAGERS), slot.manager, manager)
@@ -159,11 +159,11 @@ def put(chosen: Mapping[str, tuple[Any, Any]]) -> None:
 def part_halves() -> list[str]:
     """With dual-batch overlap (or `--ubatch-size`), let each part of a batch have attention metadata of its own.
 
-    Returns the builders that were changed. Idempotent; nothing happens where vLLM cuts no batch, or has none such.
+    Returns the builders that were changed. Idempotent; no effect where vLLM splits no batch, or has no such builder.
 
-    vLLM, 0.26 and 0.33 at least, keeps by kind of builder what was built for the first part. The others get just
-    another block table in that, where the builder can (FlashAttention's): so they have the sequence lengths of the
-    first, and are refused, or wrong (vllm-project/vllm#48659). A builder that cannot builds anew.
+    vLLM, 0.26 and 0.33 at least, caches per kind of builder the metadata of the first part. Where the builder can
+    (FlashAttention's), the other parts reuse it with another block table: they have the sequence lengths of the
+    first, and are refused, or wrong (vllm-project/vllm#48659). Other builders build it anew.
     """
     config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
     if config is None or not config.parallel_config.use_ubatching:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class PluginError(RuntimeError):
-    """The plugin was selected and cannot do what it is to do; vLLM ends with this."""
+    """The plugin was selected and cannot work; vLLM ends with this error."""

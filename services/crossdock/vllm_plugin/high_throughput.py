@@ -1,7 +1,7 @@
-"""High throughput in vLLM: each token once per rank, experts that weigh and reduce by themselves.
+"""High throughput in vLLM: each token once per rank; the experts apply weights and reduce.
 
 `HighThroughputFinalizer` gives exact shapes and reads the device for them (prefill, eager). `GraphFinalizer` gives
-fixed shapes, reads nothing and so lives in CUDA graphs; small steps go by the LL algorithm.
+fixed shapes, does not read the device and so works in CUDA graphs; small steps run LL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor, torch.Ten
 
 
 class HighThroughputFinalizer(Finalizer):
-    """In the place of vLLM's `DeepEPHTPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+    """Replaces vLLM's `DeepEPHTPrepareAndFinalize`; arguments as vLLM's factory gives them."""
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -62,7 +62,7 @@ class HighThroughputFinalizer(Finalizer):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Prepared]:
-        """Both halves, since shapes are exact; what gives vLLM the rows."""
+        """Both phases, since shapes are exact; returns the function that gives vLLM the rows."""
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
@@ -83,7 +83,8 @@ class HighThroughputFinalizer(Finalizer):
     def _payload(
         self, x: torch.Tensor, quant_config: Any, defer: bool
     ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor | None, bool]:
-        """((rows as they travel, scales beside them), the scale of all rows, whether that is all the quantising)."""
+        """((rows as they travel, their scales), the common scale of all rows, whether the rows are quantised
+        already)."""
         if defer or quant_config.quant_dtype is None:
             return (x, None), None, True
         if quant_config.is_block_quantized:
@@ -100,8 +101,8 @@ class HighThroughputFinalizer(Finalizer):
     def _dispatch(
         self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
-        """Rows, scales, global ids, weights, counts. A slot whose expert is elsewhere names an expert of another rank:
-        experts want ids that their map can look up."""
+        """Rows, scales, global ids, weights, counts. An entry without a local expert names an expert of another
+        rank, because experts look up every id in their map."""
         kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
         with self._watched():
             got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, 1, keep=False)
@@ -121,7 +122,7 @@ class HighThroughputFinalizer(Finalizer):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Prepared:
-        """As `prepare_async`, at once."""
+        """As `prepare_async`, with its result."""
         return self.prepare_async(
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
             defer_input_quant,
@@ -136,7 +137,7 @@ class HighThroughputFinalizer(Finalizer):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        """Send home; what receives into `output`."""
+        """Send; returns the function that receives into `output`."""
         y = _reduced(fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl)
         _to_comm()
         _crossing(y, output)
@@ -173,14 +174,14 @@ class HighThroughputFinalizer(Finalizer):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """As `finalize_async`, at once."""
+        """As `finalize_async`, with its result."""
         self.finalize_async(
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         )()
 
 
 class GraphFinalizer(HighThroughputFinalizer):
-    """In the place of vLLM's `DeepEPV2PrepareAndFinalize`; arguments as vLLM's factory gives them."""
+    """Replaces vLLM's `DeepEPV2PrepareAndFinalize`; arguments as vLLM's factory gives them."""
 
     def __init__(
         self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int, num_experts: int,
@@ -192,7 +193,8 @@ class GraphFinalizer(HighThroughputFinalizer):
     def _dispatch(
         self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
-        """As above; in graphs R * (the step's most tokens) rows; those that did not arrive have experts of others."""
+        """As above; in graphs R * (the step's most tokens) rows; rows that did not arrive name experts of other
+        ranks."""
         if not self._fixed:
             return super()._dispatch(payload, topk_ids, weights, num_experts, a1)
         comm = self._communicator(payload, num_experts, topk_ids.shape[1], a1.dtype)
@@ -244,8 +246,8 @@ class _Fixed:
 
 
 def _crossing(*tensors: torch.Tensor | None) -> None:
-    """With dual-batch overlap: these were made on the other of vLLM's two streams and are used on the current one.
-    Torch's allocator must not give their memory to the other half before this stream is past them."""
+    """Dual-batch overlap: these tensors were made on the other of vLLM's two streams and are used on the current
+    one. Torch's allocator must not reuse their memory before this stream has finished with them."""
     if _overlapping():
         stream = torch.cuda.current_stream()
         for tensor in tensors:
@@ -254,7 +256,7 @@ def _crossing(*tensors: torch.Tensor | None) -> None:
 
 
 def _step_tokens(mine: int, most: int) -> int:
-    """Most tokens of any rank in this step, a power of two: equal on all ranks, for all are padded alike."""
+    """Most tokens of any rank in this step, a power of two: equal on all ranks, because all pad in the same way."""
     metadata = _forward_context().dp_metadata
     tokens = mine if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
     return min(most, 1 << max(tokens - 1, 0).bit_length())
@@ -271,7 +273,7 @@ def _quantized(x: torch.Tensor, scale: torch.Tensor | None, quant_config: Any) -
 def _reduced(
     y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool, reduce: Any
 ) -> torch.Tensor:
-    """The experts' rows, weighed and summed over k if the experts have not done so."""
+    """The experts' rows, weighted and summed over k unless the experts have done that."""
     if not y.numel():
         return y
     chosen = _Contiguous() if isinstance(reduce, _Delegate) else reduce

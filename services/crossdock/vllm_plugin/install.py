@@ -1,4 +1,4 @@
-"""Which of our classes take which places in vLLM. What those are called, and whether they are there: compat.py."""
+"""Which of our classes replace which of vLLM's. compat.py has the names and checks that they exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from crossdock.vllm_plugin import compat
 
 
 def install() -> None:
-    """Put our classes in the places of the slots. Idempotent. Raises PluginError where a hook is missing: nothing has
-    been changed then."""
+    """Bind our classes to the names of the slots. Idempotent. Raises PluginError where a hook is missing, before
+    anything is changed."""
     compat.check()
     from crossdock.vllm_plugin import high_throughput, low_latency, managers  # they need what was checked
 

@@ -1,8 +1,8 @@
 """Low latency in vLLM: batched experts, fixed shapes, made for CUDA graphs.
 
-Other than DeepEP's calls, ours get the weights with dispatch: a rank's experts are summed where they are, and each
-token returns once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one
-communicator per shape.
+Unlike DeepEP's calls, ours get the weights with dispatch: each rank sums the rows of its experts, so a token returns
+once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one communicator
+per shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, None, None]
 
 
 class LowLatencyFinalizer(Finalizer):
-    """In the place of vLLM's `DeepEPLLPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+    """Replaces vLLM's `DeepEPLLPrepareAndFinalize`; arguments as vLLM's factory gives them."""
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
@@ -95,7 +95,7 @@ class LowLatencyFinalizer(Finalizer):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
-        """Send; (hook that receives, what gives vLLM the rows)."""
+        """Send; returns (hook that receives, function that gives vLLM the rows)."""
         if defer_input_quant and self._quantized:
             raise PluginError("crossdock: experts that want unquantised rows cannot get them from an fp8 dispatch")
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
@@ -167,7 +167,7 @@ class LowLatencyFinalizer(Finalizer):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Send home; (hook that receives into `output`, nothing)."""
+        """Send; returns (hook that receives into `output`, function without effect)."""
         if not isinstance(weight_and_reduce_impl, _Delegate):
             raise PluginError(
                 f"crossdock: expected experts that leave the weights to combine, got {weight_and_reduce_impl}"
@@ -203,4 +203,4 @@ class LowLatencyFinalizer(Finalizer):
 
 
 def _nothing() -> None:
-    """The receiver of what its hook has received."""
+    """A function that returns what the hook has received."""

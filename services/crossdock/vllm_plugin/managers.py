@@ -1,4 +1,4 @@
-"""What vLLM asks for handles: one manager per engine process, over the expert-parallel group that vLLM made."""
+"""vLLM gets its handles from a manager: one per engine process, over vLLM's expert-parallel group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Base: Any = compat.find("All2AllManagerBase")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerContext:
-    """What the prepare/finalize objects of all layers share.
+    """Shared by the prepare/finalize objects of all layers.
 
     Attributes:
         pool: communicators by shape.
@@ -53,7 +53,8 @@ class Manager(_Base):  # type: ignore[misc]
         self.support_fault_tolerance = True  # vLLM's runner asks `query_fault` after each step, graphs or not
 
     def get_handle(self, kwargs: dict[str, Any]) -> LayerContext:
-        """What vLLM's factory hands to the prepare/finalize class; the model is there by then, and its attention."""
+        """Arguments that vLLM's factory passes to the prepare/finalize class; the model and its attention exist by
+        then."""
         for builder in compat.part_halves():
             log.info(f"crossdock: {builder} makes attention metadata anew for each half of a batch")
         return LayerContext(self._pool, self._settings, *self._sizes(kwargs))
@@ -63,13 +64,13 @@ class Manager(_Base):  # type: ignore[misc]
         return ()
 
     def query_fault(self) -> torch.Tensor:
-        """Scalar bool on the device: an operation before this, in stream order, has failed. vLLM's runner then throws
-        the step's tokens away and raises."""
+        """Scalar bool on the device: an earlier operation, in stream order, has failed. vLLM's runner then discards
+        the step's tokens and raises."""
         words = [comm.failed() for comm in self._pool.communicators()]
         return (torch.cat(words) if words else torch.zeros(1)).any()
 
     def query_active_mask(self) -> torch.Tensor:
-        """int32 [R], 1 = a rank that was lost or silent. Logs why; from now on the failure is vLLM's to handle."""
+        """int32 [R], 1 = a rank that was lost or silent. Logs the reason; vLLM then handles the failure."""
         lost = [0] * self._pool.size
         for comm in self._pool.communicators():
             try:
@@ -82,8 +83,8 @@ class Manager(_Base):  # type: ignore[misc]
         return torch.tensor(lost, dtype=torch.int32)
 
     def clean_buffers(self) -> None:
-        """Make all communicators usable again after a fault that all ranks have survived. Collective; captured graphs
-        go on. PeerTimeout where a rank does not come."""
+        """Make all communicators usable again after a fault that all ranks have survived. Collective; captured
+        graphs stay valid. PeerTimeout where a rank does not take part."""
         for comm in self._pool.communicators():
             comm.set_active([True] * self._pool.size, comm.epoch + 1)
 
@@ -93,19 +94,19 @@ class Manager(_Base):  # type: ignore[misc]
 
 
 class LowLatencyManager(Manager):
-    """In the place of `deepep_low_latency`."""
+    """Replaces `deepep_low_latency`."""
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """Of vLLM's sizes M and E matter, and only where the layers do not say them."""
+        """M and E from vLLM's sizes, where the layers do not give them."""
         return kwargs["max_num_tokens_per_dp_rank"], kwargs["num_global_experts"]
 
 
 class HighThroughputManager(Manager):
-    """In the place of `deepep_high_throughput`."""
+    """Replaces `deepep_high_throughput`."""
 
 
 class GraphManager(Manager):
-    """In the place of `deepep_v2`."""
+    """Replaces `deepep_v2`."""
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
         """M bounds the rows that the experts get in a CUDA graph."""
