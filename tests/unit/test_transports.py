@@ -52,7 +52,6 @@ def test_they_say_what_they_can(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", transports.cross_host_names())
-@pytest.mark.xfail(strict=True, reason="the transports' own part of worker.network is not in this tree yet")
 def test_with_a_network_they_join_several_hosts(name: str) -> None:
     assert capabilities_of(name, NetworkConfig()).cross_host
 
