@@ -88,7 +88,7 @@ class PeerTimeout(TransportError, TimeoutError):
 
     Attributes:
         peer: rank of the silent peer.
-        op: "dispatch", "combine", "barrier" or "exchange".
+        op: "dispatch", "combine", "barrier", "exchange", "set_active", or "connect" (to a rank of another host).
         phase: what was waited for, e.g. "counts", "payload", "credit".
         expected: sequence number waited for.
         seen: sequence number last seen from that peer.
@@ -97,7 +97,7 @@ class PeerTimeout(TransportError, TimeoutError):
         given_up: True if `give_up` said that it is lost.
 
     Args:
-        end: how a peer of another host ended, in words.
+        end: why, of a peer of another host, in words.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PeerTimeout(TransportError, TimeoutError):
         given_up: bool = False,
         end: str = "",
     ) -> None:
-        why = end or "its process is gone" if gone else "it was given up" if given_up else "deadline passed"
+        why = end or ("its process is gone" if gone else "it was given up" if given_up else "deadline passed")
         super().__init__(
             f"{op}: rank {peer} did not deliver {phase} (expected seq {expected}, seen {seen}, "
             f"waited {waited_s:.3f} s): {why}"

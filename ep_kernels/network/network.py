@@ -22,7 +22,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
@@ -183,7 +183,8 @@ class Channel:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
 
         Raises:
-            TransportError: ranks that were not reached, or did not come, and what to check.
+            PeerTimeout: a rank that was not reached, or did not come, and what to check.
+            TransportError: another provider there.
         """
         until, up = time.monotonic() + timeout_s, self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
@@ -201,9 +202,11 @@ class Channel:
             missing = self._missing(peers)
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
-            raise TransportError(
-                f"network: ranks {missing} did not connect to the data port of rank {self._rank}, {where}, within "
-                f"{timeout_s:g} s; open it between the hosts, or set network.advertise to an address they reach"
+            raise _unreached(
+                missing[0],
+                timeout_s,
+                f"ranks {missing} did not connect to the data port of rank {self._rank}, {where}; open it between the "
+                "hosts, or set network.advertise to an address they reach",
             )
 
     def leave(self, rank: int, epoch_tag: int) -> None:
@@ -306,6 +309,7 @@ class Channel:
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
         place = (ticket.address, ticket.port)
         source = (self._network.address, 0) if self._network.config.devices else None
+        began = time.monotonic()
         while True:
             left = until - time.monotonic()
             try:
@@ -314,10 +318,11 @@ class Channel:
             except OSError as error:
                 if left <= _RETRY_S or self.pointer is None:
                     why = error.strerror or str(error)
-                    raise TransportError(
-                        f"network: rank {rank} is not reached at {ticket.address}:{ticket.port} ({why}); open the "
-                        "data port between the hosts, or set network.advertise on that rank to an address of it"
-                    ) from error
+                    text = (
+                        f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
+                        "or set network.advertise on that rank to an address of it"
+                    )
+                    raise _unreached(rank, time.monotonic() - began, text) from error
                 time.sleep(_RETRY_S)
         try:
             lanes = self._network.config.lanes
@@ -325,10 +330,13 @@ class Channel:
             connection.setblocking(False)
         except (OSError, ValueError) as error:
             connection.close()
-            raise TransportError(
-                f"network: {ticket.address}:{ticket.port} is not the data port of rank {rank}: {error}"
-            ) from error
+            text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
+            raise _unreached(rank, time.monotonic() - began, text) from error
         return connection
+
+
+def _unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:
+    return PeerTimeout(peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=waited_s, end=why)
 
 
 def _greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:

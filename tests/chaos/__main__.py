@@ -27,7 +27,7 @@ from benchmarks import facts
 from tests.chaos.harms import Harms
 from tests.chaos.load import GAP_S, Load, Tally
 from tests.chaos.netns import NoNamespaces, become
-from tests.chaos.ways import Namespaced, Proxied, Ways
+from tests.chaos.ways import NUM_WORKERS, Namespaced, Proxied, Ways
 from tests.chaos.world import World
 from tests.frozen import frozen
 from tests.services.replicas import LEASE_S
@@ -121,11 +121,11 @@ class Outcome:
     takeovers_s: list[float]
 
 
-def run(seconds: float, seed: int, folder: Path, ways: Ways) -> Outcome:
+def run(seconds: float, seed: int, folder: Path, ways: Ways, num_hosts: int = 1) -> Outcome:
     """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
-    with frozen(folder / "code"), World(folder, ways) as world:
+    with frozen(folder / "code"), World(folder, ways, num_hosts) as world:
         load, harms = Load(world.target, world.tensors, NUM_CLIENTS), Harms(world, seed)
         load.start()
         epoch = 1
@@ -194,7 +194,12 @@ def parse() -> argparse.Namespace:
         default="namespaces",
         help="what lines are; proxies wherever namespaces are not allowed (inside: this process is in one)",
     )
+    parser.add_argument(
+        "--hosts", type=int, default=1, help=f"1 to {NUM_WORKERS}, among which the workers are divided: rows by TCP"
+    )
     arguments = parser.parse_args()
+    if not 0 < arguments.hosts <= NUM_WORKERS:
+        parser.error(f"--hosts: expected 1..{NUM_WORKERS}, got {arguments.hosts}")
     if not 0 < arguments.seconds <= MOST_SECONDS:
         parser.error(f"--seconds: expected 0..{MOST_SECONDS}, got {arguments.seconds:g}")
     return arguments
@@ -213,8 +218,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
     load_before, found = os.getloadavg()[0], facts_of_run()
-    outcome = run(arguments.seconds, arguments.seed, folder, ways)
+    outcome = run(arguments.seconds, arguments.seed, folder, ways, arguments.hosts)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
+    summary |= {"hosts": arguments.hosts}
     summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     summary |= summarise(outcome)
     if arguments.out:

@@ -50,6 +50,8 @@ class Harms:
         if isinstance(world.ways, Namespaced):
             net = Cuts(world.ways, self._random, self._leader)
             self._all += [net.isolate_worker, net.isolate_worker, net.orphan_worker, net.isolate_leader, net.one_way]
+            if world.num_hosts > 1:
+                self._all += [net.cut_rows, net.cut_rows, net.reset_rows, net.reset_rows]
 
     def choose(self) -> list[Callable[[], str]]:
         """One, or two at once."""
@@ -192,6 +194,17 @@ class Cuts:
         number = self._random.randrange(NUM_WORKERS)
         words = f"worker {number} cut off from the control planes"
         return _cut(words, seconds * self._longer(), *self._ways.from_controls(number))
+
+    def cut_rows(self, seconds: float) -> str:
+        """Two workers no longer reach each other; both reach everybody else."""
+        one, other = self._random.sample(range(NUM_WORKERS), 2)
+        words = f"workers {one} and {other} cut off from each other"
+        return _cut(words, seconds * self._longer(), *self._ways.between_workers(one, other))
+
+    def reset_rows(self, _: float) -> str:
+        one, other = self._random.sample(range(NUM_WORKERS), 2)
+        many = self._ways.fabric.reset(self._ways.machines[one], self._ways.machines[other])
+        return f"{many} connections between workers {one} and {other} reset"
 
     def one_way(self, seconds: float) -> str:
         host = self._random.choice([*self._ways.machines, self._ways.hosts[self._leader()]])

@@ -162,6 +162,10 @@ class Namespaced(Ways):
         """Between a worker and every control plane."""
         return [self._between(self.machines[number].address, *(host.address for host in self.hosts))]
 
+    def between_workers(self, one: int, other: int) -> list[Line]:
+        """Between two workers."""
+        return [self._between(self.machines[one].address, self.machines[other].address)]
+
     def one_way(self, host: Host, way: str) -> list[Line]:
         """All that comes from ("from") or goes to ("to") a host."""
         return [self.fabric.cut(f"{way} {host.address}")]

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crossdock.common import rpc
+from crossdock.common.addresses import split_address
 from crossdock.common.config import WorkerConfig
+from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.host.supervisor import Supervisor, current_view
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.chaos.ways import NUM_WORKERS, Place, Ways
@@ -37,6 +39,7 @@ class World:
     Args:
         folder: for the model, configs and logs.
         ways: how all reach each other; closed with this.
+        num_hosts: among which the workers are divided: those of one share memory, the others have a network.
 
     Attributes:
         ways: these.
@@ -46,7 +49,8 @@ class World:
         tensors: of the model.
     """
 
-    def __init__(self, folder: Path, ways: Ways) -> None:
+    def __init__(self, folder: Path, ways: Ways, num_hosts: int = 1) -> None:
+        self.num_hosts = num_hosts
         self.folder, self.ways, self.api = folder, ways, LeaseApi(ways.api_host)
         self.tensors = write_model(folder / "model")
         self.target = ",".join(place.advertised for place in ways.controls)
@@ -91,7 +95,14 @@ class World:
             max_tokens_per_step=64,
             step_timeout_s=2.0,
             drain_timeout_s=5.0,
+            network=self._network(number, place),
         )
+
+    def _network(self, number: int, place: Place) -> WorkerNetworkConfig | None:
+        if self.num_hosts == 1:
+            return None
+        host, _ = split_address(place.advertised)
+        return WorkerNetworkConfig(advertise=host, domain=f"host {number % self.num_hosts}")
 
     def leader(self) -> int | None:
         """Number of the control plane that decides, asked directly; None: nobody just now."""
