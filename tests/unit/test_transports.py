@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +52,7 @@ def test_they_say_what_they_can(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", transports.cross_host_names())
-@pytest.mark.skipif(not find_spec("ep_kernels.network.network"), reason="no data plane over hosts in this tree")
+@pytest.mark.xfail(strict=True, reason="the transports' own part of worker.network is not in this tree yet")
 def test_with_a_network_they_join_several_hosts(name: str) -> None:
     assert capabilities_of(name, NetworkConfig()).cross_host
 
