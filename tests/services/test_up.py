@@ -107,6 +107,10 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+def workers_of(pid: int) -> list[int]:
+    return [pid for pid in children_of(pid) if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
 def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     up.wait("Ctrl-C drains")
     code, said = up.status()
@@ -115,8 +119,7 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     with build_opener(ProxyHandler({})).open(ready, timeout=DEADLINE_S) as response:
         assert response.status == 200
 
-    children = children_of(up.process.pid)
-    workers = [pid for pid in children if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    children, workers = children_of(up.process.pid), workers_of(up.process.pid)
     assert (len(children), len(workers)) == (NUM_WORKERS + 1, NUM_WORKERS)
     before = len(up.printed)
     os.kill(workers[0], signal.SIGKILL)
@@ -151,6 +154,10 @@ def test_a_group_of_two_hosts_is_joined_by_the_second_one(tmp_path: Path) -> Non
         assert (code, said["state"], said["world_size"]) == (0, "SERVING", 3)
         told = [(one["uid"], one["network"]["provider"], one["network"]["domain"]) for one in said["members"]]
         assert sorted(told) == [("a/0", "tcp", "a"), ("b/0", "tcp", "b"), ("b/1", "tcp", "b")]
+        first.wait("Ctrl-C drains")
+        before, (lost, *_) = len(first.printed), workers_of(second.process.pid)
+        os.kill(lost, signal.SIGKILL)
+        first.wait("epoch 2: SERVING", before)
         second.process.send_signal(signal.SIGTERM)
         assert second.process.wait(DEADLINE_S) == 0
         first.process.send_signal(signal.SIGTERM)

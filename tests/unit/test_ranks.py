@@ -45,6 +45,15 @@ def test_fresh_group(arriving: str, expected: str) -> None:
     assert sorted(ranks.values()) == list(range(len(ranks)))
 
 
+def test_ranks_that_share_memory_are_consecutive() -> None:
+    """Two pods of one node have its name and local ranks of their own."""
+    pods = [Place(f"pod-{pod}/{local}", "node", local, memory_domain=f"m{pod}") for local in (0, 1) for pod in (1, 0)]
+    ranks = assign_ranks([*pods, Place("other/0", "a", 0, memory_domain="m9")])
+    assert sorted(ranks, key=ranks.__getitem__) == ["other/0", "pod-0/0", "pod-0/1", "pod-1/0", "pod-1/1"]
+    slots = [Slot(pods[0], live=True), Slot(), Slot(), Slot(pods[1], live=True)]
+    assert [assign_rank(pods[number], slots) for number in (2, 3)] == [1, 2], "beside their own"
+
+
 @pytest.mark.parametrize(
     ("newcomer", "slots", "expected"),
     [

@@ -1,9 +1,10 @@
 """Assignment of ranks to workers: pure functions from places to slots.
 
 Neighbours in rank are neighbours in hardware: the ranks of one NVLink domain are consecutive, inside it those of one
-host, inside it by rail, then by local rank, so that with uniform hosts rank mod (ranks per host) is the rail. Domains
-of one rack, block and zone follow each other. Slots are stable: a returning worker gets its own slot, no worker is
-renumbered when another leaves, and the slot of a lost worker is given to a new one only if no other is free.
+host that share memory, inside it by rail, then by local rank, so that with uniform hosts rank mod (ranks per host) is
+the rail. Domains of one rack, block and zone follow each other. Slots are stable: a returning worker gets its own slot,
+no worker is renumbered when another leaves, and the slot of a lost worker is given to a new one only if no other is
+free.
 
 First ranks (`assign_first_ranks`): remembered ranks are honoured, the rest is assigned by place. Later ones:
 `assign_rank`. Not here: leases, epochs, experts.
@@ -44,11 +45,15 @@ class Place:
     rail: int = -1
     """Number of its nearest NIC among those of its host; -1 = unknown."""
     area: Area = ("", "", "")
+    memory_domain: str = ""
+    """Workers of one host with equal domains share memory. Empty: all of the host do, as far as is known."""
 
     @property
     def neighbourhood(self) -> tuple[str, str]:
         """Key shared with the workers that should be adjacent in rank."""
-        return ("domain", self.nvlink_domain) if self.nvlink_domain else ("host", self.hostname)
+        if self.nvlink_domain:
+            return "domain", self.nvlink_domain
+        return "host", f"{self.hostname} {self.memory_domain}" if self.memory_domain else self.hostname
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,7 @@ def _order(place: Place) -> tuple[object, ...]:
         *(natural(name) for name in place.area),
         natural(neighbourhood),
         natural(place.hostname),
+        natural(place.memory_domain),
         place.rail,
         place.local_rank,
         natural(place.uid),

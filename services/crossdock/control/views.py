@@ -7,7 +7,7 @@ large, and no text of a peer can break a log line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from google.protobuf.message import Message
 
@@ -97,7 +97,9 @@ def register_event(
         raise InvalidArgument(f"local_rank: expected <= {MAX_LOCAL_RANK}, got {request.local_rank}")
     _check_host(request.host)
     gpu = discovery.gpu_index(request.host, request.gpu_uuid, request.local_rank)
+    network = _network(request.network) if request.HasField("network") else None
     place = discovery.place(uid, request.local_rank, request.host, gpu, labels)
+    place = replace(place, memory_domain=network.domain if network else "")
     worker = Worker(
         place,
         incarnation,
@@ -107,7 +109,7 @@ def register_event(
         abi=_name("abi", request.abi),
         model=_name("model", request.model),
         https=request.https,
-        network=_network(request.network) if request.HasField("network") else None,
+        network=network,
     )
     return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
 
