@@ -32,6 +32,8 @@ from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 _DIALS = 16
 """Peers dialled at the same time."""
 _RETRY_S = 0.05
+_GREETINGS = 5
+"""A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
 _UNACKED_MS = 10_000
 """A host that vanished is noticed by these, if no deadline came first."""
@@ -304,31 +306,34 @@ class Channel:
             raise
 
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
-        place = (ticket.address, ticket.port)
+        place, refused, began = (ticket.address, ticket.port), 0, time.monotonic()
         source = (self._network.address, 0) if self._network.config.devices else None
+        lanes = self._network.config.lanes
         while True:
             left = until - time.monotonic()
             try:
                 connection = socket.create_connection(place, max(0.001, left), source)
-                break
             except OSError as error:
                 if left <= _RETRY_S or self.pointer is None:
                     why = error.strerror or str(error)
-                    raise TransportError(
-                        f"network: rank {rank} is not reached at {ticket.address}:{ticket.port} ({why}); open the "
-                        "data port between the hosts, or set network.advertise on that rank to an address of it"
-                    ) from error
+                    text = (
+                        f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
+                        "or set network.advertise on that rank to an address of it"
+                    )
+                    raise _unreached(rank, time.monotonic() - began, text) from error
                 time.sleep(_RETRY_S)
-        try:
-            lanes = self._network.config.lanes
-            _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
-            connection.setblocking(False)
-        except (OSError, ValueError) as error:
-            connection.close()
-            raise TransportError(
-                f"network: {ticket.address}:{ticket.port} is not the data port of rank {rank}: {error}"
-            ) from error
-        return connection
+                continue
+            try:
+                _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
+                connection.setblocking(False)
+                return connection
+            except (OSError, ValueError) as error:
+                connection.close()
+                refused += 1
+                if refused == _GREETINGS or time.monotonic() + _RETRY_S > until:
+                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
+                    raise _unreached(rank, time.monotonic() - began, text) from error
+                time.sleep(_RETRY_S)
 
 
 def _greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:
