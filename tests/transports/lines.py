@@ -1,5 +1,5 @@
-"""What ranks do in test_cut_lines.py: hosts in network namespaces, whose lines are cut, reset and lossy while they work.
-Each function runs on every rank."""
+"""What ranks do in test_cut_lines.py: hosts in network namespaces, whose lines are cut, reset and lossy while they
+work. Each function runs on every rank."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def host_is_killed(place: Where, case: RoutingCase) -> tuple[Loss, float] | None
 
 
 def line_is_cut(place: Where, case: RoutingCase) -> Loss:
-    """Host b hears nothing more and nobody hears it, without a word; the others go on without it. When the line is whole
-    again, rank 2 is told that it was left out, or that the others are gone."""
+    """Host b hears nothing more and nobody hears it, without a word; the others go on without it. When the line is
+    whole again, rank 2 is told that it was left out, or that the others are gone."""
     with place.communicator(case, timeout_s=PATIENCE_S) as comm:
         until_cut(place, comm, case)
         loss = lose(lambda: check_step(comm, next_case(case, 9)))
@@ -168,7 +168,7 @@ def cut_rank_is_given_up(place: Where, case: RoutingCase) -> Loss | None:
 
 
 def line_recovers(place: Where, case: RoutingCase) -> tuple[Loss, int]:
-    """Whatever became of the connections: a set_active of all heals the group. (What was seen, epoch in which it did.)"""
+    """Whatever became of the connections: set_active of all heals the group. (What was seen, epoch in which it did.)"""
     with place.communicator(case, timeout_s=PATIENCE_S) as comm:
         until_cut(place, comm, case)
         loss = lose(lambda: check_step(comm, next_case(case, 9)))

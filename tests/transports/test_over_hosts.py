@@ -47,7 +47,7 @@ def test_every_kind_of_routing(world: Worlds, mode: str, layout: Layout) -> None
     world(4).run(run_cases, SHUFFLE, steps, {"layout": layout, **MODES[mode]}, turns)
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: "-".join(payload))
+@pytest.mark.parametrize("payload", PAYLOADS, ids="-".join)
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_payloads(world: Worlds, mode: Mode, payload: dict[str, Any]) -> None:
     kinds = ("uniform", "single_none", "one_expert")
@@ -59,7 +59,13 @@ def test_payloads(world: Worlds, mode: Mode, payload: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "story",
-    [calls.previous_handle, calls.two_in_flight, calls.dual_batch, calls.expired_views, gradients.backward_matches_reference],
+    [
+        calls.previous_handle,
+        calls.two_in_flight,
+        calls.dual_batch,
+        calls.expired_views,
+        gradients.backward_matches_reference,
+    ],
 )
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
 def test_stories(world: Worlds, story: Any, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Ring, proxy and providers through Python: bytes land where they were, each message once, whoever else is slow or gone."""
+"""Ring, proxy and providers through Python: bytes land where they were, each message once, whoever is slow or gone."""
 
 from __future__ import annotations
 
