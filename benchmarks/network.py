@@ -35,8 +35,8 @@ from benchmarks.backends.over_hosts import create, network_of
 from benchmarks.cases import Case, Step, make_steps
 from benchmarks.measure import DEADLINE_S, measure
 from ep_kernels import Layout, Mode
-from ep_kernels.network import NetworkConfig, native
-from ep_kernels.network.network import Channel, Memory, Network
+from ep_kernels.network import NetworkConfig, proxy
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 
 MESSAGE_BYTES = (8, 7168, 100_000)
@@ -92,7 +92,7 @@ class End:
         handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
         self._awaited = 0
-        self.channel = Channel(network, rank, ranks, Memory(own, size, landing, size, handler, context))
+        self.channel = Channel(network, rank, ranks, ChannelMemory(own, size, landing, size, handler, context))
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +116,7 @@ class End:
 def ring(rounds: int) -> list[Row]:
     """Push to pop."""
     took = (ctypes.c_int64 * rounds)()
-    if error := native.load().cn_bench_ring(rounds, took):
+    if error := proxy.load().cn_bench_ring(rounds, took):
         raise OSError(error, os.strerror(error))
     return [row("ring: push to pop", "", [ns / 1e3 for ns in took[rounds // 10 :]], "us", most=RING_US)]
 

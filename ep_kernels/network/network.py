@@ -306,7 +306,7 @@ class Channel:
             raise
 
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
-        place, refused, began = (ticket.address, ticket.port), 0, time.monotonic()
+        place, refused = (ticket.address, ticket.port), 0
         source = (self._network.address, 0) if self._network.config.devices else None
         lanes = self._network.config.lanes
         while True:
@@ -316,11 +316,10 @@ class Channel:
             except OSError as error:
                 if left <= _RETRY_S or self.pointer is None:
                     why = error.strerror or str(error)
-                    text = (
-                        f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
-                        "or set network.advertise on that rank to an address of it"
-                    )
-                    raise _unreached(rank, time.monotonic() - began, text) from error
+                    raise TransportError(
+                        f"network: rank {rank} is not reached at {ticket.address}:{ticket.port} ({why}); open the "
+                        "data port between the hosts, or set network.advertise on that rank to an address of it"
+                    ) from error
                 time.sleep(_RETRY_S)
                 continue
             try:
@@ -331,8 +330,8 @@ class Channel:
                 connection.close()
                 refused += 1
                 if refused == _GREETINGS or time.monotonic() + _RETRY_S > until:
-                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
-                    raise _unreached(rank, time.monotonic() - began, text) from error
+                    where = f"{ticket.address}:{ticket.port}"
+                    raise TransportError(f"network: {where} is not the data port of rank {rank}: {error}") from error
                 time.sleep(_RETRY_S)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
 from ep_kernels.network.handshake import CONTROL_ROLE
-from ep_kernels.network.network import Channel, Memory, Network, NetworkTicket, _greet
+from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket, _greet
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
@@ -42,7 +42,7 @@ class End:
         self.network = Network.of(config) if shared else Network(config)
         handler = ctypes.cast(self._handler, ctypes.c_void_p).value
         assert handler is not None
-        memory = Memory(ctypes.addressof(self.own), size, ctypes.addressof(self._landing), size, handler, 0)
+        memory = ChannelMemory(ctypes.addressof(self.own), size, ctypes.addressof(self._landing), size, handler, 0)
         self.channel = Channel(self.network, rank, ranks, memory)
 
     def __enter__(self) -> Self:

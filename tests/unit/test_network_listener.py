@@ -12,7 +12,7 @@ import pytest
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig, handshake, listener
-from ep_kernels.network.handshake import Hello
+from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.listener import Door, Listener
 from ep_kernels.network.network import Network, NetworkTicket, _greet
 from tests.unit.network_ends import WAIT_S, End, as_member, join
@@ -26,11 +26,11 @@ class Port:
 
     def __init__(self) -> None:
         self.listener = Listener("127.0.0.1:0")
-        self.admitted: list[Hello] = []
+        self.admitted: list[Greeting] = []
         self._changed = threading.Condition()
         self.listener.open(TOKEN, Door(SECRET, self._admit))
 
-    def _admit(self, hello: Hello, connection: socket.socket) -> None:
+    def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         connection.close()
         with self._changed:
             self.admitted.append(hello)
@@ -229,14 +229,16 @@ def test_a_peer_that_is_not_there_is_named() -> None:
     with End(0) as one, End(1) as two:
         ticket = two.ticket()
         two.close()
-        with pytest.raises(TransportError, match=r"network: rank 1 is not reached at 127\.0\.0\.1:\d+ \(.*refused"):
+        with pytest.raises(TransportError, match=r"not reached .*refused") as error:
             one.channel.connect({1: ticket}, 0.3)
+        assert "rank 1" in str(error.value)
+        assert f"127.0.0.1:{ticket.port}" in str(error.value)
 
 
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:
     with End(0) as one, End(1) as two:
         old = NetworkTicket("tcp", "127.0.0.1", two.network.listener.address[1], 5, SECRET.hex())
-        with pytest.raises(TransportError, match=r"127\.0\.0\.1:\d+ is not the data port of rank 1: "):
+        with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{old.port} is not .*data port.*: "):
             one.channel.connect({1: old}, 5.0)
         assert one.channel.up() == 0
 
@@ -244,7 +246,7 @@ def test_a_ticket_of_an_earlier_life_is_refused() -> None:
 def test_who_does_not_come_is_named() -> None:
     with (
         End(1) as end,
-        pytest.raises(TransportError, match=r"network: ranks \[0\] did not connect to the data port of rank 1"),
+        pytest.raises(TransportError, match=r"ranks \[0\] did not connect to the data port of rank 1"),
     ):
         end.channel.connect({0: end.ticket()}, 0.2)
 

@@ -11,7 +11,7 @@ import pytest
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.network import NetworkConfig, address, handshake
 from ep_kernels.network.address import Advertised, advertised
-from ep_kernels.network.config import split
+from ep_kernels.network.network_config import split
 
 SECRET, CHALLENGE = b"s" * handshake.SECRET_BYTES, b"c" * handshake.CHALLENGE_BYTES
 
@@ -27,7 +27,7 @@ SECRET, CHALLENGE = b"s" * handshake.SECRET_BYTES, b"c" * handshake.CHALLENGE_BY
         ("listen", "a b:80"),
         ("listen", "host:-1"),
         ("advertise", "host:80"),
-        ("advertise", "http://host"),
+        ("advertise", "http://localhost"),
         ("lanes", 0),
         ("lanes", 17),
         ("spin_us", -1),

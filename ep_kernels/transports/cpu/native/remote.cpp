@@ -157,8 +157,8 @@ void arrived(Comm& c, int rank, uint32_t imm) {
   ring_host(c);
 }
 
-// Whether `gone` in the mirror of `r` is news. Before whose mirror it is has entered this set_active, the word may tell of
-// the connection that both make anew just now.
+// Whether `gone` in the mirror of `r` is news. Before the rank whose mirror it is has entered this set_active, the
+// word may tell of the connection that both make anew just now.
 bool is_told(const Comm& c, int r, Want want) {
   const int through = rail(c, r, c.host[c.g.rank]);
   if (want.op != Op::set_active || through == c.g.rank) return true;
