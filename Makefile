@@ -33,7 +33,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test test-hosts check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -44,6 +44,7 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q $(ARGS)
+
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; summary and log under docs/results
 	$(PY) -m tests.gpu.everything $(ARGS)
@@ -106,6 +107,9 @@ bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside g
 
 bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
 	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
+
+bench-network: $(DEV) ## Measure ring, proxy and providers on the loop-back device, and gloo beside them; table, csv and run.json
+	$(PY) -m benchmarks.network --out docs/results/$$(date +%F)-network $(ARGS)
 
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)

@@ -10,12 +10,13 @@ import torch
 from benchmarks.backends import Setup
 from benchmarks.cases import Step
 from ep_kernels import Layout, MoECommunicator, MoEConfig, StoreGroup
+from ep_kernels.network import NetworkConfig
 
 
 class Crossdock:
     """See `backends.Backend`."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, network: NetworkConfig | None = None) -> None:
         case = setup.case
         self.payload_s: dict[str, list[float]] = {}
         self._case, self._rank = case, setup.rank
@@ -30,6 +31,7 @@ class Crossdock:
                 layout=case.layout,
                 dtype=case.dtype,
                 timeout_s=60,
+                network=network,
             )
         )
         self._out = torch.empty(case.tokens, case.hidden, dtype=case.dtype)

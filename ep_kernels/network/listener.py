@@ -115,8 +115,8 @@ class Listener:
                     return
                 if key.fileobj is self._socket:
                     self._accept()
-                else:
-                    self._hear(self._strangers[key.fileobj])  # type: ignore[index]
+                elif stranger := self._strangers.get(key.fileobj):  # type: ignore[call-overload]
+                    self._hear(stranger)  # unless one that was accepted in this turn has displaced it
             for stranger in [one for one in self._strangers.values() if one.until <= time.monotonic()]:
                 self._refuse(stranger, "silent")
 

@@ -32,6 +32,8 @@ from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 _DIALS = 16
 """Peers dialled at the same time."""
 _RETRY_S = 0.05
+_GREETINGS = 5
+"""A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
 _UNACKED_MS = 10_000
 """A host that vanished is noticed by these, if no deadline came first."""
@@ -307,14 +309,13 @@ class Channel:
             raise
 
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
-        place = (ticket.address, ticket.port)
+        place, refused = (ticket.address, ticket.port), 0
         source = (self._network.address, 0) if self._network.config.devices else None
-        began = time.monotonic()
+        lanes, began = self._network.config.lanes, time.monotonic()
         while True:
             left = until - time.monotonic()
             try:
                 connection = socket.create_connection(place, max(0.001, left), source)
-                break
             except OSError as error:
                 if left <= _RETRY_S or self.pointer is None:
                     why = error.strerror or str(error)
@@ -324,15 +325,18 @@ class Channel:
                     )
                     raise _unreached(rank, time.monotonic() - began, text) from error
                 time.sleep(_RETRY_S)
-        try:
-            lanes = self._network.config.lanes
-            _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
-            connection.setblocking(False)
-        except (OSError, ValueError) as error:
-            connection.close()
-            text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
-            raise _unreached(rank, time.monotonic() - began, text) from error
-        return connection
+                continue
+            try:
+                _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
+                connection.setblocking(False)
+                return connection
+            except (OSError, ValueError) as error:
+                connection.close()
+                refused += 1
+                if refused == _GREETINGS or time.monotonic() + _RETRY_S > until:
+                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
+                    raise _unreached(rank, time.monotonic() - began, text) from error
+                time.sleep(_RETRY_S)
 
 
 def _unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 from ep_kernels.transports.build import Native, network
 from ep_kernels.transports.library import Signature
@@ -26,6 +26,12 @@ _SIGNATURES: dict[str, Signature] = {
         (c_void_p, c_int, c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, c_void_p, c_int, c_uint64, c_int64),
     ),
     "cn_outbox": (c_void_p, (c_void_p,)),
+    "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
+    "cn_bench_ring": (c_int, (c_int64, POINTER(c_int64))),
+    "cn_bench_handler": (c_void_p, ()),
+    "cn_bench_mail": (None, (c_void_p, c_void_p, c_int, c_uint32, c_int64, POINTER(c_int64))),
+    "cn_bench_sockets": (c_int, (c_int, c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_int64))),
+    "cn_bench_stream": (c_int64, (c_void_p, c_void_p, c_int, POINTER(c_uint32), c_int64, c_uint64)),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),
     "cn_up": (c_uint64, (c_void_p,)),

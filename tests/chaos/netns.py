@@ -24,6 +24,8 @@ from pathlib import Path
 _TIMEOUT_S = 30.0
 _UNSHARE = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
 _CUTS, _LOOKS = "10.77", "10.78"
+_RANDOM, _SHOT, _GO_ON = 0xFFFFF038, 2, 0xFFFFFFFF
+"""Classic BPF: where a random number is loaded from, and what drops a packet or lets it pass."""
 
 
 class NoNamespaces(RuntimeError):
@@ -63,6 +65,11 @@ class Host:
     address: str
     looked_at: str
     enter: tuple[str, ...] = ()
+
+    @property
+    def namespace(self) -> str:
+        """File of its network namespace."""
+        return self.enter[1].removeprefix("--net=")
 
 
 class Fabric:
@@ -130,6 +137,24 @@ class Fabric:
         command = [*here.enter, "ss", "-K", "-H", "-t", "dst", there.address]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         return len(answer.stdout.splitlines())
+
+    def lose(self, host: Host, share: float) -> None:
+        """From now on this share of the packets to a host vanishes, at random.
+
+        Raises:
+            NoNamespaces: the kernel or `tc` cannot.
+        """
+        passes = int(share * (1 << 32))
+        random = f"4,32 0 0 {_RANDOM},37 1 0 {passes},6 0 0 {_SHOT},6 0 0 {_GO_ON}"
+        _run(*self._router, "tc", "qdisc", "add", "dev", host.name, "clsact")
+        _run(*self._router, "tc", *f"filter add dev {host.name} egress bpf da bytecode".split(), random)
+
+    def rename(self, host: Host, number: int) -> str:
+        """Another address for a host, which from now on speaks by it; the old one is still there."""
+        address = self.alias(host, number)
+        gateway = host.address.rpartition(".")[0] + ".1"
+        _ip(host.enter, f"route replace {_CUTS}.0.0/16 via {gateway} src {address}")
+        return address
 
     def close(self) -> None:
         """End it all. Idempotent."""

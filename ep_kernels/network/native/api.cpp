@@ -60,6 +60,12 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* ow
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
+// What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
+CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
+  const bool pushed = c->outbox->push(rank, offset, bytes, imm);
+  cd::wake(*c->outbox);
+  return pushed;
+}
 
 // Takes over the descriptors when it returns 0; else an errno.
 CN_API int cn_join(cd::NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {

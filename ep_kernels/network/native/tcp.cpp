@@ -24,6 +24,8 @@ namespace {
 constexpr int kWindow = 128;              // frames given to a lane and not yet in the socket
 constexpr int kGather = 32;               // frames to one system call
 constexpr size_t kStage = 64 * 1024;      // received bytes that have no known place yet
+constexpr uint32_t kLong = 32 * 1024;     // a frame so long is worth a system call of its own
+constexpr size_t kAhead = 1024;           // staged after one
 constexpr int64_t kTurnBytes = 4 << 20;   // received from one lane before the others get their turn
 constexpr uint64_t kMark = 0xcd17ull << 48;
 
@@ -87,6 +89,7 @@ class Tcp final : public Provider {
     }
     if (l->tail - l->head == kWindow) return false;
     l->out[l->tail++ % kWindow] = {{kMark | w.to, w.bytes, w.imm}, w.from};
+    to_send_ |= 1ull << peer;
     return true;
   }
 
@@ -99,7 +102,10 @@ class Tcp final : public Provider {
 
   // Sends what `write` has taken.
   int64_t advance(int64_t) override {
-    for (int peer = 0; peer < kNetRanks; ++peer) {
+    const uint64_t peers = to_send_;
+    to_send_ = 0;
+    for (uint64_t left = peers; left; left &= left - 1) {
+      const int peer = __builtin_ctzll(left);
       for (int lane = 0; lane < kMaxLanes && lanes_[peer][lane]; ++lane) {
         Lane& l = *lanes_[peer][lane];
         if (l.fd >= 0 && l.head != l.tail && !l.wants_out) send(peer, lane, l);
@@ -201,7 +207,9 @@ class Tcp final : public Provider {
       iovec parts[2];
       int n = 0;
       if (l.left) parts[n++] = {mirrors_[peer].base + (l.in.where & ~kMarkBits) + (l.in.bytes - l.left), l.left};
-      parts[n++] = {l.stage + l.staged, kStage - l.staged};
+      // After a long frame another one is likely: then its first bytes alone come by the way of the stage.
+      const size_t room = l.in.bytes >= kLong ? std::max(kAhead, l.staged + sizeof(Header)) : kStage;
+      parts[n++] = {l.stage + l.staged, room - l.staged};
       msghdr message{};
       message.msg_iov = parts;
       message.msg_iovlen = size_t(n);
@@ -247,6 +255,7 @@ class Tcp final : public Provider {
 
   Sink sink_{};
   int epoll_fd_ = -1;
+  uint64_t to_send_ = 0;  // bit per peer: frames were taken since the last `advance`
   Mirror mirrors_[kNetRanks] = {};
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
 };

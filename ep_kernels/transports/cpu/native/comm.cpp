@@ -133,10 +133,10 @@ void Comm::sleep_on_bell(uint32_t seen_bell, int64_t limit_ns) {
   mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-uint64_t Comm::gone_peers(uint64_t among) const {
+uint64_t Comm::gone_peers(uint64_t among, Want want) const {
   pollfd polls[kMaxRanks];
   int ranks[kMaxRanks], n = 0;
-  uint64_t gone = among & ~here ? gone_remotes(*this, among & ~here) : 0;
+  uint64_t gone = among & ~here ? gone_remotes(*this, among & ~here, want) : 0;
   for (uint64_t left = among & here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     if (pidfd[r] < 0) continue;

@@ -170,7 +170,7 @@ struct Comm {
   }
   void ring_peers();
   void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
-  uint64_t gone_peers(uint64_t among) const;
+  uint64_t gone_peers(uint64_t among, Want want) const;
   // A peer among these that has left this rank out, later than under `tag`; or -1.
   int leaver(uint64_t among, uint64_t tag) const;
 
@@ -236,7 +236,7 @@ Status Comm::wait(Want want, Seen seen) {
         fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, started);
         return kDiffers;
       }
-      for (uint64_t gone = gone_peers(missing); gone; gone &= gone - 1) {
+      for (uint64_t gone = gone_peers(missing, want); gone; gone &= gone - 1) {
         const int r = __builtin_ctzll(gone);
         // Whatever it published before it died counts.
         if (seen(r) < want.seq) return fail(want, r, seen(r), is_here(r) ? Why::gone : Why::disconnected, started);

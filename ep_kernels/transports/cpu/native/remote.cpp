@@ -157,6 +157,17 @@ void arrived(Comm& c, int rank, uint32_t imm) {
   ring_host(c);
 }
 
+// Whether `gone` in the mirror of `r` is news. Before the rank whose mirror it is has entered this set_active, the
+// word may tell of the connection that both make anew just now.
+bool is_told(const Comm& c, int r, Want want) {
+  const int through = rail(c, r, c.host[c.g.rank]);
+  if (want.op != Op::set_active || through == c.g.rank) return true;
+  const auto& entries = c.peer[through].control().resync;
+  return std::any_of(entries, entries + 2, [&](const Resync& e) {
+    return e.epoch_tag.load(std::memory_order_acquire) == want.seq;
+  });
+}
+
 }  // namespace
 
 void set_rails(Comm& c) {
@@ -272,13 +283,13 @@ Status flush(Comm& c, uint64_t mask, Want want) {
   return kOk;
 }
 
-uint64_t gone_remotes(const Comm& c, uint64_t among) {
+uint64_t gone_remotes(const Comm& c, uint64_t among, Want want) {
   uint64_t gone = 0;
   const uint64_t down = c.down.load(std::memory_order_acquire);
   const int64_t now = down ? now_ns() : 0;
   for (uint64_t left = among; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    const bool ended = c.peer[r].control().gone.v.load(std::memory_order_acquire) != 0;
+    const bool ended = is_told(c, r, want) && c.peer[r].control().gone.v.load(std::memory_order_acquire) != 0;
     const bool cut_off = down >> r & 1 && now - c.down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
     gone |= uint64_t(ended || cut_off) << r;
   }

@@ -45,8 +45,8 @@ void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
 // Waits until nothing of this region is still to be sent to the ranks of `mask`.
 Status flush(Comm& c, uint64_t mask, Want want);
 
-// Of `among`, ranks of other hosts: those whose connection has ended.
-uint64_t gone_remotes(const Comm& c, uint64_t among);
+// Of `among`, ranks of other hosts that are waited for: those whose connection has ended.
+uint64_t gone_remotes(const Comm& c, uint64_t among, Want want);
 
 // Errno with which the connection with a rank of another host ended; 0: it was closed.
 int64_t end_of(const Comm& c, int rank);

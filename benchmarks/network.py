@@ -1,0 +1,324 @@
+"""What the network under the `cpu` transport costs, on the loop-back device of this machine.
+
+    python -m benchmarks.network [--out DIR] [--rounds N]        (make bench-network)
+
+Ring: from a push by one thread to the pop by another. Message: from a push to the handler of the peer, beside the same
+bytes on the same kind of socket by one thread; rank and peer share a proxy, so two threads run, as the socket pair has
+one. Dispatch: rows that leave a rank, over the time of the slowest rank, beside the provider's own stream of messages
+of the same sizes (with the time, too, in which a dispatch on one host places the rows: here that follows the arrival),
+and beside gloo's all_to_all of the same job. Wire: what a dispatch sends, beside what it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing as mp
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import facts
+from benchmarks.backends import Setup
+from benchmarks.backends.over_hosts import create, network_of
+from benchmarks.cases import Case, Step, make_steps
+from benchmarks.measure import DEADLINE_S, measure
+from ep_kernels import Layout, Mode
+from ep_kernels.network import NetworkConfig, proxy
+from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
+
+MESSAGE_BYTES = (8, 7168, 100_000)
+RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
+"""Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
+SEED, WAIT_S, BLOCKS = 20, 30.0, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: is measured.
+        of: which job or size.
+        value, p99: median and 99th percentile, where there are several.
+        unit: of both.
+        target: and which side of it is good; empty: none.
+        met: "yes" or "no".
+    """
+
+    what: str
+    of: str
+    value: float
+    p99: float | None
+    unit: str
+    target: str = ""
+    met: str = ""
+
+
+def row(what: str, of: str, values: Sequence[float], unit: str, *, most: float = 0, least: float = 0) -> Row:
+    """With the judgement of the median."""
+    ordered = sorted(values)
+    value, p99 = statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    target = f"<= {most:g}" if most else f">= {least:g}" if least else ""
+    met = "" if not target else "yes" if (value <= most if most else value >= least) else "no"
+    return Row(what, of, round(value, 3), round(p99, 3) if len(ordered) > 1 else None, unit, target, met)
+
+
+class _Mark(ctypes.Structure):
+    """`Mark` of native/bench.cpp."""
+
+    _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
+
+
+class End:
+    """One rank's end of a network, without a rank: memory, a mirror, and a count of what has come."""
+
+    def __init__(self, network: Network, rank: int, ranks: int, size: int) -> None:
+        self.mark, self._network = _Mark(), network
+        self._own, self._landing = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size * ranks)
+        own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
+        handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
+        network.in_use += 1
+        self._awaited = 0
+        self.channel = Channel(network, rank, ranks, ChannelMemory(own, size, landing, size, handler, context))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.channel.free()
+
+    def stream(self, to: int, sizes: Sequence[int], expected: int) -> int:
+        """Send messages of those sizes while as many as expected come; ns."""
+        messages = (ctypes.c_uint32 * len(sizes))(*sizes)
+        self._awaited += expected
+        took: int = self._network.lib.cn_bench_stream(
+            self.channel.pointer, ctypes.byref(self.mark), to, messages, len(sizes), self._awaited
+        )
+        if took < 0:
+            raise TimeoutError("network: the stream stands still")
+        return took
+
+
+def ring(rounds: int) -> list[Row]:
+    """Push to pop."""
+    took = (ctypes.c_int64 * rounds)()
+    if error := proxy.load().cn_bench_ring(rounds, took):
+        raise OSError(error, os.strerror(error))
+    return [row("ring: push to pop", "", [ns / 1e3 for ns in took[rounds // 10 :]], "us", most=RING_US)]
+
+
+def messages(rounds: int) -> list[Row]:
+    """Through ring and proxy, and over a socket alone."""
+    rows = []
+    network = Network(NetworkConfig(listen="127.0.0.1:0", spin_us=100_000))
+    size = max(MESSAGE_BYTES)
+    with End(network, 0, 2, size) as one, End(network, 1, 2, size) as two:
+        thread = threading.Thread(target=two.channel.connect, args=({0: one.channel.ticket()}, WAIT_S))
+        thread.start()
+        one.channel.connect({1: two.channel.ticket()}, WAIT_S)
+        thread.join()
+        for num_bytes in MESSAGE_BYTES:
+            took, alone, above = list[float](), list[float](), list[float]()
+            for _ in range(BLOCKS):  # taking turns: whatever else the machine does, it does to both
+                block, bare = (ctypes.c_int64 * (rounds // BLOCKS))(), (ctypes.c_int64 * (rounds // BLOCKS))()
+                network.lib.cn_bench_mail(one.channel.pointer, ctypes.byref(two.mark), 1, num_bytes, len(block), block)
+                _sockets(network.lib, num_bytes, bare)
+                above.append((statistics.median(block) - statistics.median(bare)) / 1e3)
+                took += [ns / 1e3 for ns in block]
+                alone += [ns / 1e3 for ns in bare]
+            typical = statistics.median(above)
+            rows += [
+                row("message: ring, proxy, tcp", f"{num_bytes} bytes", took, "us"),
+                row("message: socket alone", f"{num_bytes} bytes", alone, "us"),
+                row("message: above the socket", f"{num_bytes} bytes", [typical], "us", most=MESSAGE_US),
+            ]
+    network.close()
+    return rows
+
+
+def _sockets(lib: ctypes.CDLL, num_bytes: int, took: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as out:
+        there, _ = server.accept()
+        out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        source, to = ctypes.create_string_buffer(num_bytes), ctypes.create_string_buffer(num_bytes + 16)
+        error = lib.cn_bench_sockets(out.fileno(), there.fileno(), source, to, num_bytes, len(took), took)
+        there.close()
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+def runs(case: Case, step: Step, rank: int) -> list[int]:
+    """Bytes of the messages with rows of a rank for the other host: a run of tokens each."""
+    half = case.ranks // 2
+    ranks = step.topk_ids[rank] // (case.experts // case.ranks)
+    goes = (ranks // half != rank // half).any(1).tolist()
+    found: list[int] = []
+    for before, here in zip([False, *goes], goes, strict=False):
+        if here and before:
+            found[-1] += case.row_bytes
+        elif here:
+            found.append(case.row_bytes)
+    return found
+
+
+def dispatches(case: Case, rounds: int) -> list[Row]:
+    """Over two hosts: ours, gloo, and the provider's stream."""
+    of = f"T={case.tokens}, 2 hosts x {case.ranks // 2}"
+    result = measure(case, ("over_hosts", "crossdock", "gloo"), rounds, SEED)
+    step = make_steps(case, 1, SEED)[0]
+    num_bytes = statistics.mean(sum(runs(case, step, rank)) for rank in range(case.ranks))
+    streamed = [num_bytes / ns for ns in max_of(_in_processes(case, _stream, rounds))]
+    ours = [num_bytes / us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]]
+    whole, here = (result.p50(name, "dispatch") for name in ("over_hosts", "crossdock"))
+    stream = statistics.median(streamed)
+    share, apart = statistics.median(ours) / stream, num_bytes / (whole - here) / 1e3 / stream
+    gloo = result.p50("gloo", "dispatch") / result.p50("over_hosts", "dispatch")
+    back = result.p50("gloo", "combine") / result.p50("over_hosts", "combine")
+    return [
+        row("dispatch: rows that leave a rank", of, ours, "GB/s"),
+        row("stream: messages of the same sizes", of, streamed, "GB/s"),
+        row("dispatch: of the stream", of, [share], "", least=SHARE),
+        row("dispatch: of the stream, placing apart", of, [apart], "", least=SHARE),
+        row("dispatch: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]], "ms"),
+        row("dispatch: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "dispatch"]], "ms"),
+        row("dispatch: gloo", of, [us / 1e3 for us in result.slowest_us["gloo", "dispatch"]], "ms"),
+        row("dispatch: gloo by ours", of, [gloo], "", least=GLOO),
+        row("combine: gloo by ours", of, [back], "", least=GLOO),
+    ]
+
+
+def max_of(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each round, the slowest rank's."""
+    return [max(together) for together in zip(*times, strict=True)]
+
+
+def wire(case: Case) -> list[Row]:
+    """Bytes that one dispatch sends."""
+    of = f"T={case.tokens}, 2 hosts x {case.ranks // 2}"
+    step = make_steps(case, 1, SEED)[0]
+    expected = sum(sum(runs(case, step, rank)) for rank in range(case.ranks))
+    sent = _in_processes(case, _sent, 1)
+    rows, records, words = (sum(counted[kind] for counted in sent) for kind in range(len(SENT_KINDS)))
+    other = 100 * (records + words) / rows
+    return [
+        row("wire: rows sent by rows that must be", of, [rows / expected], "", most=1.0),
+        row("wire: heads and records beside rows", of, [other], "%", most=RECORDS_PCT),
+    ]
+
+
+Job = Callable[[Case, int, Any, int], list[float]]
+
+
+def _in_processes(case: Case, job: Job, rounds: int) -> list[list[float]]:
+    """What each rank's process gives."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(case.ranks):
+            here, there = context.Pipe()
+            arguments = (case, job, rank, str(Path(folder) / "store"), rounds, there)
+            process = context.Process(target=_run, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            started.append((process, here))
+        try:
+            return [_received(pipe) for _, pipe in started]
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+
+
+def _received(pipe: Connection) -> list[float]:
+    if not pipe.poll(DEADLINE_S):
+        raise TimeoutError(f"a rank was silent for {DEADLINE_S} s")
+    return pipe.recv()  # type: ignore[no-any-return]
+
+
+def _run(case: Case, job: Job, rank: int, store: str, rounds: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    pipe.send(job(case, rank, dist.FileStore(store, case.ranks), rounds))  # type: ignore[attr-defined]
+    pipe.recv()  # until it is killed, when all have answered
+
+
+def _stream(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
+    """Each rank to one on the other host, both ways at once; ns of each round."""
+    peer, step = (rank + case.ranks // 2) % case.ranks, make_steps(case, 1, SEED)[0]
+    here, there = runs(case, step, rank), runs(case, step, peer)
+    network = Network(network_of(rank, case.ranks))
+    with End(network, rank, case.ranks, case.tokens * case.row_bytes) as end:
+        ticket = end.channel.ticket()
+        store.set(f"ticket/{rank}", f"{ticket.port} {ticket.token} {ticket.secret}")
+        port, token, secret = store.get(f"ticket/{peer}").decode().split()
+        their = type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)
+        end.channel.connect({peer: their}, WAIT_S)
+        took = []
+        for _ in range(rounds + 2):
+            end.stream(peer, [0], 1)  # both are here
+            took.append(float(end.stream(peer, here, len(there))))
+        _meet(store, rank, case.ranks, "end")
+    network.close()
+    return took[2:]
+
+
+def _sent(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
+    """Bytes of one dispatch by kind, bring-up not counted."""
+    backend = create(Setup(case, rank, store))
+    transport: Any = backend._comm._transport
+    before, after = (Sent * len(SENT_KINDS))(), (Sent * len(SENT_KINDS))()
+    backend.prepare(torch.ones(case.tokens, case.hidden, dtype=case.dtype), make_steps(case, 1, SEED)[0])
+    transport.lib.cd_sent(transport.comm.pointer, before)
+    backend.dispatch()
+    transport.lib.cd_sent(transport.comm.pointer, after)
+    backend.barrier()
+    return [float(now.bytes - then.bytes) for now, then in zip(after, before, strict=True)]
+
+
+def _meet(store: Any, rank: int, ranks: int, name: str) -> None:
+    store.set(f"{name}/{rank}", b"1")
+    store.wait([f"{name}/{other}" for other in range(ranks)])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For the screen."""
+    names = [field.name for field in fields(Row)]
+    cells = [names]
+    cells += [["" if (cell := getattr(one, name)) is None else str(cell) for name in names] for one in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def main() -> None:
+    """Measure all, print the table."""
+    parser = argparse.ArgumentParser(description="Measure what the network costs.")
+    parser.add_argument("--out", type=Path, help="folder for network.csv and run.json; none: print only")
+    parser.add_argument("--rounds", type=int, default=40, help="dispatches per job; messages: 500 times as many")
+    arguments = parser.parse_args()
+    load, many = os.getloadavg()[0], 500 * arguments.rounds
+    jobs = [Case(Mode.HT, Layout.FLAT, ranks=ranks, tokens=512) for ranks in (2, 4)]
+    rows = [*ring(many), *messages(many)]
+    for job in jobs:
+        rows += dispatches(job, arguments.rounds)
+    rows += [one for ranks in (2, 4) for one in wire(Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128))]
+    print(table(rows))
+    if arguments.out:
+        config: dict[str, object] = {"rounds": arguments.rounds, "load_before": round(load, 2)}
+        facts.keep(arguments.out, "network", Row, rows, facts.of_control(sys.argv[1:], config, "benchmarks.network"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+// What benchmarks/network.py measures where Python would be most of the time.
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "proxy.hpp"
+
+#define CN_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t kGiveUpNs = 60'000'000'000;
+
+// What has arrived at one end. Mirrored by benchmarks/network.py.
+struct Mark {
+  std::atomic<uint64_t> count;
+  std::atomic<int64_t> at_ns;
+};
+
+void mark(void* context, int32_t, cd::NetEvent event, uint64_t) {
+  if (event != cd::NetEvent::arrived) return;
+  auto* m = static_cast<Mark*>(context);
+  m->at_ns.store(cd::net_now_ns(), std::memory_order_relaxed);
+  m->count.store(m->count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins; gives the processor away now and then, which another thread may need.
+template <typename Done>
+void spin_until(Done done) {
+  for (int i = 1; !done(); ++i) {
+    relax();
+    if (i % 20'000 == 0) sched_yield();
+  }
+}
+
+struct Pusher {
+  cd::Outbox* box;
+  int64_t rounds;
+  std::atomic<int64_t> pushed_ns;
+};
+
+void* push_all(void* given) {
+  auto& p = *static_cast<Pusher*>(given);
+  for (int64_t i = 0; i < p.rounds; ++i) {
+    p.pushed_ns.store(cd::net_now_ns(), std::memory_order_relaxed);
+    p.box->push(0, uint64_t(i), 8, 0);
+    spin_until([&] { return p.box->popped.load(std::memory_order_acquire) == uint64_t(i + 1); });
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+CN_API void* cn_bench_handler() { return reinterpret_cast<void*>(&mark); }
+
+// ns [rounds]: from before a push, by another thread, until after the pop. 0 or an errno.
+CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
+  void* memory = aligned_alloc(64, sizeof(cd::Outbox));
+  if (!memory) return ENOMEM;
+  memset(memory, 0, sizeof(cd::Outbox));
+  Pusher pusher{static_cast<cd::Outbox*>(memory), rounds, {0}};
+  pthread_t thread;
+  const int error = pthread_create(&thread, nullptr, push_all, &pusher);
+  if (error == 0) {
+    for (int64_t i = 0; i < rounds; ++i) {
+      cd::Order order;
+      spin_until([&] { return !pusher.box->empty(); });
+      const int64_t pushed_ns = pusher.pushed_ns.load(std::memory_order_relaxed);  // of this one until it is popped
+      pusher.box->pop(&order);
+      ns[i] = cd::net_now_ns() - pushed_ns;
+    }
+    pthread_join(thread, nullptr);
+  }
+  free(memory);
+  return error;
+}
+
+// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end.
+CN_API void cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
+  Mark& m = *static_cast<Mark*>(at);
+  for (int64_t i = 0; i < rounds; ++i) {
+    const uint64_t before = m.count.load(std::memory_order_acquire);
+    const int64_t begun = cd::net_now_ns();
+    c->outbox->push(rank, 0, bytes, 0);
+    cd::wake(*c->outbox);
+    spin_until([&] { return m.count.load(std::memory_order_acquire) != before; });
+    ns[i] = m.at_ns.load(std::memory_order_relaxed) - begun;
+  }
+}
+
+// The same without ring and proxy: one thread, one connection, 16 bytes and `bytes`. 0 or an errno.
+CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_t bytes, int64_t rounds, int64_t* ns) {
+  char header[16] = {};
+  for (int64_t i = 0; i < rounds; ++i) {
+    const int64_t begun = cd::net_now_ns();
+    uint64_t sent = 0, got = 0;
+    const uint64_t all = sizeof header + bytes;
+    while (got < all) {
+      if (sent < all) {
+        const uint64_t of_header = sent < sizeof header ? sizeof header - sent : 0, of_body = sent + of_header - 16;
+        iovec parts[2] = {{header + 16 - of_header, of_header},
+                          {const_cast<char*>(static_cast<const char*>(from)) + of_body, bytes - of_body}};
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = 2;
+        const ssize_t n = sendmsg(out, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0 && errno != EAGAIN) return errno;
+        if (n > 0) sent += uint64_t(n);
+      }
+      const ssize_t n = recv(in, static_cast<char*>(to) + got, all - got, MSG_DONTWAIT);
+      if (n < 0 && errno != EAGAIN) return errno;
+      if (n == 0) return ECONNRESET;
+      if (n > 0) got += uint64_t(n);
+    }
+    ns[i] = cd::net_now_ns() - begun;
+  }
+  return 0;
+}
+
+// Sends `count` messages of those sizes, each from the end of the one before, and waits until `until` have come here in
+// all and the own are gone. Nanoseconds, -1: it took too long.
+CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, int rank, const uint32_t* bytes, int64_t count,
+                               uint64_t until) {
+  Mark& m = *static_cast<Mark*>(here);
+  const int64_t begun = cd::net_now_ns();
+  uint64_t offset = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    spin_until([&] { return c->outbox->push(rank, offset, bytes[i], 0); });
+    cd::wake(*c->outbox);
+    offset += bytes[i];
+  }
+  while (m.count.load(std::memory_order_acquire) < until || !c->outbox->is_quiet(rank)) {
+    const timespec nap{0, 20'000};  // spinning would take a processor from the proxies
+    nanosleep(&nap, nullptr);
+    if (cd::net_now_ns() - begun > kGiveUpNs) return -1;
+  }
+  return cd::net_now_ns() - begun;
+}

@@ -1,0 +1,141 @@
+"""A short form of the contract over several hosts, part of every run; `make test-hosts` has all of it.
+
+Most of it over two hosts with a network that delays and reorders, the rest over plain TCP with a host for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels.types import Layout, Mode, ScaleFormat
+from tests.cases import RoutingCase, cases, draw_seed
+from tests.hosts import SHORT
+from tests.transports import calls, faults, forks, gradients, lives, sleepers
+from tests.transports.faults import SLACK_S, silent_case
+from tests.transports.steps import run_cases, run_story
+from tests.transports.test_contract_calls import case_of
+from tests.worlds import RankDied, World
+
+Worlds = Callable[[int], World]
+(SHUFFLE,) = SHORT
+TCP = "cpu-tcp-each"
+FP8 = torch.float8_e4m3fn
+MODES: dict[str, dict[str, Any]] = {
+    "ll": {"mode": Mode.LL},
+    "ht": {"mode": Mode.HT},
+    "auto": {"mode": Mode.AUTO, "ll_max_tokens": 4},
+}
+PAYLOADS: list[dict[str, Any]] = [
+    {"quantize": True, "combine_dtype": FP8},
+    {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
+    {"exact_combine": True},
+    {"exact_combine": True, "combine_dtype": FP8},
+    {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
+]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("mode", MODES)
+def test_every_kind_of_routing(world: Worlds, mode: str, layout: Layout) -> None:
+    turns = (0, 9, None, 3) if mode == "auto" else (None,)
+    steps = cases(4, 9, hidden_size=136, num_experts=9, topk=3)
+    world(4).run(run_cases, SHUFFLE, steps, {"layout": layout, **MODES[mode]}, turns)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids="-".join)
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_payloads(world: Worlds, mode: Mode, payload: dict[str, Any]) -> None:
+    kinds = ("uniform", "single_none", "one_expert")
+    steps = [RoutingCase(7, 3, 272, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    overrides = {"mode": mode, "layout": Layout.GROUPED, **payload}
+    world(3).run(run_cases, SHUFFLE, steps, overrides)
+    world(3).run(run_cases, TCP, steps, overrides)
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        calls.previous_handle,
+        calls.two_in_flight,
+        calls.dual_batch,
+        calls.expired_views,
+        gradients.backward_matches_reference,
+    ],
+)
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+def test_stories(world: Worlds, story: Any, layout: Layout) -> None:
+    world(3).run(run_story, SHUFFLE, story, case_of(3, "single_none"), {"mode": Mode.LL, "layout": layout})
+
+
+def test_zero_copy_combine(world: Worlds) -> None:
+    steps = cases(3, 6, hidden_size=144, num_experts=5, topk=3)
+    world(3).run(run_cases, SHUFFLE, steps, {"mode": Mode.HT}, (None,), True)
+
+
+@pytest.mark.parametrize("over", [SHUFFLE, TCP])
+def test_exchange_and_doorbell(world: Worlds, over: str) -> None:
+    world(4).run(run_story, over, calls.meetings, case_of(4), {})
+
+
+def test_gradients(world: Worlds) -> None:
+    case = case_of(3, hidden_size=16)
+    overrides = {"mode": Mode.HT, "layout": Layout.GROUPED, "dtype": torch.float32}
+    world(3).run(run_story, SHUFFLE, gradients.differentiable, case, overrides)
+
+
+def test_several_communicators_and_lives(world: Worlds) -> None:
+    world(3).run(lives.two_communicators, SHUFFLE, case_of(3), {"mode": Mode.LL})
+    assert world(3).run(lives.born_and_closed, TCP, case_of(3), 12) == [[], [], []]
+
+
+@pytest.mark.parametrize("when", ["dispatch", "combine"])
+def test_killed_rank(when: str) -> None:
+    results = World(3).run(faults.one_dies, SHUFFLE, silent_case(3, draw_seed()), 2, when, {}, may_die=(2,))
+    assert isinstance(results[2], RankDied)
+    for loss, _ in results[:2]:
+        assert (loss.peer, loss.gone) == (2, True)
+        assert loss.waited_s < SLACK_S
+
+
+def test_given_up_and_planned_leave(world: Worlds) -> None:
+    for loss in faults.losses(world(3).run(faults.one_is_given_up, SHUFFLE, silent_case(3, draw_seed()), 1, "combine")):
+        assert (loss.peer, loss.gone) == (1, False)
+    world(3).run(faults.planned_leave, TCP, silent_case(3, draw_seed()))
+
+
+def test_sleeper(world: Worlds) -> None:
+    case = silent_case(3, draw_seed())
+    said = world(3).run(sleepers.one_sleeps_through_a_regroup, SHUFFLE, case, {"mode": Mode.HT}, "give_up")[0]
+    assert said.endswith("has gone on in epoch 1 without this rank")
+
+
+def test_fork() -> None:
+    case = RoutingCase(5, 3, 64, (4, 0, 6), "uniform", draw_seed(), max_tokens=6)
+    pool = World(3)
+    results = pool.run(forks.one_forks, SHUFFLE, case, "os._exit")
+    pool.close()
+    assert results[forks.FORKING][0][1] == [], "the child holds nothing"
+    assert max(took for _, took in results) < SLACK_S
+
+
+@pytest.mark.parametrize(("over", "number"), [(SHUFFLE, 600), (TCP, 2000)])
+def test_iterations(world: Worlds, over: str, number: int) -> None:
+    case = replace(case_of(4, hidden_size=16), topk=3, tokens=(0,) * 4, num_experts=6)
+    overrides = {"mode": Mode.AUTO, "layout": Layout.GROUPED, "dtype": torch.float32, "ll_max_tokens": 3}
+    world(4).run(run_counted, over, case, overrides, number)
+
+
+def run_counted(
+    rank: int, size: int, store: Any, transport: str, case: RoutingCase, overrides: dict[str, Any], number: int
+) -> None:
+    """`counted_iterations`, so many."""
+
+    def story(comm: Any, of: RoutingCase) -> None:
+        lives.counted_iterations(comm, of, number, 200)
+
+    run_story(rank, size, store, transport, story, case, overrides)

@@ -1,0 +1,125 @@
+"""Two ends of a network without ranks: memory that is sent from, mirrors that are written, and what has arrived."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from ep_kernels.network import NetworkConfig, handshake
+from ep_kernels.network.handshake import CONTROL_ROLE
+from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket, _greet
+
+ARRIVED, DOWN, LEFT_OUT, UP = range(4)
+"""`cd::NetEvent`."""
+SIZE = 1 << 16
+WAIT_S = 20.0
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
+Event = tuple[int, int, int]
+"""(rank, kind, value)."""
+
+
+class End:
+    """One rank's end of a network.
+
+    Attributes:
+        own: what it sends from.
+        network: one of its own, or (`shared`) the process's.
+        events: what its handler was called with, in order.
+    """
+
+    def __init__(self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, **fields: Any) -> None:
+        self.rank, self.size = rank, size
+        self.own = ctypes.create_string_buffer(size)
+        self._landing = ctypes.create_string_buffer(b"\xee" * (size * ranks), size * ranks)
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+        self._handler = _Handler(self._on_event)
+        config = NetworkConfig(listen="127.0.0.1:0", **fields)
+        self.network = Network.of(config) if shared else Network(config)
+        handler = ctypes.cast(self._handler, ctypes.c_void_p).value
+        assert handler is not None
+        memory = ChannelMemory(ctypes.addressof(self.own), size, ctypes.addressof(self._landing), size, handler, 0)
+        self.channel = Channel(self.network, rank, ranks, memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.channel.close()
+        self.channel.free()
+        self.network.close()
+
+    def ticket(self) -> NetworkTicket:
+        return self.channel.ticket()
+
+    def mirror(self, rank: int) -> bytes:
+        """Of that rank's memory."""
+        return self._landing.raw[rank * self.size : (rank + 1) * self.size]
+
+    def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> None:
+        """Waits while the ring is full."""
+        assert self.channel.pointer is not None
+        while not self.network.lib.cn_push(self.channel.pointer, rank, offset, num_bytes, imm):
+            time.sleep(0.0001)
+
+    def quiet(self, rank: int, timeout_s: float = WAIT_S) -> None:
+        """Wait until everything for that rank is sent."""
+        self._poll(lambda: self.channel.is_quiet(1 << rank), timeout_s)
+
+    def until(self, seen: Callable[[list[Event]], bool], timeout_s: float = WAIT_S) -> None:
+        """Wait until the events are such."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: seen(self.events), timeout_s), self.events[-10:]
+
+    def arrived(self, rank: int) -> list[int]:
+        """Immediates of that rank."""
+        return [value for who, kind, value in self.events if (who, kind) == (rank, ARRIVED)]
+
+    def kinds(self, rank: int) -> list[int]:
+        """Kinds of the other events of that rank."""
+        return [kind for who, kind, _ in self.events if who == rank and kind != ARRIVED]
+
+    @staticmethod
+    def _poll(done: Callable[[], bool], timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def _on_event(self, context: Any, rank: int, kind: int, value: int) -> None:
+        with self._changed:
+            self.events.append((rank, kind, value))
+            self._changed.notify_all()
+
+
+def join(*ends: End) -> None:
+    """Connections between all of them."""
+    tickets = {end.rank: end.ticket() for end in ends}
+    threads = [
+        threading.Thread(target=end.channel.connect, args=({r: t for r, t in tickets.items() if r != end.rank}, WAIT_S))
+        for end in ends
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for end in ends:
+        assert end.channel.up() == sum(1 << other.rank for other in ends if other is not end)
+
+
+def as_member(ticket: NetworkTicket, rank: int, peer: int) -> list[socket.socket]:
+    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control."""
+    made = []
+    for role in (0, CONTROL_ROLE):
+        connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
+        _greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
+        made.append(connection)
+    return made

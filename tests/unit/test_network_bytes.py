@@ -1,0 +1,286 @@
+"""Ring, proxy and providers through Python: bytes land where they were, each message once, whoever is slow or gone."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import random
+import resource
+import signal
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from ep_kernels.network.network import NetworkTicket
+from tests.unit.network_ends import ARRIVED, DOWN, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
+
+PROVIDERS = ["tcp", "shuffle(tcp)"]
+UNTOUCHED = b"\xee"
+MARK = 0xCD17 << 48
+
+
+@pytest.fixture(params=PROVIDERS)
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
+    """Two, joined."""
+    with End(0, provider=request.param) as one, End(1, provider=request.param) as two:
+        join(one, two)
+        yield one, two
+
+
+def last(events: list[Event]) -> Event:
+    return events[-1] if events else (-1, -1, 0)
+
+
+def fill(end: End, seed: int) -> None:
+    """Random bytes as its memory."""
+    ctypes.memmove(end.own, random.Random(seed).randbytes(end.size), end.size)
+
+
+def test_bytes_land_at_equal_offsets(ends: tuple[End, End]) -> None:
+    one, two = ends
+    fill(one, 1)
+    pieces = [(0, 1), (8, 4000), (5000, 20_000), (one.size - 7, 7)]
+    for number, (offset, num_bytes) in enumerate(pieces):
+        one.push(1, offset, num_bytes, 0xF0000000 + number)
+    two.until(lambda events: len(events) == 1 + len(pieces))
+    assert sorted(two.arrived(0)) == [0xF0000000 + number for number in range(len(pieces))]
+    expected = bytearray(UNTOUCHED * one.size)
+    for offset, num_bytes in pieces:
+        expected[offset : offset + num_bytes] = one.own.raw[offset : offset + num_bytes]
+    assert two.mirror(0) == bytes(expected)
+    assert two.mirror(1) == UNTOUCHED * two.size
+    assert one.mirror(1) == UNTOUCHED * one.size, "nothing was sent this way"
+
+
+def test_messages_without_bytes(ends: tuple[End, End]) -> None:
+    one, two = ends
+    for imm in range(100):
+        one.push(1, 0, 0, imm)
+        two.push(0, 0, 0, imm)
+    for end, rank in ((one, 1), (two, 0)):
+        end.until(lambda events: len(events) == 101)
+        assert Counter(end.arrived(rank)) == Counter(range(100))
+        assert end.mirror(rank) == UNTOUCHED * end.size
+
+
+@pytest.mark.parametrize(("provider", "lanes"), [("tcp", 1), ("tcp", 3), ("shuffle(tcp)", 2)])
+def test_twenty_thousand_messages_each_arrive_once(provider: str, lanes: int) -> None:
+    draw, number = random.Random(7), 20_000
+    fields: dict[str, Any] = {"provider": provider, "lanes": lanes}
+    with End(0, **fields, seed=3) as one, End(1, **fields, seed=4) as two:
+        join(one, two)
+        fill(one, 2)
+        for imm in range(number):
+            num_bytes = draw.choice((0, 1, 16, 100, 3000, draw.randrange(20_000)))
+            one.push(1, draw.randrange(one.size - num_bytes + 1), num_bytes, imm)
+        two.until(lambda events: len(events) > number, 60)
+        one.quiet(1)
+        arrived = two.arrived(0)
+        assert Counter(arrived) == Counter(range(number))
+        assert (arrived != sorted(arrived)) == (lanes > 1 or provider != "tcp")
+        got = two.mirror(0)
+        assert all(byte in (mine, 0xEE) for byte, mine in zip(got, one.own.raw, strict=True))
+        sent, received = one.channel.traffic()[1], two.channel.traffic()[0]
+        assert sent.sent_messages == received.received_messages == number
+
+
+def test_a_message_larger_than_every_buffer() -> None:
+    size = 32 << 20
+    with End(0, size=size) as one, End(1, size=size) as two:
+        join(one, two)
+        fill(one, 3)
+        one.push(1, 0, size, 1)
+        two.push(0, 0, size, 2)
+        for end, rank in ((one, 1), (two, 0)):
+            end.until(lambda events: len(events) == 2)
+            assert end.arrived(rank)
+        assert two.mirror(0) == one.own.raw
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("=QII", MARK | (1 << 16) - 3, 4, 9) + b"evil",
+        struct.pack("=QII", MARK | (1 << 16), 1, 9) + b"e",
+        struct.pack("=QII", MARK | (1 << 48) - 1, 0xFFFFFFFF, 9) + b"e",
+        struct.pack("=QII", MARK | 0, 0xFFFFFFFF, 9) + b"evil",
+        struct.pack("=QII", 0, 4, 9) + b"evil",
+        b"\0" * 16,
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_frame_outside_of_the_mirror_ends_the_connection(frame: bytes) -> None:
+    with End(1) as end:
+        lane, control = as_member(end.ticket(), 0, 1)
+        end.until(lambda events: events == [(0, UP, 0)])
+        lane.sendall(struct.pack("=QII", MARK | 10, 2, 5) + b"ok" + frame)
+        end.until(lambda events: (0, DOWN, 71) in events)  # EPROTO
+        assert end.events[1:] == [(0, ARRIVED, 5), (0, DOWN, 71)]
+        assert end.mirror(0) == UNTOUCHED * 10 + b"ok" + UNTOUCHED * (end.size - 12)
+        assert end.mirror(1) == UNTOUCHED * end.size
+        assert end.channel.up() == 0
+        lane.close()
+        control.close()
+
+
+def test_an_order_outside_of_the_own_memory_is_not_carried_out(ends: tuple[End, End]) -> None:
+    one, two = ends
+    one.push(1, one.size - 3, 4, 1)
+    one.until(lambda events: last(events)[1] == DOWN)
+    two.until(lambda events: last(events)[1] == DOWN)
+    assert two.arrived(0) == []
+
+
+def test_half_a_message_is_no_message() -> None:
+    with End(1) as end:
+        lane, control = as_member(end.ticket(), 0, 1)
+        lane.sendall(struct.pack("=QII", MARK, 1000, 5) + b"x" * 999)
+        lane.close()
+        end.until(lambda events: last(events)[1] == DOWN)
+        assert end.arrived(0) == []
+        control.close()
+
+
+def test_who_lost_its_connections_may_come_again(ends: tuple[End, End]) -> None:
+    one, two = ends
+    one.channel.leave(1, 9)
+    two.until(lambda events: last(events) == (0, LEFT_OUT, 9))
+    assert one.channel.up() == two.channel.up() == 0
+    assert one.kinds(1) == [UP], "who leaves needs no news of it"
+    one.push(1, 0, 10, 1)  # to nobody: given up at once
+    one.quiet(1)
+    join(one, two)
+    one.push(1, 0, 10, 2)
+    two.until(lambda events: last(events) == (0, ARRIVED, 2))
+    assert two.arrived(0) == [2]
+
+
+def test_close_delivers_what_was_sent(ends: tuple[End, End]) -> None:
+    one, two = ends
+    fill(one, 4)
+    for imm in range(200):
+        one.push(1, 0, one.size, imm)
+        two.push(0, 0, two.size, imm)  # unread bytes in a socket would reset it
+    one.quiet(1)
+    one.close()
+    two.until(lambda events: len(two.arrived(0)) == 200)
+    until = time.monotonic() + WAIT_S
+    while two.channel.up() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert two.channel.up() == 0
+    assert two.kinds(0) == [UP], "an end in order is no loss"
+    assert two.mirror(0) == one.own.raw
+
+
+def live(pipe: Connection, how: str) -> None:
+    """A process that is rank 1; `how` it ends."""
+    end = End(1, 3, shared=True)
+    pipe.send(end.ticket())
+    tickets: dict[int, NetworkTicket] = pipe.recv()
+    end.channel.connect(tickets, WAIT_S)
+    pipe.send("joined")
+    if how == "forks" and os.fork() == 0:
+        assert end.channel.up() == 0
+        pipe.send("child")
+        time.sleep(60)
+        os._exit(0)
+    pipe.recv()
+    os._exit(0)
+
+
+class Other:
+    """Rank 1 as a process of its own."""
+
+    def __init__(self, *ends: End, how: str = "") -> None:
+        context = mp.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=live, args=(there, how), daemon=True)
+        self.process.start()
+        there.close()
+        assert self.pipe.poll(60)
+        ticket = self.pipe.recv()
+        self.pipe.send({end.rank: end.ticket() for end in ends})
+        for end in ends:
+            end.channel.connect({1: ticket}, WAIT_S)
+        assert self.pipe.poll(WAIT_S)
+        assert self.pipe.recv() == "joined"
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join()
+
+
+def test_a_peer_that_stands_still_delays_nobody_else() -> None:
+    with End(0, 3) as one, End(2, 3) as three:
+        other = Other(one, three)
+        join_pair(one, three)
+        os.kill(other.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        for imm in range(2000):  # 128 MB that nobody reads
+            one.push(1, 0, one.size, imm)
+            if imm % 10 == 0:
+                one.push(2, 0, 8, imm)
+        three.until(lambda events: len(three.arrived(0)) == 200)
+        assert time.monotonic() - begun < WAIT_S
+        assert one.channel.is_quiet(1 << 2)
+        assert not one.channel.is_quiet(1 << 1)
+        one.channel.leave(1, 1)
+        one.quiet(1)
+        other.kill()
+
+
+def join_pair(one: End, other: End) -> None:
+    """Connections between those two, whoever else there is."""
+    thread = threading.Thread(target=other.channel.connect, args=({one.rank: one.ticket()}, WAIT_S))
+    thread.start()
+    one.channel.connect({other.rank: other.ticket()}, WAIT_S)
+    thread.join()
+
+
+@pytest.mark.parametrize("how", ["", "forks"])
+def test_a_dead_process_is_seen_at_once_whatever_its_child_does(how: str) -> None:
+    with End(0, 3) as end:
+        other = Other(end, how=how)
+        if how:
+            assert other.pipe.poll(WAIT_S)
+            assert other.pipe.recv() == "child"
+        begun = time.monotonic()
+        other.kill()
+        end.until(lambda events: last(events)[:2] == (1, DOWN))
+        assert time.monotonic() - begun < 1.0
+        assert end.channel.up() == 0
+
+
+def rest(pipe: Connection) -> None:
+    """Two joined ends that have nothing to do; processor seconds of 5 s."""
+    with End(0) as one, End(1) as two:
+        join(one, two)
+        one.push(1, 0, 100, 1)
+        two.until(lambda events: (0, ARRIVED, 1) in events)
+        time.sleep(0.2)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        time.sleep(5)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        pipe.send(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def test_an_idle_network_needs_no_processor() -> None:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=rest, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(60)
+    assert here.recv() < 0.05, "1 % of a core"
+    process.join()

@@ -1,0 +1,260 @@
+"""The data port among strangers: whatever they send or do not send, it stays, and members get in."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ep_kernels.errors import TransportError
+from ep_kernels.network import NetworkConfig, handshake, listener
+from ep_kernels.network.handshake import Greeting
+from ep_kernels.network.listener import Door, Listener
+from ep_kernels.network.network import Network, NetworkTicket, _greet
+from tests.unit.network_ends import WAIT_S, End, as_member, join
+
+TOKEN, SECRET = 77, b"s" * handshake.SECRET_BYTES
+SHORT_S = 0.3
+
+
+class Port:
+    """A listener with one door, and who came through it."""
+
+    def __init__(self) -> None:
+        self.listener = Listener("127.0.0.1:0")
+        self.admitted: list[Greeting] = []
+        self._changed = threading.Condition()
+        self.listener.open(TOKEN, Door(SECRET, self._admit))
+
+    def _admit(self, hello: Greeting, connection: socket.socket) -> None:
+        connection.close()
+        with self._changed:
+            self.admitted.append(hello)
+            self._changed.notify_all()
+
+    def dial(self) -> socket.socket:
+        return socket.create_connection(self.listener.address, WAIT_S)
+
+    def greet(self, secret: bytes = SECRET, token: int = TOKEN, rank: int = 0) -> None:
+        """A member's handshake. Raises ValueError, OSError."""
+        ticket = NetworkTicket("tcp", *self.listener.address, token, secret.hex())
+        with self.dial() as connection:
+            _greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket)
+
+    def counted(self, why: str, number: int = 1) -> None:
+        """Wait until so many were refused with this reason."""
+        until = time.monotonic() + WAIT_S
+        while self.listener.refused.get(why, 0) < number:
+            assert time.monotonic() < until, self.listener.refused
+            time.sleep(0.002)
+
+    def is_open(self) -> None:
+        """A member gets in."""
+        before = len(self.admitted)
+        self.greet(rank=5)
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.admitted) > before, WAIT_S)
+        assert self.admitted[-1].rank == 5
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", SHORT_S)
+    made = Port()
+    yield made
+    made.is_open()
+    made.listener.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed it, before long."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_garbage(port: Port) -> None:
+    with port.dial() as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"\x00\xff" * 50_000)
+        assert is_closed(connection)
+    port.counted("no hello")
+
+
+@pytest.mark.parametrize("said", [0, 1, handshake.HELLO_BYTES - 1])
+def test_silence_ends(port: Port, said: int) -> None:
+    begun = time.monotonic()
+    with port.dial() as connection:
+        connection.sendall(handshake.hello(TOKEN, 0, 1, 0, 1).encode()[:said])
+        assert is_closed(connection)
+    assert SHORT_S * 0.9 <= time.monotonic() - begun < WAIT_S
+    port.counted("silent")
+
+
+def test_a_byte_now_and_then_wins_no_time(port: Port) -> None:
+    begun = time.monotonic()
+    with port.dial() as connection:
+        with contextlib.suppress(OSError):
+            for byte in handshake.hello(TOKEN, 0, 1, 0, 1).encode():
+                connection.sendall(bytes([byte]))
+                time.sleep(SHORT_S / 5)
+        assert is_closed(connection)
+    assert time.monotonic() - begun < WAIT_S
+    port.counted("silent")
+
+
+def test_silence_after_the_challenge(port: Port) -> None:
+    with port.dial() as connection:
+        connection.sendall(handshake.hello(TOKEN, 0, 1, 0, 1).encode())
+        assert len(connection.recv(100)) == handshake.CHALLENGE_BYTES
+        assert is_closed(connection)
+    port.counted("silent")
+
+
+def test_wrong_token(port: Port) -> None:
+    with pytest.raises((ValueError, OSError)):
+        port.greet(token=TOKEN + 1)
+    port.counted("unknown group")
+
+
+def test_wrong_secret(port: Port) -> None:
+    with pytest.raises((ValueError, OSError)):
+        port.greet(secret=b"t" * handshake.SECRET_BYTES)
+    port.counted("wrong secret")
+    assert port.admitted == []
+
+
+def test_a_recorded_handshake_is_refused(port: Port) -> None:
+    raw = handshake.hello(TOKEN, 0, 1, 0, 1).encode()
+    with port.dial() as connection:
+        connection.sendall(raw)
+        recorded = handshake.proof(SECRET, raw, connection.recv(handshake.CHALLENGE_BYTES))
+        connection.sendall(recorded)
+        assert len(connection.recv(100)) == handshake.PROOF_BYTES
+    with port.dial() as connection:
+        connection.sendall(raw)
+        connection.recv(handshake.CHALLENGE_BYTES)
+        connection.sendall(recorded)
+        assert is_closed(connection)
+    port.counted("wrong secret")
+
+
+def test_no_answer_without_a_proof(port: Port) -> None:
+    """Nobody learns from the port whether a token is known."""
+    for token in (TOKEN, TOKEN + 1):
+        with port.dial() as connection:
+            connection.sendall(handshake.hello(token, 0, 1, 0, 1).encode())
+            assert len(connection.recv(100)) == handshake.CHALLENGE_BYTES
+            connection.sendall(b"x" * handshake.PROOF_BYTES)
+            assert is_closed(connection)
+
+
+def test_who_listens_there_must_know_the_secret() -> None:
+    """A dialer gives its bytes to the process of the ticket only."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(WAIT_S)
+
+        def serve() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(handshake.HELLO_BYTES)
+                connection.sendall(b"c" * handshake.CHALLENGE_BYTES)
+                connection.recv(handshake.PROOF_BYTES)
+                connection.sendall(b"a" * handshake.PROOF_BYTES)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        ticket = NetworkTicket("tcp", *stranger.getsockname(), TOKEN, SECRET.hex())
+        with (
+            socket.create_connection(stranger.getsockname(), WAIT_S) as connection,
+            pytest.raises(ValueError, match="does not know the secret"),
+        ):
+            _greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
+        thread.join()
+
+
+def test_a_thousand_strangers_at_once() -> None:
+    """They displace each other; ranks that join meanwhile do, sooner or later."""
+    with End(0) as one, End(1) as two:
+        strangers = [socket.socket() for _ in range(1000)]
+        address = two.network.listener.address
+        for stranger in strangers[:500]:
+            stranger.setblocking(False)
+            stranger.connect_ex(address)
+
+        def more() -> None:
+            for number, stranger in enumerate(strangers[500:]):
+                stranger.setblocking(False)
+                stranger.connect_ex(address)
+                if number % 2:
+                    with contextlib.suppress(OSError):
+                        stranger.send(b"GET / HTTP/1.1\r\n" * 8)
+
+        thread = threading.Thread(target=more)
+        thread.start()
+        join(one, two)
+        thread.join()
+        assert one.kinds(1) == two.kinds(0) == [3]
+        for stranger in strangers:
+            stranger.close()
+        assert two.network.listener._thread.is_alive()
+        assert sum(two.network.listener.refused.values()) > 0
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = "{}:{}".format(*taken.getsockname())
+        with pytest.raises(TransportError, match=rf"network\.listen: cannot listen on {place}: Address already in use"):
+            Network(NetworkConfig(listen=place))
+    with pytest.raises(TransportError, match=r"network\.listen: cannot listen on no\.such\.host\.invalid:0"):
+        Network(NetworkConfig(listen="no.such.host.invalid:0"))
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(1, 0), (2, 0), (0, 7)])
+def test_a_member_that_claims_to_be_another_is_refused(rank: int, peer: int) -> None:
+    """Rank 1 is dialled by lower ranks alone, and is nobody else."""
+    with End(1) as end:
+        for connection in as_member(end.ticket(), rank, peer):
+            assert is_closed(connection)
+            connection.close()
+        assert end.channel.up() == 0
+        assert end.network.listener.refused == {"not admitted": 2}
+
+
+def test_a_peer_that_is_not_there_is_named() -> None:
+    with End(0) as one, End(1) as two:
+        ticket = two.ticket()
+        two.close()
+        with pytest.raises(TransportError, match=r"not reached .*refused") as error:
+            one.channel.connect({1: ticket}, 0.3)
+        assert "rank 1" in str(error.value)
+        assert f"127.0.0.1:{ticket.port}" in str(error.value)
+
+
+def test_a_ticket_of_an_earlier_life_is_refused() -> None:
+    with End(0) as one, End(1) as two:
+        old = NetworkTicket("tcp", "127.0.0.1", two.network.listener.address[1], 5, SECRET.hex())
+        with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{old.port} is not .*data port.*: "):
+            one.channel.connect({1: old}, 5.0)
+        assert one.channel.up() == 0
+
+
+def test_who_does_not_come_is_named() -> None:
+    with (
+        End(1) as end,
+        pytest.raises(TransportError, match=r"ranks \[0\] did not connect to the data port of rank 1"),
+    ):
+        end.channel.connect({0: end.ticket()}, 0.2)
+
+
+def test_providers_must_be_equal() -> None:
+    with (
+        End(0) as one,
+        End(1, provider="shuffle(tcp)") as two,
+        pytest.raises(TransportError, match=r"provider 'shuffle\(tcp\)' of rank 1, 'tcp' of this rank"),
+    ):
+        one.channel.connect({1: two.ticket()}, 1.0)
