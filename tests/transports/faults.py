@@ -64,7 +64,7 @@ SENT_S = 0.1
 """What a rank has published is sent to other hosts within this time; what is not dies with it."""
 
 
-def kill_self(transport: str) -> None:
+def kill_self(transport: str = "") -> None:
     """As kill -9 from outside: no handler, no cleanup."""
     if is_over_hosts(transport):
         time.sleep(SENT_S)
