@@ -34,7 +34,6 @@ PAYLOADS: list[dict[str, Any]] = [
     {"quantize": True, "combine_dtype": FP8},
     {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
     {"exact_combine": True},
-    {"exact_combine": True, "combine_dtype": FP8},
     {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
 ]
 

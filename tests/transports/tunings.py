@@ -22,7 +22,7 @@ def measured_and_used(
     place = Place(rank, size, store, transport)
     base = place.config(case, "sizes")
     request = TuneRequest(
-        transport=transport, layouts=(layout.value,), num_experts=base.num_experts, hidden_size=base.hidden_size,
+        transport=base.transport, layouts=(layout.value,), num_experts=base.num_experts, hidden_size=base.hidden_size,
         topk=base.topk, max_tokens=8, runs=2, cache_dir=folder,
     )  # fmt: skip
     said: list[tuple[str, int]] = []

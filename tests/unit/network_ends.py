@@ -72,7 +72,7 @@ class End:
 
     def quiet(self, rank: int, timeout_s: float = WAIT_S) -> None:
         """Wait until everything for that rank is sent."""
-        self._poll(lambda: self.channel.is_quiet(1 << rank), timeout_s)
+        self.poll(lambda: self.channel.is_quiet(1 << rank), timeout_s)
 
     def until(self, seen: Callable[[list[Event]], bool], timeout_s: float = WAIT_S) -> None:
         """Wait until the events are such."""
@@ -88,7 +88,8 @@ class End:
         return [kind for who, kind, _ in self.events if who == rank and kind != ARRIVED]
 
     @staticmethod
-    def _poll(done: Callable[[], bool], timeout_s: float) -> None:
+    def poll(done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `done`."""
         until = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < until

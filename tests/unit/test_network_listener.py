@@ -222,7 +222,7 @@ def test_a_member_that_claims_to_be_another_is_refused(rank: int, peer: int) -> 
             assert is_closed(connection)
             connection.close()
         assert end.channel.up() == 0
-        assert end.network.listener.refused == {"not admitted": 2}
+        end.poll(lambda: end.network.listener.refused == {"not admitted": 2}, WAIT_S)
 
 
 def test_a_peer_that_is_not_there_is_named() -> None:
