@@ -19,6 +19,8 @@ SPLITS: dict[str, Callable[[int, int], int]] = {
 }
 """Host of a rank: two halves; rank 0 alone; ranks that alternate; a host for each."""
 PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)"}
+LANES = {"lanes": 3}
+"""Names of providers with several lanes: how many, over TCP."""
 SHORT = ("cpu-shuffle-halves",)
 FULL = tuple(f"cpu-{provider}-{split}" for provider in PROVIDERS for split in SPLITS)
 
@@ -37,7 +39,8 @@ def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, An
     return {
         "transport": transport,
         "network": NetworkConfig(
-            provider=PROVIDERS[provider],
+            provider=PROVIDERS.get(provider, "tcp"),
+            lanes=LANES.get(provider, 1),
             listen="127.0.0.1:0",
             domain=f"host {SPLITS[split](rank, size)}",
             seed=seed,

@@ -161,7 +161,7 @@ class Channel:
         shuffled = config.provider.startswith("shuffle")
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy, ranks, memory.own, memory.own_bytes, memory.landing, memory.stride, memory.handler,
-            memory.context, shuffled, config.seed + rank, config.drop_after,
+            memory.context, shuffled, config.seed + rank, config.drop_after, config.lanes,
         )  # fmt: skip
         if not self.pointer:
             network.release()

@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_forsake": (None, (c_void_p,)),
     "cn_channel": (
         c_void_p,
-        (c_void_p, c_int, c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, c_void_p, c_int, c_uint64, c_int64),
+        (c_void_p, c_int, c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, c_void_p, c_int, c_uint64, c_int64, c_int),
     ),
     "cn_outbox": (c_void_p, (c_void_p,)),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),

@@ -56,6 +56,14 @@ def test_payloads(world: Worlds, mode: Mode, payload: dict[str, Any]) -> None:
     world(3).run(run_cases, TCP, steps, overrides)
 
 
+@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.RANK_MAJOR])
+def test_runs_that_take_several_lanes(world: Worlds, layout: Layout) -> None:
+    """Rows of 28 KB, so that a run of tokens, and of partials, is cut at stripes and travels on all lanes."""
+    steps = [RoutingCase(8, 4, 7168, (40, 7, 33), kind, draw_seed(), max_tokens=40) for kind in ("uniform", "zipf")]
+    overrides = {"mode": Mode.HT, "layout": layout, "dtype": torch.float32}
+    world(3).run(run_cases, "cpu-lanes-halves", steps, overrides)
+
+
 @pytest.mark.parametrize(
     "story",
     [

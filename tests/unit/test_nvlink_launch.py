@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def driver(folder: Path) -> ctypes.CDLL:
 
 @pytest.fixture
 def library(folder: Path) -> ctypes.CDLL:
-    copied = Native(native_of("nvlink").sources, folder / "_native.so")
+    copied = replace(native_of("nvlink"), library=folder / "_native.so")
     return launch.load(copied, str(folder / "driver.so"))
 
 
@@ -129,7 +130,7 @@ def test_one_kernel_in_several_shapes(library: ctypes.CDLL, driver: ctypes.CDLL)
 
 
 def test_missing_and_old_drivers_are_named(folder: Path) -> None:
-    copied = Native(native_of("nvlink").sources, folder / "_native.so")
+    copied = replace(native_of("nvlink"), library=folder / "_native.so")
     with pytest.raises(TransportError, match=r"cannot use the CUDA driver: libnothing\.so\.9.*is one installed"):
         launch.load(copied, "libnothing.so.9")
     with pytest.raises(TransportError, match=r"no cuLaunchKernelEx, so the driver is older than CUDA 12\.0"):

@@ -34,7 +34,7 @@ CN_API void cn_forsake(cd::Proxy* proxy) { proxy->forsake(); }
 // own [own_bytes]: what may be sent. landing [ranks][stride]: rank r's mirror at r * stride. Null, and errno.
 CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* own, uint64_t own_bytes, uint8_t* landing,
                                   uint64_t stride, cd::NetHandler handler, void* context, int shuffled, uint64_t seed,
-                                  int64_t drop_after) {
+                                  int64_t drop_after, int lanes) {
   void* memory = calloc(1, sizeof(cd::NetChannel));
   void* box = aligned_alloc(64, sizeof(cd::Outbox));
   cd::Provider* provider = cd::make_tcp();
@@ -49,6 +49,7 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* ow
     c->context = context;
     c->provider = provider;
     c->outbox = static_cast<cd::Outbox*>(box);
+    c->outbox->stripe = lanes > 1 ? 256 << 10 : 1 << 30;
     for (int r = 0; r < ranks; ++r) provider->reg(r, {landing + uint64_t(r) * stride, stride});
     const int error = proxy->add(c);
     if (error == 0) return c;

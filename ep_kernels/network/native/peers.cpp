@@ -1,7 +1,8 @@
 // The peers of a channel: how their connections begin and end.
 //
-// A peer is down when all its lanes have ended, or 50 ms after the first sign of an end (a lane, the control
-// connection): what it had sent before is delivered first, since it counts.
+// A peer is down when all its lanes have ended, or when they have brought nothing for 50 ms since the first sign of an
+// end (a lane, the control connection): what it had sent before is delivered first, since it counts. One that closes in
+// order ends its lanes itself.
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -17,7 +18,7 @@ namespace cd {
 namespace {
 
 constexpr int64_t kEndNs = 50'000'000;
-constexpr int64_t kLingerNs = 1'000'000'000;
+constexpr int64_t kLingerNs = 5'000'000'000;
 constexpr uint32_t kLeftOut = 1, kCloses = 2;  // messages of a control connection: the last words of a rank
 
 struct ControlMessage {
@@ -132,7 +133,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   }
   p.control_fd = control_fd;
   p.lanes = num_lanes;
-  p.lanes_ended = p.next_lane = p.error = p.message_bytes = 0;
+  p.lanes_ended = p.error = p.message_bytes = 0;
   p.ends_ns = 0;
   p.in_order = false;
   p.left_out = 0;
@@ -200,7 +201,20 @@ void Proxy::drop(int& fd) {
 void Proxy::ending(NetChannel& c, int rank, int error) {
   NetPeer& p = c.peers[rank];
   if (error) p.error = error;
-  if (!p.ends_ns) p.ends_ns = net_now_ns() + kEndNs;
+  if (!p.ends_ns) p.ends_ns = net_now_ns() + (p.in_order ? kLingerNs : kEndNs);
+}
+
+// The time of an end has passed: the peer is down, unless its lanes still bring what it had sent.
+void Proxy::over(NetChannel& c, int rank, int64_t now) {
+  NetPeer& p = c.peers[rank];
+  bool more = false;
+  for (int lane = 0; lane < p.lanes && p.up; ++lane) more |= c.provider->poll(rank, lane, EPOLLIN);
+  if (!p.up) return;
+  if (more || now - p.came_ns < kEndNs) {
+    p.ends_ns = now + kEndNs;
+  } else {
+    fall(c, rank, true);
+  }
 }
 
 void Proxy::fall(NetChannel& c, int rank, bool tell) {

@@ -33,7 +33,7 @@ class Provider {
   virtual void reg(int, Mirror) {}
   virtual bool connect(int, int, int, uint64_t) { return false; }  // peer, lane, fd, tag of the descriptor in epoll
   virtual bool write(int, int, const Write&) { return false; }     // peer, lane. False: its window is full
-  virtual void poll(int, int, uint32_t) {}                         // peer, lane, epoll events
+  virtual bool poll(int, int, uint32_t) { return false; }          // peer, lane, epoll events. True: bytes came
   virtual int64_t advance(int64_t) { return -1; }                  // now. When to be called again, ns; -1: need not
   virtual void disconnect(int) {}                                  // its writes are given up: `sent` for each of them
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.

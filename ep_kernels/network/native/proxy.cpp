@@ -20,6 +20,7 @@
 namespace cd {
 namespace {
 
+constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
@@ -109,8 +110,12 @@ void* Proxy::enter(void* self) {
 }
 
 void Proxy::run() {
-  int64_t busy_ns = net_now_ns();
-  while (!stop_.load(std::memory_order_relaxed)) {
+  int64_t busy_ns = net_now_ns(), stop_ns = 0;
+  for (;;) {
+    if (stop_.load(std::memory_order_relaxed)) {
+      if (!stop_ns) stop_ns = net_now_ns() + kStopNs;
+      if (lingering_count_ == 0 || net_now_ns() > stop_ns) return;
+    }
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
     bool busy = false;
@@ -129,7 +134,7 @@ void Proxy::run() {
     }
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     const bool sleep = idle();
-    const int64_t until = next_ns_;
+    const int64_t until = stop_ns ? net_now_ns() + kLingerLookNs : next_ns_;
     pthread_mutex_unlock(&mutex_);
     if (sleep) {
       const int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - net_now_ns() + 999) / 1000);
@@ -146,7 +151,7 @@ void Proxy::run() {
 // Everything that needs no event: what was pushed, what a provider held back, what ends by the clock.
 bool Proxy::turn() {
   bool busy = false;
-  const int64_t now = net_now_ns();
+  const int64_t now = now_ = net_now_ns();
   int64_t next = -1;
   const auto at = [&](int64_t when) {
     if (when >= 0 && (next < 0 || when < next)) next = when;
@@ -157,16 +162,16 @@ bool Proxy::turn() {
     for (int rank = 0; rank < c.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
       if (!p.up || !p.ends_ns) continue;
-      if (now >= p.ends_ns) {
-        fall(c, rank, true);
-      } else {
-        at(p.ends_ns);
-      }
+      if (now >= p.ends_ns) over(c, rank, now);
+      if (p.up) at(p.ends_ns);
     }
   });
   for (int i = 0; i < lingering_count_;) {
-    char waste[16384];
-    const ssize_t got = recv(lingering_[i].fd, waste, sizeof waste, MSG_DONTWAIT);
+    ssize_t got = 1;
+    for (int turns = 0; turns < 16 && got > 0; ++turns) {
+      got = recv(lingering_[i].fd, nullptr, 1 << 20, MSG_DONTWAIT | MSG_TRUNC);  // bytes of a stream are thrown away
+    }
+    busy |= got > 0;
     const bool over = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
     if (over || now >= lingering_[i].until_ns) {
       close(lingering_[i].fd);
@@ -198,8 +203,8 @@ bool Proxy::flush(NetChannel& c) {
   for (int rank = 0; rank < c.ranks; ++rank) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
-      if (!c.provider->write(rank, p.next_lane, {c.own + next->offset, next->offset, next->bytes, next->imm})) break;
-      p.next_lane = (p.next_lane + 1) % p.lanes;
+      const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
+      if (!c.provider->write(rank, lane, {c.own + next->offset, next->offset, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;
       p.traffic.sent_bytes += next->bytes;
       p.backlog.pop();
@@ -219,7 +224,8 @@ void Proxy::happen(uint64_t tag, uint32_t events) {
   if (!c || c->generation != uint32_t(tag >> 32)) return;
   const int rank = int(tag >> 8 & 0xff), lane = int(tag & 0xff);
   if (!c->peers[rank].up) return;
-  lane == kControlLane ? control(*c, rank) : c->provider->poll(rank, lane, events);
+  if (lane == kControlLane) return control(*c, rank);
+  if (c->provider->poll(rank, lane, events)) c->peers[rank].came_ns = now_;
 }
 
 bool Proxy::idle() const {

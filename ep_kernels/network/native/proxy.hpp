@@ -41,11 +41,12 @@ struct Traffic {
 // A rank at the other end of a control connection and of its lanes.
 struct NetPeer {
   int control_fd = -1;
-  int lanes = 0, lanes_ended = 0, next_lane = 0;
+  int lanes = 0, lanes_ended = 0;
   bool up = false;
   bool in_order = false;  // it said that it closes
   uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
   int error = 0;
+  int64_t came_ns = 0;  // about when the last bytes came
   int64_t ends_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
   uint8_t message[16];
   int message_bytes = 0;
@@ -108,6 +109,7 @@ struct Proxy {
   void control(NetChannel& c, int rank);
   int hear(NetChannel& c, int rank);
   void ending(NetChannel& c, int rank, int error);
+  void over(NetChannel& c, int rank, int64_t now);
   void fall(NetChannel& c, int rank, bool tell);
   void linger(int fd);
   void drop(int& fd);
@@ -120,7 +122,7 @@ struct Proxy {
   pthread_mutex_t mutex_;
   std::atomic<int> waiting_;
   std::atomic<bool> stop_;
-  int64_t spin_ns_, next_ns_;
+  int64_t spin_ns_, next_ns_, now_;
   int epoll_fd_, event_fd_;
   uint32_t generations_;
   int num_channels_;  // one more than the highest index in use

@@ -46,10 +46,19 @@ struct Outbox {
   alignas(64) std::atomic<uint64_t> popped;
   alignas(64) std::atomic<uint32_t> asleep;  // the proxy waits for its event descriptor
   int32_t event_fd;
+  // Several lanes: bytes of one place of the region always take the same lane, the one of their stripe, so that a later
+  // write of them cannot be overtaken by an earlier one. No descriptor crosses a stripe.
+  uint64_t stripe;
   alignas(64) uint64_t tail;  // the writer's own
   std::atomic<uint64_t> pushed[kNetRanks];
   // Written by the proxy: descriptors whose bytes it will not read again, sent or given up.
   alignas(64) std::atomic<uint64_t> done[kNetRanks];
+
+  // How many of these bytes one descriptor may carry.
+  uint64_t most(uint64_t offset, uint64_t bytes) const {
+    const uint64_t left = stripe - offset % stripe;
+    return bytes < left ? bytes : left;
+  }
 
   // False: the ring is full, the proxy has to pop first.
   bool push(int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {

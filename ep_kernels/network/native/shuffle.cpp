@@ -34,7 +34,7 @@ class Shuffle final : public Provider {
     fds_[peer][lane] = fd;
     return inner_->connect(peer, lane, fd, tag);
   }
-  void poll(int peer, int lane, uint32_t events) override { inner_->poll(peer, lane, events); }
+  bool poll(int peer, int lane, uint32_t events) override { return inner_->poll(peer, lane, events); }
 
   bool write(int peer, int lane, const Write& w) override {
     if (counts_[peer] == kHeld) return false;

@@ -93,11 +93,12 @@ class Tcp final : public Provider {
     return true;
   }
 
-  void poll(int peer, int lane, uint32_t events) override {
+  bool poll(int peer, int lane, uint32_t events) override {
     Lane* l = lanes_[peer][lane];
-    if (!l || l->fd < 0) return;
-    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive(peer, lane, *l);
-    if (l->fd >= 0 && events & EPOLLOUT) send(peer, lane, *l);
+    if (!l || l->fd < 0) return false;
+    const bool came = events & (EPOLLIN | EPOLLHUP | EPOLLERR) && receive(peer, *l);
+    if (l->fd >= 0 && events & EPOLLOUT) send(peer, *l);
+    return came;
   }
 
   // Sends what `write` has taken.
@@ -108,7 +109,7 @@ class Tcp final : public Provider {
       const int peer = __builtin_ctzll(left);
       for (int lane = 0; lane < kMaxLanes && lanes_[peer][lane]; ++lane) {
         Lane& l = *lanes_[peer][lane];
-        if (l.fd >= 0 && l.head != l.tail && !l.wants_out) send(peer, lane, l);
+        if (l.fd >= 0 && l.head != l.tail && !l.wants_out) send(peer, l);
       }
     }
     return -1;
@@ -165,7 +166,7 @@ class Tcp final : public Provider {
     epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, l.fd, &event);
   }
 
-  void send(int peer, int, Lane& l) {
+  void send(int peer, Lane& l) {
     while (l.head != l.tail) {
       iovec parts[2 * kGather];
       int n = 0;
@@ -201,7 +202,8 @@ class Tcp final : public Provider {
     want_out(l, false);
   }
 
-  void receive(int peer, int lane, Lane& l) {
+  // True: bytes came.
+  bool receive(int peer, Lane& l) {
     int64_t budget = kTurnBytes;
     while (budget > 0 && l.fd >= 0) {
       iovec parts[2];
@@ -217,9 +219,12 @@ class Tcp final : public Provider {
       if (got < 0) {
         if (errno == EINTR) continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK) end(peer, l, errno);
-        return;
+        break;
       }
-      if (got == 0) return end(peer, l, l.left || l.staged ? ECONNABORTED : 0);
+      if (got == 0) {
+        end(peer, l, l.left || l.staged ? ECONNABORTED : 0);
+        break;
+      }
       budget -= got;
       const uint64_t placed = std::min(l.left, uint64_t(got));
       if (placed) {
@@ -227,9 +232,9 @@ class Tcp final : public Provider {
         if (l.left == 0) sink_.arrived(sink_.owner, peer, l.in.imm);
       }
       l.staged += size_t(uint64_t(got) - placed);
-      if (!sort(peer, l)) return end(peer, l, EPROTO);
+      if (!sort(peer, l)) end(peer, l, EPROTO);
     }
-    (void)lane;
+    return budget < kTurnBytes;
   }
 
   // Takes frames out of the staged bytes. False: they are none.

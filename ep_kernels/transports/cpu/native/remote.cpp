@@ -36,16 +36,25 @@ uint32_t imm_of(Imm kind, int slot, uint64_t seq) {
   return uint32_t(kind) << 28 | uint32_t(slot) << kSeqBits | uint32_t(seq & kSeqMask);
 }
 
-// One message; waits while the ring is full, which the proxy empties without waiting for anybody.
-void post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t imm) {
-  while (!c.outbox->push(to, offset, uint32_t(bytes), imm)) {
-    if (c.stop.load(std::memory_order_acquire)) return;
-    wake(*c.outbox);
-    sched_yield();
-  }
+// Bytes of the region, or an immediate alone, in as many messages as it takes: their number. Waits while the ring is
+// full, which the proxy empties without waiting for anybody.
+int post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t imm) {
   Sent& sent = c.traffic[int(kind)];
-  ++sent.messages;
-  sent.bytes += uint64_t(bytes);
+  int messages = 0;
+  do {
+    const uint64_t n = c.outbox->most(offset, uint64_t(bytes));
+    while (!c.outbox->push(to, offset, uint32_t(n), imm)) {
+      if (c.stop.load(std::memory_order_acquire)) return messages;
+      wake(*c.outbox);
+      sched_yield();
+    }
+    ++messages;
+    ++sent.messages;
+    sent.bytes += n;
+    offset += n;
+    bytes -= int64_t(n);
+  } while (bytes > 0);
+  return messages;
 }
 
 // A message of its own for each run of marked tokens: rows first, then their scales.
@@ -61,11 +70,9 @@ int send_rows(Comm& c, int to, int slot, int64_t tokens, uint32_t imm, Needed ne
     }
     int64_t end = t + 1;
     while (end < tokens && needed(end)) ++end;
-    post(c, to, Kind::rows, rows + uint64_t(t * g.row_bytes), (end - t) * g.row_bytes, imm);
-    ++parts;
+    parts += post(c, to, Kind::rows, rows + uint64_t(t * g.row_bytes), (end - t) * g.row_bytes, imm);
     if (g.scale_bytes) {
-      post(c, to, Kind::rows, scales + uint64_t(t * g.scale_bytes), (end - t) * g.scale_bytes, imm);
-      ++parts;
+      parts += post(c, to, Kind::rows, scales + uint64_t(t * g.scale_bytes), (end - t) * g.scale_bytes, imm);
     }
     t = end;
   }
@@ -219,15 +226,12 @@ void send_dispatch(Comm& c, const DispatchOp& op, int slot) {
     };
     const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
     int parts = send_rows(c, to, slot, tokens, part, goes_there);
-    if (records) {
-      post(c, to, Kind::records, at + uint64_t(c.map.d_weights), records, part);
-      ++parts;
-    }
+    if (records) parts += post(c, to, Kind::records, at + uint64_t(c.map.d_dest), records, part);
+    if (records) parts += post(c, to, Kind::records, at + uint64_t(c.map.d_weights), records, part);
     c.own.dispatch_meta(slot)->parts[lowest] = parts;
   }
-  const uint32_t head = imm_of(Imm::dispatch_head, slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::records, at, int64_t(sizeof(SlotMeta)) + records, head);
+    post(c, c.rails[i], Kind::records, at, sizeof(SlotMeta), imm_of(Imm::dispatch_head, slot, op.seq));
   }
   if (c.num_rails) wake(*c.outbox);
 }
@@ -240,9 +244,7 @@ void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) 
     const int to = c.rails[i], lowest = c.host[to];
     int parts = 0;
     const auto send = [&](Kind kind, int64_t offset, int64_t bytes) {
-      if (bytes == 0) return;
-      post(c, to, kind, at + uint64_t(offset), bytes, part);
-      ++parts;
+      if (bytes > 0) parts += post(c, to, kind, at + uint64_t(offset), bytes, part);
     };
     for (int s = 0; s < g.ranks; ++s) {
       if (c.host[s] != lowest || !c.is_active(s)) continue;

@@ -9,8 +9,9 @@
 // and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped.
 //
 // Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens; 0, 1 and 3 have experts on ranks 2 or 3. It pushes for rank
-// 2, its rail there: rows 0-1 (a part), row 3 (a part), weights (a part), then meta and places (the head; parts = 3).
-// Rank 2's proxy counts to 3, has the head, stores published[slot] of rank 0's mirror, and rings ranks 2 and 3.
+// 2, its rail there: rows 0-1, row 3, places, weights (a part each), then the meta (the head, which says 4 parts). A
+// head is one message; other runs may take several. Rank 2's proxy counts to 4, has the head, stores published[slot] of
+// rank 0's mirror, and rings ranks 2 and 3.
 #pragma once
 #include "args.hpp"
 
