@@ -27,23 +27,15 @@ struct Mark {
 void mark(void* context, int32_t, cd::NetEvent event, uint64_t) {
   if (event != cd::NetEvent::arrived) return;
   auto* m = static_cast<Mark*>(context);
-  m->at_ns.store(cd::net_now_ns(), std::memory_order_relaxed);
+  m->at_ns.store(cd::now_ns(), std::memory_order_relaxed);
   m->count.store(m->count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 // Spins; gives the processor away now and then, which another thread may need.
 template <typename Done>
 void spin_until(Done done) {
   for (int i = 1; !done(); ++i) {
-    relax();
+    cd::relax();
     if (i % 20'000 == 0) sched_yield();
   }
 }
@@ -57,7 +49,7 @@ struct Pusher {
 void* push_all(void* given) {
   auto& p = *static_cast<Pusher*>(given);
   for (int64_t i = 0; i < p.rounds; ++i) {
-    p.pushed_ns.store(cd::net_now_ns(), std::memory_order_relaxed);
+    p.pushed_ns.store(cd::now_ns(), std::memory_order_relaxed);
     p.box->push(0, uint64_t(i), 8, 0);
     spin_until([&] { return p.box->popped.load(std::memory_order_acquire) == uint64_t(i + 1); });
   }
@@ -82,7 +74,7 @@ CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
       spin_until([&] { return !pusher.box->empty(); });
       const int64_t pushed_ns = pusher.pushed_ns.load(std::memory_order_relaxed);  // of this one until it is popped
       pusher.box->pop(&order);
-      ns[i] = cd::net_now_ns() - pushed_ns;
+      ns[i] = cd::now_ns() - pushed_ns;
     }
     pthread_join(thread, nullptr);
   }
@@ -95,7 +87,7 @@ CN_API void cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes,
   Mark& m = *static_cast<Mark*>(at);
   for (int64_t i = 0; i < rounds; ++i) {
     const uint64_t before = m.count.load(std::memory_order_acquire);
-    const int64_t begun = cd::net_now_ns();
+    const int64_t begun = cd::now_ns();
     c->outbox->push(rank, 0, bytes, 0);
     cd::wake(*c->outbox);
     spin_until([&] { return m.count.load(std::memory_order_acquire) != before; });
@@ -107,7 +99,7 @@ CN_API void cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes,
 CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_t bytes, int64_t rounds, int64_t* ns) {
   char header[16] = {};
   for (int64_t i = 0; i < rounds; ++i) {
-    const int64_t begun = cd::net_now_ns();
+    const int64_t begun = cd::now_ns();
     uint64_t sent = 0, got = 0;
     const uint64_t all = sizeof header + bytes;
     while (got < all) {
@@ -127,7 +119,7 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
       if (n == 0) return ECONNRESET;
       if (n > 0) got += uint64_t(n);
     }
-    ns[i] = cd::net_now_ns() - begun;
+    ns[i] = cd::now_ns() - begun;
   }
   return 0;
 }
@@ -137,7 +129,7 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
 CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, int rank, const uint32_t* bytes, int64_t count,
                                uint64_t until) {
   Mark& m = *static_cast<Mark*>(here);
-  const int64_t begun = cd::net_now_ns();
+  const int64_t begun = cd::now_ns();
   uint64_t offset = 0;
   for (int64_t i = 0; i < count; ++i) {
     spin_until([&] { return c->outbox->push(rank, offset, bytes[i], 0); });
@@ -147,7 +139,7 @@ CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, int rank, const ui
   while (m.count.load(std::memory_order_acquire) < until || !c->outbox->is_quiet(rank)) {
     const timespec nap{0, 20'000};  // spinning would take a processor from the proxies
     nanosleep(&nap, nullptr);
-    if (cd::net_now_ns() - begun > kGiveUpNs) return -1;
+    if (cd::now_ns() - begun > kGiveUpNs) return -1;
   }
-  return cd::net_now_ns() - begun;
+  return cd::now_ns() - begun;
 }

@@ -110,7 +110,7 @@ void Proxy::linger(int fd) {
     close(fd);
     return;
   }
-  lingering_[lingering_count_++] = {fd, net_now_ns() + kLingerNs};
+  lingering_[lingering_count_++] = {fd, now_ns() + kLingerNs};
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
 }
@@ -201,7 +201,7 @@ void Proxy::drop(int& fd) {
 void Proxy::ending(NetChannel& c, int rank, int error) {
   NetPeer& p = c.peers[rank];
   if (error) p.error = error;
-  if (!p.ends_ns) p.ends_ns = net_now_ns() + (p.in_order ? kLingerNs : kEndNs);
+  if (!p.ends_ns) p.ends_ns = now_ns() + (p.in_order ? kLingerNs : kEndNs);
 }
 
 // The time of an end has passed: the peer is down, unless its lanes still bring what it had sent.

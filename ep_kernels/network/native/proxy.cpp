@@ -33,21 +33,7 @@ int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
   return epoll_wait(epoll_fd, events, most, limit_us < 0 ? -1 : int(limit_us / 1000) + 1);
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 }  // namespace
-
-int64_t net_now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
 
 bool Proxy::start(int64_t spin_ns, const int32_t* cpus, int num_cpus) {
   spin_ns_ = spin_ns;
@@ -110,11 +96,11 @@ void* Proxy::enter(void* self) {
 }
 
 void Proxy::run() {
-  int64_t busy_ns = net_now_ns(), stop_ns = 0;
+  int64_t busy_ns = now_ns(), stop_ns = 0;
   for (;;) {
     if (stop_.load(std::memory_order_relaxed)) {
-      if (!stop_ns) stop_ns = net_now_ns() + kStopNs;
-      if (lingering_count_ == 0 || net_now_ns() > stop_ns) return;
+      if (!stop_ns) stop_ns = now_ns() + kStopNs;
+      if (lingering_count_ == 0 || now_ns() > stop_ns) return;
     }
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
@@ -126,7 +112,7 @@ void Proxy::run() {
     epoll_event events[64];
     int n = epoll_wait(epoll_fd_, events, 64, 0);
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
-    const int64_t now = net_now_ns();
+    const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
     if (now - busy_ns < spin_ns_ || busy || n > 0) {
       pthread_mutex_unlock(&mutex_);
@@ -134,24 +120,24 @@ void Proxy::run() {
     }
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     const bool sleep = idle();
-    const int64_t until = stop_ns ? net_now_ns() + kLingerLookNs : next_ns_;
+    const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
     pthread_mutex_unlock(&mutex_);
     if (sleep) {
-      const int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - net_now_ns() + 999) / 1000);
+      const int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
       n = wait_for(epoll_fd_, events, 64, left_us);
     }
     pthread_mutex_lock(&mutex_);
     for_each([](NetChannel& c) { c.outbox->asleep.store(0, std::memory_order_relaxed); });
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     pthread_mutex_unlock(&mutex_);
-    busy_ns = net_now_ns();
+    busy_ns = now_ns();
   }
 }
 
 // Everything that needs no event: what was pushed, what a provider held back, what ends by the clock.
 bool Proxy::turn() {
   bool busy = false;
-  const int64_t now = now_ = net_now_ns();
+  const int64_t now = now_ = now_ns();
   int64_t next = -1;
   const auto at = [&](int64_t when) {
     if (when >= 0 && (next < 0 || when < next)) next = when;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "clock.hpp"
 #include "provider.hpp"
 #include "ring.hpp"
 
@@ -12,8 +13,6 @@ namespace cd {
 
 constexpr int kControlLane = 0xff;     // in the tag of a descriptor: the control connection of a peer
 constexpr uint64_t kEventTag = ~0ull;  // the proxy's own event descriptor
-
-int64_t net_now_ns();
 
 // Orders that wait for room in a provider's window. Bounded by what the ranks' own flow control lets them push.
 class Backlog {

@@ -19,12 +19,6 @@
 
 namespace cd {
 
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
-
 Comm::Comm(const Geometry& geometry) : g(geometry), map(geometry), ops(row_ops()) {
   std::fill_n(pidfd, kMaxRanks, -1);
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "clock.hpp"
 #include "region.hpp"
 #include "ring.hpp"
 #include "rows.hpp"
@@ -46,8 +47,6 @@ struct Want {
   Phase phase;
   uint64_t seq;
 };
-
-int64_t now_ns();
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
 // anywhere.
@@ -191,14 +190,6 @@ struct Comm {
 constexpr int64_t kSpinNs = 3000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 template <typename Seen>
 Status Comm::wait(Want want, Seen seen) {

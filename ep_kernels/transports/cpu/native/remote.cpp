@@ -118,31 +118,30 @@ void arrived(Comm& c, int rank, uint32_t imm) {
   const uint32_t low = imm & kSeqMask;
   const RegionView<uint8_t> mirror = mirror_of(c, rank);
   Control& words = mirror.control();
+  if (kind < Imm::barrier && slot >= c.g.in_flight) return;
+  const auto publish = [&](Op op, bool head, SlotMeta& meta, Word& published) {
+    if (!count(c, op, rank, slot, low, head, meta)) return false;
+    meta.published_ns = now_ns();
+    grow(published, meta.seq);
+    return true;
+  };
   switch (kind) {
     case Imm::dispatch_part:
     case Imm::dispatch_head: {
-      if (slot >= c.g.in_flight) return;
-      SlotMeta& meta = *mirror.dispatch_meta(slot);
-      if (!count(c, Op::dispatch, rank, slot, low, kind == Imm::dispatch_head, meta)) return;
-      meta.published_ns = now_ns();
-      grow(words.dispatch_published[slot], meta.seq);
+      const bool head = kind == Imm::dispatch_head;
+      if (!publish(Op::dispatch, head, *mirror.dispatch_meta(slot), words.dispatch_published[slot])) return;
       break;
     }
     case Imm::combine_part:
     case Imm::combine_head: {
-      if (slot >= c.g.in_flight) return;
-      SlotMeta& meta = *mirror.combine_meta(slot);
-      if (!count(c, Op::combine, rank, slot, low, kind == Imm::combine_head, meta)) return;
-      meta.published_ns = now_ns();
-      grow(words.combine_published[slot], meta.seq);
+      const bool head = kind == Imm::combine_head;
+      if (!publish(Op::combine, head, *mirror.combine_meta(slot), words.combine_published[slot])) return;
       break;
     }
     case Imm::dispatch_consumed:
-      if (slot >= c.g.in_flight) return;
       grow(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
       break;
     case Imm::combine_consumed:
-      if (slot >= c.g.in_flight) return;
       grow(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
       break;
     case Imm::barrier:
