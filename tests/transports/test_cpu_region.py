@@ -33,10 +33,12 @@ from ep_kernels import (
     StoreGroup,
     TransportError,
 )
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
 from ep_kernels.transports.cpu.transport import CpuTransport
+from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 from tests.worlds import World
 
@@ -132,8 +134,8 @@ def _break_and_close(store: dist.Store) -> None:
         comms.append(comm)
         comm.give_up([1 - rank])
         try:
-            step(comm, 1)
-            step(comm, 2)
+            for number in range(1, 50):  # what has arrived counts, so the faster rank may end one or more of them
+                step(comm, number)
         except PeerTimeout as error:  # its traceback has frames of the transport
             told.append(str(error))
 
@@ -494,3 +496,20 @@ def test_too_many_ranks_are_refused() -> None:
     config = MoEConfig(group=group, num_experts=65, hidden_size=64, topk=2, max_tokens_per_rank=4)
     with pytest.raises(ValueError, match="at most 64 ranks"):
         MoECommunicator(config)
+
+
+@pytest.mark.parametrize(
+    "change", [{"landing_bytes": 4096}, {"landing_fd": -1, "landing_bytes": 0}], ids=["short", "none"]
+)
+def test_mirrors_of_another_size_are_refused_before_they_are_mapped(change: dict[str, int]) -> None:
+    """A read past the end of a short one would end this process by SIGBUS."""
+    network = NetworkConfig(listen="127.0.0.1:0", domain="a")
+    case = RoutingCase(4, 2, 64, (3, 3))
+    transport = CpuTransport(case.config(LonelyGroup(0, 2), network=network))
+    try:
+        own = transport.allocate(None)
+        other = msgspec.structs.replace(msgspec.json.decode(own, type=Ticket), **change)
+        with pytest.raises(TransportError, match=r"rank 1: mirrors of \d+ bytes, expected \d+"):
+            transport.import_regions([own, msgspec.json.encode(other)])
+    finally:
+        transport.close()

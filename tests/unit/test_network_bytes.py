@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing as mp
 import os
 import random
@@ -289,3 +290,13 @@ def test_an_idle_network_needs_no_processor() -> None:
     assert here.poll(60)
     assert here.recv() < 0.05, "1 % of a core"
     process.join()
+
+
+def test_a_closed_channel_takes_no_more_connections(ends: tuple[End, End]) -> None:
+    """Another thread may still leave, or join, what this one has closed."""
+    one, _ = ends
+    pointer, lanes = one.channel.pointer, (ctypes.c_int32 * 1)(0)
+    one.channel.close()
+    assert one.network.lib.cn_join(pointer, 1, 0, lanes, 1) == errno.ECANCELED
+    one.network.lib.cn_leave(pointer, 1, 2)
+    assert one.network.lib.cn_up(pointer) == 0

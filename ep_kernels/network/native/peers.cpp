@@ -118,6 +118,7 @@ void Proxy::linger(int fd) {
 int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
   Hold hold(*this);
   NetPeer& p = c->peers[rank];
+  if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
   if (p.up) fall(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
@@ -144,6 +145,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
 
 void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   Hold hold(*this);
+  if (!c->provider) return;
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
     say(p.control_fd, {kLeftOut, 0, tag});

@@ -80,7 +80,8 @@ struct Proxy {
   // Any thread.
   int add(NetChannel* channel);     // 0 or an errno
   void remove(NetChannel* channel);  // no event comes any more
-  // Replaces a connection that stands: whoever dials anew has lost it.
+  // Replaces a connection that stands: a peer that dials anew has lost it. `join` and `leave` of another thread may
+  // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
   uint64_t up(NetChannel* channel);

@@ -94,7 +94,6 @@ class CpuTransport:
     def _open_channel(self, comm: NativeComm, region: OwnRegion, config: NetworkConfig) -> None:
         """Mirrors of the ranks of other hosts, and the network that writes them."""
         ranks, mirror = int(self.geometry.ranks), self.lib.cd_mirror_bytes(ctypes.byref(self.geometry))
-        network = Network.of(config)
         comm.landing = OwnRegion(mirror * ranks)
         landing = comm.landing.bytes.data_ptr()
         if self.lib.cd_attach_network(comm.pointer, landing):
@@ -102,7 +101,7 @@ class CpuTransport:
         handler = self.lib.cd_network_handler()
         own = region.bytes.data_ptr()
         memory = ChannelMemory(own, region.num_bytes, landing, mirror, handler, comm.pointer)
-        comm.channel = Channel(network, int(self.geometry.rank), ranks, memory)
+        comm.channel = Channel(Network.of(config), int(self.geometry.rank), ranks, memory)
         self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
@@ -129,6 +128,12 @@ class CpuTransport:
 
     def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
         """The region of a rank of this host, and its mirrors."""
+        landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
+        if ticket.landing_bytes != landing_bytes or (ticket.landing_fd >= 0) != (landing_bytes > 0):
+            raise TransportError(
+                f"cpu transport: cannot map the region of rank {rank}: mirrors of {ticket.landing_bytes} bytes, "
+                f"expected {landing_bytes}; give every rank one config"
+            )
         region_fd, landing_fd, process_fd = open_peer(rank, ticket)
         error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
         os.close(region_fd)
