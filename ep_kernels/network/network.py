@@ -212,7 +212,7 @@ class Channel:
             )
 
     def leave(self, rank: int, epoch_tag: int) -> None:
-        """Part from a rank that is left out of the group: it is told, and nothing of it or for it passes any more."""
+        """Part from a rank that is left out of the group: say so to it, and close its connections."""
         if self.pointer is not None:
             self._lib.cn_leave(self.pointer, rank, epoch_tag)
 
@@ -351,7 +351,7 @@ def _greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) ->
     connection.sendall(handshake.proof(secret, raw, challenge))
     answer = _exactly(connection, handshake.PROOF_BYTES)
     if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
-        raise ValueError("whoever listens there does not know the secret of the ticket")
+        raise ValueError("the listener does not know the secret of the ticket")
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:

@@ -42,7 +42,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     """shuffle: of its choices."""
     drop_after: int = 0
-    """shuffle: a connection is dropped after about so many writes. 0: none is."""
+    """shuffle: number of writes, on average, after which a connection is dropped. 0: none is."""
 
     def __post_init__(self) -> None:
         _require(self.provider in PROVIDERS, "provider", f"one of {PROVIDERS}", self.provider)

@@ -48,7 +48,8 @@ constexpr int kMaxLanes = 16;
 
 // Null: memory is short.
 Provider* make_tcp();
-// Takes over `inner`. `drop_after`: about so many writes, then the lane of that write is dropped; 0: never.
+// Takes over `inner`. `drop_after`: number of writes, on average, after which the lane of the last is dropped; 0:
+// never.
 Provider* make_shuffle(Provider* inner, uint64_t seed, int64_t drop_after);
 
 }  // namespace cd

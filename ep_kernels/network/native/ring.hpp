@@ -2,7 +2,7 @@
 //
 // A descriptor says: write these bytes of my region to the same offset of my mirror at that rank, then hand it this
 // immediate. A mirror is a copy of a rank's region that only the network writes; it lies at the receiving rank, one for
-// each rank of other hosts. Since both have one byte map, an offset is enough, and whoever pushes (a thread, later a
+// each rank of other hosts. Since both have one byte map, an offset is enough, and the sender (a thread, later a
 // kernel) needs no address of the other side.
 //
 // One rank pushes, one proxy pops. The last word of a descriptor carries the parity of its lap and is stored last, so

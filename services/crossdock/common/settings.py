@@ -164,7 +164,7 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     """shuffle: of its choices."""
     drop_after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    """shuffle: a connection is dropped after about so many writes. 0: none is."""
+    """shuffle: number of writes, on average, after which a connection is dropped. 0: none is."""
 
     def __post_init__(self) -> None:
         try:
