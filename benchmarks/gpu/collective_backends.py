@@ -1,0 +1,214 @@
+"""Who runs an all-gather, a reduce-scatter or an all-reduce in the benchmark: ours, NCCL in three forms, torch.
+
+* `crossdock`: `num_sms` 0 = copy engines, n = that many multiprocessors, None = as `choose` says. Buffers registered.
+* `nccl`: plain buffers. `num_sms` n: a communicator with min_ctas = max_ctas = n.
+* `nccl_symm`: both buffers in symmetric windows. `nccl_ce`: these, and the policy that leaves multiprocessors alone.
+* `torch`: symmetric memory's one-shot and two-shot all-reduce, and its all-gather by copies.
+
+A runner's `run` is what is timed; it allocates nothing but what its library does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import Unavailable
+from ep_kernels.collectives import CollectiveConfig, Collectives
+
+NCCL_POLICY_ZERO = 2
+"""ncclConfig_t.CTAPolicy: NCCL_CTA_POLICY_ZERO."""
+POOL_SLACK = 64 << 20
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """One line of the table.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        num_bytes: all-gather and reduce-scatter: of one shard; all-reduce: of the tensor.
+        dtype: of the elements.
+        num_sms: multiprocessors asked for; 0 copy engines, None the backend's choice.
+        timing: "eager" or "graph".
+        algorithm: for backends with several; "" elsewhere.
+    """
+
+    op: str
+    num_bytes: int
+    dtype: torch.dtype = torch.bfloat16
+    num_sms: int | None = None
+    timing: str = "eager"
+    algorithm: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Elements of `num_bytes`."""
+        return self.num_bytes // self.dtype.itemsize
+
+    def shape_in(self, ranks: int) -> int:
+        """Elements of x."""
+        return self.numel * ranks if self.op == "reduce_scatter" else self.numel
+
+    def shape_out(self, ranks: int) -> int:
+        """Elements of the result."""
+        return self.numel * ranks if self.op == "all_gather" else self.numel
+
+
+class Runner(Protocol):
+    """One backend on one case.
+
+    Attributes:
+        x: [shape_in], to be filled before `run`.
+        out: [shape_out], what `run` fills; may be x itself (in place).
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+
+    def run(self) -> None:
+        """Queue it on the current stream."""
+
+    def close(self) -> None:
+        """Free what is its own."""
+
+
+class Ours:
+    """See the module's head."""
+
+    def __init__(self, case: CollectiveCase, group: Any, ranks: int) -> None:
+        wanted = case.num_bytes * (ranks + 1) + POOL_SLACK
+        self._coll = Collectives(CollectiveConfig(group=group, transport="nvlink", pool_bytes=wanted))
+        self.x = self._coll.empty((case.shape_in(ranks),), case.dtype)
+        self.out = self._coll.empty((case.shape_out(ranks),), case.dtype)
+        if case.op == "all_gather":  # in place, as FSDP's copy-in gives it
+            rank = self._coll.rank
+            self.x = self.out[rank * case.numel : (rank + 1) * case.numel]
+        operation: Callable[..., Any] = getattr(self._coll, case.op)
+        self._call = functools.partial(operation, out=self.out, num_sms=case.num_sms)
+
+    def run(self) -> None:
+        """See `Runner`."""
+        self._call(self.x).wait()
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self._coll.close()
+
+
+@functools.cache
+def nccl_group(num_sms: int | None, policy: int | None) -> Any:
+    """A process group of all ranks whose communicator takes so many multiprocessors; collective, once per kind."""
+    if num_sms is None and policy is None:
+        return dist.group.WORLD
+    options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    if num_sms:
+        options.config.min_ctas = options.config.max_ctas = num_sms
+    if policy is not None:
+        if not hasattr(options.config, "cta_policy"):
+            raise Unavailable("nccl_ce: this torch cannot set NCCL's CTA policy")
+        options.config.cta_policy = policy
+    return dist.new_group(backend="nccl", pg_options=options)
+
+
+class Nccl:
+    """See the module's head."""
+
+    def __init__(self, case: CollectiveCase, ranks: int, *, windows: bool, copies: bool) -> None:
+        self._group, self._case = nccl_group(case.num_sms, NCCL_POLICY_ZERO if copies else None), case
+        self._pool: Any = None
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._backend: Any = self._group._get_backend(device)
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one, group=self._group)  # windows cannot be a communicator's first operation
+        if windows:
+            self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+            with torch.cuda.use_mem_pool(self._pool):
+                self._make(case, ranks, device)
+            try:
+                self._backend.register_mem_pool(self._pool, symm=True)
+            except TypeError as error:
+                raise Unavailable(f"nccl windows: this torch has none ({error})") from error
+        else:
+            self._make(case, ranks, device)
+
+    def _make(self, case: CollectiveCase, ranks: int, device: torch.device) -> None:
+        self.x = torch.empty(case.shape_in(ranks), dtype=case.dtype, device=device)
+        self.out = self.x if case.op == "all_reduce" else self.x.new_empty(case.shape_out(ranks))
+
+    def run(self) -> None:
+        """See `Runner`."""
+        if self._case.op == "all_gather":
+            dist.all_gather_into_tensor(self.out, self.x, group=self._group)
+        elif self._case.op == "reduce_scatter":
+            dist.reduce_scatter_tensor(self.out, self.x, group=self._group)
+        else:
+            dist.all_reduce(self.x, group=self._group)
+
+    def close(self) -> None:
+        """See `Runner`."""
+        torch.cuda.synchronize()
+        if self._pool is not None:
+            self._backend.deregister_mem_pool(self._pool)
+        del self.x, self.out
+
+
+class Torch:
+    """See the module's head."""
+
+    def __init__(self, case: CollectiveCase, ranks: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        known = {
+            ("all_gather", "copies"),
+            ("all_reduce", "one_shot"),
+            ("all_reduce", "two_shot"),
+        }
+        if (case.op, case.algorithm) not in known or case.num_sms is not None:
+            raise Unavailable("torch: measured for all-gather by copies, and for one-shot and two-shot all-reduce")
+        group = dist.group.WORLD
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.x = symmetric.empty(case.shape_in(ranks), dtype=case.dtype, device=device)
+        symmetric.rendezvous(self.x, group=group)
+        name = group.group_name  # type: ignore[union-attr]
+        ops = torch.ops.symm_mem
+        if case.op == "all_gather":
+            self._call: Callable[[], torch.Tensor] = lambda: ops._low_contention_all_gather(self.x, name)
+        elif case.algorithm == "one_shot":
+            self._call = lambda: ops.one_shot_all_reduce(self.x, "sum", name)
+        else:
+            self._call = lambda: ops.two_shot_all_reduce_(self.x, "sum", name)
+        self.out = self.x.new_empty(case.shape_out(ranks))
+        self._result: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """See `Runner`."""
+        self.out = torch.ops._c10d_functional.wait_tensor(self._call())
+
+    def close(self) -> None:
+        """See `Runner`."""
+        del self.x, self.out
+
+
+def create(name: str, case: CollectiveCase, group: Any, ranks: int) -> Runner:
+    """Backend `name` on a case; collective. Raises Unavailable with the reason."""
+    if name == "crossdock":
+        return Ours(case, group, ranks)
+    if name == "torch":
+        return Torch(case, ranks)
+    if case.algorithm:
+        raise Unavailable(f"{name}: chooses its algorithm itself")
+    if name == "nccl":
+        if case.num_sms == 0:
+            raise Unavailable("nccl: needs multiprocessors")
+        return Nccl(case, ranks, windows=False, copies=False)
+    if name == "nccl_symm":
+        return Nccl(case, ranks, windows=True, copies=False)
+    if case.op != "all_gather" or case.num_sms != 0:
+        raise Unavailable("nccl_ce: copy engines gather only")
+    return Nccl(case, ranks, windows=True, copies=True)
