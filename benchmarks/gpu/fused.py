@@ -1,0 +1,231 @@
+"""The consumer half of `all_gather_matmul`, on one GPU: what its schedule costs, and what it hides.
+
+    python -m benchmarks.gpu.fused --one-gpu [--out DIR]
+
+RANKS shards of x stand on this GPU; a pacer on a stream of its own says when each of the others has arrived, at the
+rate of the links. Per shape (M rows in all, N, K), bf16:
+
+* `cublas`: one matmul of all rows, when all are there.
+* `ready`: the schedule of `matmul.follow` with all shards arrived. Target: `cublas / ready` >= READY.
+* `paced`: the same behind the pacer. `efficiency` = max(cublas, gather at the rate) / paced. Target: >= SHARE of what
+  `all_gather_matmul` is to reach on several GPUs (EFFICIENCY).
+
+And `copies`: a matmul of 8192 x 8192 x 8192 fp16 beside copy engines that bring pinned host memory to the device.
+Target: alone / beside >= BESIDE. Results are compared with the matmul of all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import bounds, facts
+from benchmarks.gpu.measure import FLUSH_BYTES, WARMUP, events, sleep
+from ep_kernels.collectives import matmul
+from ep_kernels.telemetry import quantile
+
+MODULE = "benchmarks.gpu.fused"
+RANKS = 8
+EFFICIENCY = {
+    (1792, 4096): {4096: 0.60, 8192: 0.74, 16384: 0.82},
+    (3584, 8192): {4096: 0.84, 8192: 0.91, 16384: 0.95},
+    (6656, 16384): {4096: 0.86, 8192: 0.90, 16384: 0.92},
+}
+"""Of (N, K), by M: max(matmul, all-gather) over the fused time, on several GPUs."""
+READY, SHARE, BESIDE = 0.95, 0.90, 0.97
+SETS, COPY_BYTES, SQUARE = 2, 64 << 20, 8192
+HOLD_US = 300
+"""The host queues a whole schedule meanwhile."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the csv. `gather_us`: of the other ranks' shards at the rate of the links."""
+
+    what: str
+    m: int
+    n: int
+    k: int
+    ranks: int
+    p50_us: float
+    p99_us: float
+    cublas_us: float
+    gather_us: float | str = ""
+    value: float | str = ""
+    target: float | str = ""
+    met: str = ""
+    iterations: int = 0
+
+
+class Pacer:
+    """Stands for a gather that is under way: shards arrive one after another, each as long as the links need for it.
+
+    Args:
+        shard_us: between arrivals; 0: all are there.
+    """
+
+    def __init__(self, shard_us: float) -> None:
+        self._shard_us, self._stream = shard_us, torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._arrived: list[Any] = []
+
+    def start(self) -> None:
+        """Begin where the current stream is."""
+        self._arrived = events(RANKS - 1)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for event in self._arrived:
+                if self._shard_us:
+                    sleep(self._shard_us)
+                event.record()
+
+    def shards(self) -> Iterator[int]:
+        """See `collective_base.PendingGather`."""
+        yield 0
+        for rank, event in enumerate(self._arrived, 1):
+            torch.cuda.current_stream().wait_event(event)
+            yield rank
+
+    def wait(self) -> None:
+        """See `collective_base.PendingCollective`."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def is_completed(self) -> bool:
+        """See `collective_base.PendingCollective`."""
+        return all(event.query() for event in self._arrived)
+
+
+class Watch:
+    """Times what the host has queued while a kernel held the GPU."""
+
+    def __init__(self, iterations: int) -> None:
+        self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._iterations = iterations
+
+    def times(self, operation: Callable[[int], object]) -> list[float]:
+        """Microseconds of each; operation(turn)."""
+        taken = []
+        for turn in range(WARMUP + self._iterations):
+            begin, end = events(2)
+            self._flushed.zero_()
+            sleep(HOLD_US)
+            begin.record()
+            operation(turn)
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3)
+        return taken[WARMUP:]
+
+
+def _clock() -> float:
+    """What `sleep` is off by: asked microseconds over what passes."""
+    begin, end = events(2)
+    sleep(100)
+    torch.cuda.synchronize()
+    begin.record()
+    sleep(1000)
+    end.record()
+    end.synchronize()
+    return 1.0 / begin.elapsed_time(end)
+
+
+def _row(what: str, shape: tuple[int, int, int], us: Sequence[float], cublas: float, **more: Any) -> Row:
+    m, n, k = shape
+    value, target = more.get("value", ""), more.get("target", "")
+    met = "" if target == "" else "yes" if value >= target else "no"
+    times = (round(quantile(list(us), 0.5), 2), round(quantile(list(us), 0.99), 2))
+    return Row(what, m, n, k, RANKS, *times, round(cublas, 2), met=met, iterations=len(us), **more)
+
+
+def shape_rows(watch: Watch, m: int, n: int, k: int, clock: float) -> list[Row]:
+    """`cublas`, `ready` and `paced` of one shape."""
+    xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
+    w = torch.randn(k, n, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    whole = watch.times(lambda turn: torch.mm(xs[turn % SETS], w, out=y))
+    cublas, active = quantile(whole, 0.5), (True,) * RANKS
+    gather = (RANKS - 1) * (m // RANKS) * k * 2 / bounds.gbps(RANKS) / 1e3
+    found: dict[str, list[float]] = {}
+    for what, shard_us in (("ready", 0.0), ("paced", gather / (RANKS - 1) * clock)):
+        pacer = Pacer(shard_us)
+
+        def fused(turn: int, pacer: Pacer = pacer) -> torch.Tensor:
+            pacer.start()
+            return matmul.follow(pacer, xs[turn % SETS], [w], RANKS, active)[0]
+
+        found[what] = watch.times(fused)
+        close = float((fused(0).float() - (xs[0] @ w).float()).abs().max())
+        assert close < 0.1, f"{what} {m} x {n} x {k}: off by {close}"
+    ready, paced = (quantile(found[what], 0.5) for what in ("ready", "paced"))
+    shape, target = (m, n, k), SHARE * EFFICIENCY[n, k][m]
+    share = max(cublas, gather) / paced
+    return [
+        _row("cublas", shape, whole, cublas),
+        _row("ready", shape, found["ready"], cublas, value=round(cublas / ready, 3), target=READY),
+        _row("paced", shape, found["paced"], cublas, gather_us=round(gather, 2), value=round(share, 3),
+             target=round(target, 3)),
+    ]  # fmt: skip
+
+
+def copies_row(watch: Watch) -> Row:
+    """A matmul beside copies of host memory that go on all the while."""
+    a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.float16) for _ in range(2))
+    y = torch.empty_like(a)
+    host = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8).pin_memory()
+    here = [torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    alone = watch.times(lambda _: torch.mm(a, b, out=y))
+
+    def both(_: int) -> None:
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for place in here:
+                place.copy_(host, non_blocking=True)
+        torch.mm(a, b, out=y)
+
+    taken = watch.times(both)
+    torch.cuda.synchronize()
+    assert torch.equal(here[0].cpu(), host)
+    cublas = quantile(alone, 0.5)
+    value = round(cublas / quantile(taken, 0.5), 3)
+    return _row("copies", (SQUARE, SQUARE, SQUARE), taken, cublas, value=value, target=BESIDE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 where a target was missed."""
+    options = _parse(arguments)
+    watch, clock = Watch(options.iterations), _clock()
+    rows = [
+        row
+        for (n, k), by_m in EFFICIENCY.items()
+        for m in by_m
+        for row in shape_rows(watch, m, n, k, clock)
+    ]  # fmt: skip
+    rows.append(copies_row(watch))
+    config: dict[str, object] = {"iterations": options.iterations, "ranks": RANKS}
+    facts.keep(options.out, "fused", Row, rows, facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1))
+    for row in rows:
+        shape = f"{row.m:6} x {row.n:5} x {row.k:5}"
+        judged = f"{row.value} (target >= {row.target}: {row.met})" if row.met else ""
+        print(f"{row.what:7} {shape}: {row.p50_us:9.1f} us {judged}")
+    print(f"written to {options.out}")
+    return 1 if any(row.met == "no" for row in rows) else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--one-gpu", action="store_true", required=True, help="the only way to run it so far")
+    parser.add_argument("--out", type=Path, default=Path(f"out/{datetime.date.today().isoformat()}-fused"))
+    parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
+    parser.add_argument("--iterations", type=int, default=60)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
