@@ -218,9 +218,9 @@ def free_returned() -> None:
             _lent.append((mapping, is_lent))
 
 
-def allocate(kind: HandleKind, num_bytes: int, device: int) -> Region:
-    """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and what takes
-    less."""
+def allocate(kind: HandleKind, num_bytes: int, device: int, cure: str) -> Region:
+    """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and `cure`: what
+    takes less."""
     try:
         return Region(kind, num_bytes, device)
     except TransportError as error:
@@ -229,8 +229,7 @@ def allocate(kind: HandleKind, num_bytes: int, device: int) -> Region:
         free, total = (amount / _GIB for amount in call("cuMemGetInfo"))
         raise TransportError(
             f"nvlink: a region of {num_bytes / _GIB:.1f} GiB does not fit into device {device}, where {free:.1f} of "
-            f"{total:.1f} GiB are free; smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, "
-            "and `crossdock memory` shows what it consists of"
+            f"{total:.1f} GiB are free; {cure}"
         ) from error
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +20,18 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import left_out, links, plan, sharing, watch
+from ep_kernels.transports.nvlink import left_out, links, plan
+from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
-from ep_kernels.transports.nvlink.links import TICKET
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
+_SMALLER = (
+    "smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, and `crossdock memory` shows what it "
+    "consists of"
+)
 _kept_for_graphs: list[Any] = []
 """What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
 
@@ -62,9 +65,7 @@ class NvlinkTransport:
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
         self._exact = compact and config.exact_shapes
         self._functions: dict[jit.Variant, Any] = {}
-        self._open: list[Any] = []  # what close() closes, in order of creation
-        self._mappings: list[Any] = []
-        self._closed = self._captured = self._lends = False
+        self._closed = self._captured = False
 
     # Life.
 
@@ -72,7 +73,7 @@ class NvlinkTransport:
         """See `base.Transport`."""
         require_cuda()
         self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
-        from ep_kernels.transports.nvlink import driver, mailbox, memory
+        from ep_kernels.transports.nvlink import driver
 
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -84,81 +85,25 @@ class NvlinkTransport:
             self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes
         )
         self._load(driver)
-        memory.free_returned()
-        kind, _ = memory.choose_kind(self._device.index)
-        self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
-        self._open.append(self._region)
+        host, group = self._engine.tables.host, self._config.group
+        self._domain = Domain(group, self._config.timeout_s, self.capabilities.abi, host)
+        ticket = self._domain.allocate(self._engine.region_bytes, self._device, _SMALLER)
         for begin, end in self._engine.blank_bytes:
-            self._region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
+            self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
-        self._mailbox = mailbox.Mailbox(self._config.group.rank, self._engine.tables.host.is_gone)
-        self._open.append(self._mailbox)
-        fds = [self._mailbox.fd] + ([self._region.fd] if self._region.fd >= 0 else [])
-        self._lends = kind is memory.HandleKind.CUDA_IPC
-        self._desk = sharing.Desk(fds, self._lends)
-        self._open.append(self._desk)
-        return self._ticket(kind.value.encode())
+        self._mailbox = self._domain.mailbox
+        return ticket
 
     def _load(self, driver: Any) -> None:
         compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
         for variant, launch in self._engine.variants().items():
             self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
 
-    def _ticket(self, kind: bytes) -> bytes:
-        address = self._desk.address
-        gpu: Any = torch.cuda.get_device_properties(self._device)
-        place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        head = TICKET.pack(self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, place, len(address))
-        return head + address + self._region.token
-
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         links.check(self._config, tickets)
-        if self._lends:  # all ranks are here, so what they had before is closed
-            from ep_kernels.transports.nvlink import memory
-
-            memory.free_returned()
-        pages, mappings, pids = [], [], {}
-        try:
-            for rank, ticket in enumerate(tickets):
-                if rank == self._config.group.rank:
-                    page, mapping = os.dup(self._mailbox.fd), self._region.mapping
-                else:
-                    page, mapping, pids[rank] = self._import(rank, ticket)
-                pages.append(page)
-                mappings.append(mapping)
-            self._mappings = mappings
-            self._engine.attach(self._region.mapping, [m.address for m in mappings])
-            self._mailbox.attach(pages)
-        finally:
-            for fd in pages:
-                os.close(fd)
-        self._watch = watch.PeerWatch(pids, self._engine.tables.host.mark_gone)
-        self._open.append(self._watch)
-
-    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
-        """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
-        from ep_kernels.transports.nvlink import memory
-
-        abi_, name, num_bytes, _, length = TICKET.unpack_from(ticket)
-        address, token = ticket[TICKET.size : TICKET.size + length], ticket[TICKET.size + length :]
-        if abi_.decode() != self.capabilities.abi:
-            want = self.capabilities.abi
-            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
-        kind = memory.HandleKind(name.rstrip(b"\0").decode())
-        num_fds = 2 if kind is memory.HandleKind.POSIX_FD else 1
-        fds, pid, lease = sharing.borrow(rank, address, num_fds, self._config.timeout_s)
-        if kind is not memory.HandleKind.CUDA_IPC:  # the driver itself counts who has the memory
-            lease.close()
-        try:
-            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token, lease), pid
-        except TransportError as error:
-            os.close(fds[0])
-            lease.close()
-            raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
-        finally:
-            for fd in fds[1:]:
-                os.close(fd)
+        self._domain.import_regions(tickets)
+        self._engine.attach(self._domain.region.mapping, self._domain.addresses)
 
     def drain(self) -> None:
         """See `base.Transport`. Of the whole device, since graphs are replayed on any stream."""
@@ -180,23 +125,16 @@ class NvlinkTransport:
                 if self._captured:
                     self._engine.tables.stop()
                     torch.cuda.synchronize(self._device)
-                    _kept_for_graphs.append((self._engine.tables, self._region.mapping))
-        if self._lends:
-            from ep_kernels.transports.nvlink import memory
-
-            memory.keep(self._region.mapping, self._desk.is_lent)
-        for part in reversed(self._open):
-            part.close()
-        self._mappings = []
-        if hasattr(self, "_engine"):
+                    _kept_for_graphs.append((self._engine.tables, self._domain.region.mapping))
+        if hasattr(self, "_domain"):
+            self._domain.close()
             self._engine.detach()
-        if self._lends:
-            memory.free_returned()
+            self._domain.free_returned()
 
     def forsake(self) -> None:
         """See `base.Transport`."""
-        for part in (*self._open, *self._mappings):
-            part.forsake()
+        if hasattr(self, "_domain"):
+            self._domain.forsake()
 
     # Operations.
 
@@ -343,7 +281,7 @@ class NvlinkTransport:
             torch.cuda.synchronize(self._device)
 
         def is_alive(rank: int) -> bool:
-            return rank in self._watch.ranks and not host.is_gone(rank)
+            return rank in self._domain.watch.ranks and not host.is_gone(rank)
 
         if left_out.is_needed(mask, host.is_gone):
             left_out.leave_out(tell, lambda: self._engine.unsent(mask), is_alive)
