@@ -23,7 +23,7 @@ from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
-from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Overflow
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow
 
 T = TypeVar("T")
 _counters: list[torch.Tensor] = []
@@ -32,7 +32,7 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
 
-class MoECommunicator(GroupMember):
+class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     """Dispatch and combine for the MoE layers of one group of ranks. Construction is collective.
 
     Regions are shared by all layers; `config.max_in_flight` dispatches may be open at once. Their requests may be
@@ -73,6 +73,11 @@ class MoECommunicator(GroupMember):
             self._leave()
             raise
         ops.register(self._site.comm, self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the transport can do."""
+        return self._transport.capabilities
 
     @property
     def num_local_experts(self) -> int:

@@ -1,6 +1,6 @@
 """A rank's place in its group: usable, broken or closed; meeting the others, going on without some, leaving.
 
-Moves no tokens: `communicator.MoECommunicator` adds the operations.
+Moves no tokens: `communicator.MoECommunicator` and `collectives.Collectives` add the operations.
 
 Three states: usable; broken (a TransportError ended an operation: every call raises that error at once, until
 `set_active` makes the survivors usable again; after `abort` only `close` is left); closed. An ArgumentError, a
@@ -16,28 +16,43 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
 from ep_kernels import checks
-from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
 from ep_kernels.transports import base
-from ep_kernels.types import Capabilities, LatencySample, PeerTraffic
+from ep_kernels.types import LatencySample, PeerTraffic
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+class MemberConfig(Protocol):
+    """What every configuration of a member has."""
+
+    @property
+    def group(self) -> Any:
+        """A `config.Group`."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every wait, seconds."""
+
+
+C = TypeVar("C", bound=MemberConfig)
+M = TypeVar("M", bound=base.MemberTransport)
+
 _ids = itertools.count(1)
-_members: weakref.WeakSet[GroupMember] = weakref.WeakSet()
+_members: weakref.WeakSet[GroupMember[Any, Any]] = weakref.WeakSet()
 
 
-class GroupMember:
+class GroupMember(Generic[C, M]):
     """One rank of a group. All ranks call the same operations in the same order, from one thread; `samples`,
     `received`, `wake`, `abort`, `give_up` and `close` may come from any thread."""
 
-    def __init__(self, config: MoEConfig, transport: base.Transport) -> None:
+    def __init__(self, config: C, transport: M) -> None:
         self._config, self._id = config, next(_ids)
         self._transport = transport
         self._epoch: int = config.group.epoch
@@ -51,8 +66,8 @@ class GroupMember:
     # What it is.
 
     @property
-    def config(self) -> MoEConfig:
-        """As given; AUTO's `ll_max_tokens` as agreed."""
+    def config(self) -> C:
+        """As given; of a MoECommunicator with AUTO's `ll_max_tokens` as agreed."""
         return self._config
 
     @property
@@ -76,11 +91,6 @@ class GroupMember:
         return self._active
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the transport can do."""
-        return self._transport.capabilities
-
-    @property
     def domains(self) -> tuple[int, ...]:
         """[R], lowest rank of each rank's domain: ranks of one domain reach each other without a network."""
         return self._transport.domains
@@ -95,8 +105,8 @@ class GroupMember:
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """Go on without the ranks whose mask is False; collective of the others, and the way out of a PeerTimeout.
 
-        Requests and handles of the old epoch are void. Where the expert map has replicas, they take over; a token whose
-        expert has no copy left is flagged in `DispatchOutput.valid`.
+        Requests, works and handles of the old epoch are void. Where the expert map has replicas, they take over; a
+        token whose expert has no copy left is flagged in `DispatchOutput.valid`.
 
         Args:
             mask: [R], 1 = alive; True for this rank; equal on all survivors.

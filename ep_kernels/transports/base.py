@@ -120,21 +120,12 @@ class HandleState(Protocol):
         On GPUs all are on the device, or a CUDA graph could not hold them."""
 
 
-class Transport(Protocol):
-    """One backend between the ranks of one group."""
+class MemberTransport(Protocol):
+    """What every transport of a group does, whatever it moves: life, membership, meeting, errors, measurements."""
 
-    capabilities: Capabilities
     domains: tuple[int, ...]
     """[R], lowest rank of each rank's domain: the ranks of one are reached without a network. Final after
     `import_regions`."""
-
-    def allocate(self, ll_max_tokens: int | None) -> bytes:
-        """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB.
-
-        Args:
-            ll_max_tokens: AUTO's crossover, equal on all ranks; known only now where the config gave none. Other modes:
-                the config's, which nothing depends on.
-        """
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map every peer's region. Raises TransportError naming the rank and why (ABI, gone, no permission)."""
@@ -154,6 +145,65 @@ class Transport(Protocol):
 
     def barrier(self) -> None:
         """Meet all active ranks."""
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """Collective of the survivors: from the next operation on, ranks with mask False take no part."""
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """Host-side all-gather of EXCHANGE_WORDS int64 among active ranks (None for the others). A rank in it is
+        visible to its peers' `wait_for_peer` at once."""
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """Sleep without spinning until a peer is in an `exchange` that this rank has not entered (True), until
+        `wake()` (True; a wake before the call counts) or until the timeout (False)."""
+
+    def wake(self) -> None:
+        """End this rank's `wait_for_peer` from another thread."""
+
+    def samples(self) -> list[LatencySample]:
+        """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
+
+    def traffic(self) -> list[PeerTraffic]:
+        """By rank of other hosts, in ascending order; [] without a network. Any thread."""
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
+        could not be had at once."""
+
+    def device_name(self) -> str:
+        """What this rank computes on, as its maker names it: crossovers are remembered by it. Allocates nothing."""
+
+    def abort(self, reason: str) -> None:
+        """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Those ranks are lost: while they are active, this rank's waits for their parts, present and future, end in
+        PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
+
+    def drain(self) -> None:
+        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
+        by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
+
+    def forsake(self) -> None:
+        """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,
+        let go of mappings where that calls no driver, and touch nothing that is shared with the parent."""
+
+    def close(self) -> None:
+        """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
+
+
+class Transport(MemberTransport, Protocol):
+    """One backend between the ranks of one group, for dispatch and combine."""
+
+    capabilities: Capabilities
+
+    def allocate(self, ll_max_tokens: int | None) -> bytes:
+        """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB.
+
+        Args:
+            ll_max_tokens: AUTO's crossover, equal on all ranks; known only now where the config gave none. Other modes:
+                the config's, which nothing depends on.
+        """
 
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:
         """Run the send phase. Never waits for a peer's *payload*; may wait for buffer credit."""
@@ -184,53 +234,8 @@ class Transport(Protocol):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
 
-    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """Collective of the survivors: from the next operation on, ranks with mask False take no part."""
-
-    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """Host-side all-gather of EXCHANGE_WORDS int64 among active ranks (None for the others). A rank in it is
-        visible to its peers' `wait_for_peer` at once."""
-
-    def wait_for_peer(self, timeout_s: float) -> bool:
-        """Sleep without spinning until a peer is in an `exchange` that this rank has not entered (True), until
-        `wake()` (True; a wake before the call counts) or until the timeout (False)."""
-
-    def wake(self) -> None:
-        """End this rank's `wait_for_peer` from another thread."""
-
-    def samples(self) -> list[LatencySample]:
-        """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
-
-    def traffic(self) -> list[PeerTraffic]:
-        """By rank of other hosts, in ascending order; [] without a network. Any thread."""
-
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
-        could not be had at once."""
-
-    def device_name(self) -> str:
-        """What this rank computes on, as its maker names it: crossovers are remembered by it. Allocates nothing."""
-
     def ll_max_tokens(self) -> int:
         """Crossover for AUTO where this machine has not measured one: most tokens per rank at which LL wins."""
-
-    def abort(self, reason: str) -> None:
-        """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
-
-    def give_up(self, ranks: Sequence[int]) -> None:
-        """Those ranks are lost: while they are active, this rank's waits for their parts, present and future, end in
-        PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
-
-    def drain(self) -> None:
-        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
-        by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
-
-    def forsake(self) -> None:
-        """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,
-        let go of mappings where that calls no driver, and touch nothing that is shared with the parent."""
-
-    def close(self) -> None:
-        """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,84 @@
+"""Which algorithm runs an operation. Pure: sizes, places and capabilities in, an Algorithm out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+
+
+class BufferPlace(enum.Enum):
+    """Where a tensor lies; equal on all ranks."""
+
+    PLAIN = "plain"
+    """Anywhere: no peer can reach it."""
+    REGISTERED = "registered"
+    """In the pool, at the same offset on all ranks: peers reach it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveShape:
+    """What a choice depends on; equal on all ranks.
+
+    Attributes:
+        op: the operation.
+        num_bytes: of one rank's x, over all parts.
+        num_ranks: active ranks.
+        num_sms: as the caller said; None: chosen.
+        x, out: where they lie. x in place (a slice of a registered out) is REGISTERED.
+    """
+
+    op: CollectiveOp
+    num_bytes: int
+    num_ranks: int
+    num_sms: int | None
+    x: BufferPlace
+    out: BufferPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How an operation runs.
+
+    Attributes:
+        algorithm: TORCH where the transport does not run it.
+        reason: why TORCH; "" otherwise.
+    """
+
+    algorithm: Algorithm
+    reason: str = ""
+
+
+def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
+    """The algorithm of one call, equal on all ranks because its arguments are.
+
+    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large; else multiprocessors. Push where
+    `out` is registered, else pull. all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is
+    skipped: one with a single algorithm (shared memory) always runs that.
+    """
+    if can.reason:
+        return Choice(Algorithm.TORCH, can.reason)
+    has = can.algorithms.get(shape.op, ())
+    most = can.max_bytes.get(shape.op)
+    if not has:
+        return Choice(Algorithm.TORCH, f"this transport has no {shape.op.value}")
+    if most is not None and shape.num_bytes > most:
+        return Choice(Algorithm.TORCH, f"{shape.op.value} of {shape.num_bytes} bytes; at most {most} here")
+    return Choice(next(algorithm for algorithm in (*_wanted(shape, can), *has) if algorithm in has))
+
+
+def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Algorithm]:
+    """In order of preference."""
+    if shape.op is CollectiveOp.REDUCE_SCATTER:
+        return ()
+    if shape.op is CollectiveOp.ALL_REDUCE:
+        below = [most for ranks, most in sorted(can.one_shot_max_bytes.items()) if ranks <= shape.num_ranks]
+        return (Algorithm.ONE_SHOT if below and shape.num_bytes <= below[-1] else Algorithm.TWO_SHOT,)
+    copies = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
+    kernels = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL)
+    by_copy = shape.num_sms == 0 or (shape.num_sms is None and shape.num_bytes >= can.copy_min_bytes)
+    order = (*copies, *kernels) if by_copy else (*kernels, *copies)
+    pushes = (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
+    return order if shape.out is BufferPlace.REGISTERED else [a for a in order if a not in pushes]

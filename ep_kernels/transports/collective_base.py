@@ -1,0 +1,142 @@
+"""What a transport must supply for collectives; `collectives/collectives.py` is the only caller.
+
+Bits are defined by `ep_kernels/collectives/collective_reference.py`. A transport that has collectives keeps a
+`collectives.py` in its folder that defines `create(config)`. It may assume that the caller has checked every shape,
+dtype, stride and device, that arguments agree in size where one rank can see it, and that calls come from one thread,
+except those that `base.py` names.
+
+* Order. Operations complete in the order in which all ranks begin them. `wait` of one first completes those before it;
+  beginning one more than `config.max_in_flight` first completes the oldest. A work that nobody waits for is completed
+  by a later operation, by `barrier`, or by `drain`.
+* Buffers. x and out belong to the operation from its call until `wait` has returned (GPUs: until the current stream has
+  passed what `wait` put on it). Then no peer reads x or writes out any more, and both are the caller's again.
+* Arguments that differ between ranks (operation, bytes per part, dtype, algorithm, offset of a registered tensor) are
+  noticed before a result is given out: TransportError with the rank and both values. Like every TransportError it
+  breaks the object until `set_active` or `close`.
+* Inactive ranks take no part; their shards of an all-gather's out are not written.
+
+Order of a life: `allocate` -> tickets travel by the group -> `import_regions` -> `barrier` -> operations -> `close`.
+`create`, `allocate`, `import_regions` and the first `barrier` raise TransportError with the reason in words where this
+machine cannot do it (other hosts, no peer access, no driver): the caller then falls back on all ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities
+from ep_kernels.errors import ConfigError, TransportError
+from ep_kernels.transports import base
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPart:
+    """One tensor of an all-gather. Both are contiguous and flat, views of the caller's memory; alignment is that of a
+    byte. n may be 0.
+
+    Attributes:
+        x: uint8 [n], this rank's shard. May be out[rank * n : (rank + 1) * n] itself (in place); it overlaps `out`
+            nowhere else.
+        out: uint8 [R * n].
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatherArgs:
+    """One all-gather, checked.
+
+    Attributes:
+        parts: in the order in which the caller gave them; equal n on all ranks, part by part. At least one.
+        algorithm: as `choose.choose` says, equal on all ranks.
+        num_sms: multiprocessors to fill, 0 = copy engines alone, None = chosen.
+    """
+
+    parts: tuple[GatherPart, ...]
+    algorithm: Algorithm
+    num_sms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceArgs:
+    """One reduce-scatter or all-reduce (a sum), checked.
+
+    Attributes:
+        x: [R * n] (reduce-scatter) or [n] (all-reduce), contiguous, flat, one of SUM_DTYPES, aligned to its element.
+        out: [n], the same dtype. All-reduce: may be x itself. Reduce-scatter: may be x[rank * n : (rank + 1) * n].
+        algorithm, num_sms: as in GatherArgs.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    algorithm: Algorithm
+    num_sms: int | None
+
+
+class PendingCollective(Protocol):
+    """An operation that has begun."""
+
+    def wait(self) -> None:
+        """Finish: the current stream waits, the CPU does not (transport on the CPU: it does). Idempotent. Raises
+        PeerTimeout, AbortedError, ClosedError, TransportError; what a call that does not wait for its device cannot
+        know yet, `check` raises later. HandleError where `set_active` came between."""
+
+    def is_completed(self) -> bool:
+        """Whether out holds the result. Waits for nothing and raises nothing: False where it never will. A transport
+        on the CPU may move what has arrived. With GPUs: whether the device has got there."""
+
+
+class PendingGather(PendingCollective, Protocol):
+    """An all-gather that has begun."""
+
+    def shards(self) -> Iterator[int]:
+        """Active ranks in the order of arrival, this rank first; each is given when its shard of every part is in out
+        (GPUs: for whatever the current stream runs from then on). The end of it is `wait`. At most once, and not after
+        `wait`; raises what `wait` does."""
+
+
+class CollectiveTransport(base.MemberTransport, Protocol):
+    """One backend between the ranks of one group, for collectives."""
+
+    capabilities: CollectiveCapabilities
+
+    def allocate(self) -> bytes:
+        """Allocate this rank's region (pool, staging, flags); return the ticket by which peers redeem it. Opaque, at
+        most 64 KiB."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous, uninitialised tensor in the pool, at the same offset on all ranks. Collective (one `exchange`:
+        `pool.SymmetricPool` says why), and the same on all ranks. Its memory is used again once its last view has died
+        on all of them. Raises ArgumentError where the sizes differ or the pool is full, on all ranks alike."""
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where the tensor's first byte lies in the pool; None where the tensor is not wholly in it, or is empty."""
+
+    def all_gather(self, args: GatherArgs) -> PendingGather:
+        """Begin. The caller's stream orders it behind what made x."""
+
+    def reduce_scatter(self, args: ReduceArgs) -> PendingCollective:
+        """Begin, as `all_gather`."""
+
+    def all_reduce(self, args: ReduceArgs) -> PendingCollective:
+        """Begin, as `all_gather`."""
+
+
+def create(config: CollectiveConfig) -> CollectiveTransport:
+    """Build the collectives of the transport that `config.transport` names; allocates nothing. Raises ConfigError, or
+    TransportError with the reason where this machine cannot."""
+    name = f"ep_kernels.transports.{config.transport}.collectives"
+    if config.transport not in base.names():
+        raise ConfigError("transport", f"one of {base.names()}", config.transport)
+    if importlib.util.find_spec(name) is None:
+        raise TransportError(f"transport {config.transport!r} has no collectives")
+    return importlib.import_module(name).create(config)  # type: ignore[no-any-return]
