@@ -9,7 +9,8 @@ except those that `base.py` names.
   beginning one more than `config.max_in_flight` first completes the oldest. A work that nobody waits for is completed
   by a later operation, by `barrier`, or by `drain`.
 * Buffers. x and out belong to the operation from its call until `wait` has returned (GPUs: until the current stream has
-  passed what `wait` put on it). Then no peer reads x or writes out any more, and both are the caller's again.
+  passed what `wait` put on it). Then no peer reads x or writes out any more, and both are the caller's again. Where
+  `wait` raised, out is unspecified, and peers may use a registered x or out until `set_active` has returned.
 * Arguments that differ between ranks (operation, bytes per part, dtype, algorithm, offset of a registered tensor) are
   noticed before a result is given out: TransportError with the rank and both values. Like every TransportError it
   breaks the object until `set_active` or `close`.
@@ -45,10 +46,12 @@ class GatherPart:
         x: uint8 [n], this rank's shard. May be out[rank * n : (rank + 1) * n] itself (in place); it overlaps `out`
             nowhere else.
         out: uint8 [R * n].
+        dtype: of the caller's tensors; ranks must agree on it, as on n.
     """
 
     x: torch.Tensor
     out: torch.Tensor
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
