@@ -6,12 +6,28 @@ import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch
+
+
+class Mismatch(NamedTuple):
+    """What a rank and a peer brought to one operation.
+
+    Attributes:
+        op: which.
+        peer: the first rank that differs.
+        mine, theirs: the seq of the dispatch whose routing they brought; of a collective: `signature`.
+    """
+
+    op: str
+    peer: int
+    mine: int
+    theirs: int
 
 
 class HostPage:
@@ -74,15 +90,24 @@ class HostPage:
             given_up=stop == "GONE" and not self.is_gone(record.peer),
         )  # fmt: skip
 
+    def mismatch(self) -> Mismatch | None:
+        """Ranks that brought different things to one operation; each is told once."""
+        found = self._page.mismatch
+        if not found.status:
+            return None
+        self._fence()
+        told = Mismatch(abi.OPS[found.op], found.peer, found.mine, found.theirs)
+        found.status = 0
+        return told
+
     def finding(self) -> HandleError | CapacityError | None:
         """What an operation found that breaks nothing, as an error; each is told once."""
-        found = self._page.mismatch
-        if found.status:
-            self._fence()
-            op, mine, theirs = abi.OPS[found.op], f"dispatch {found.mine}", f"dispatch {found.theirs}"
-            text = f"{op}: this rank brought the routing of {mine}, rank {found.peer} that of {theirs}"
-            found.status = 0
-            return HandleError(text)
+        found = self.mismatch()
+        if found is not None:
+            mine, theirs = f"dispatch {found.mine}", f"dispatch {found.theirs}"
+            return HandleError(
+                f"{found.op}: this rank brought the routing of {mine}, rank {found.peer} that of {theirs}"
+            )
         dropped, self._num_dropped = self._page.dropped - self._num_dropped, self._page.dropped
         return CapacityError(dropped, None, None) if dropped else None
 
