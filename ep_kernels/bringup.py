@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ class Hello(msgspec.Struct, frozen=True):
         fields: its configuration, field by field, as text.
         measured: AUTO's crossover as its machine has measured it; None: it has not, or nobody asks.
         ticket: how peers redeem its region; opaque. Empty where only the crossover is to be agreed on.
+        unable: why this rank cannot have a region; "" where it can. Then there is no ABI to compare.
     """
 
     abi: str
@@ -34,6 +36,7 @@ class Hello(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     measured: int | None
     ticket: bytes
+    unable: str = ""
 
 
 def settle(config: MoEConfig, transport: Transport) -> MoEConfig:
@@ -59,9 +62,14 @@ def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> tuple[bytes,
 
 def _exchange(config: MoEConfig, transport: Transport, measured: int | None, ticket: bytes) -> list[Hello]:
     mine = Hello(transport.capabilities.abi, config.group.epoch, fingerprint(config), measured, ticket)
-    answers = config.group.all_gather(msgspec.msgpack.encode(mine), config.timeout_s)
-    if len(answers) != config.group.size:
-        raise TransportError(f"bring-up: expected {config.group.size} hellos, got {len(answers)}")
+    return exchange_hellos(config.group, config.timeout_s, mine)
+
+
+def exchange_hellos(group: Any, timeout_s: float, mine: Hello) -> list[Hello]:
+    """Everybody's hello in rank order (collective), compared as `meet` says."""
+    answers = group.all_gather(msgspec.msgpack.encode(mine), timeout_s)
+    if len(answers) != group.size:
+        raise TransportError(f"bring-up: expected {group.size} hellos, got {len(answers)}")
     hellos = [_decode(rank, answer) for rank, answer in enumerate(answers)]
     for rank, other in enumerate(hellos):
         _compare(hellos[0], rank, other)
@@ -100,7 +108,7 @@ def _decode(rank: int, answer: bytes) -> Hello:
 
 
 def _compare(first: Hello, rank: int, other: Hello) -> None:
-    if first.abi != other.abi:
+    if first.abi != other.abi and not (first.unable or other.unable):
         raise TransportError(
             f"bring-up: region ABI {other.abi} of rank {rank} differs from {first.abi} of rank 0; "
             "install the same version of crossdock everywhere"

@@ -23,8 +23,8 @@ FP8_BLOCK = 128
 
 @runtime_checkable
 class Group(Protocol):
-    """Who the ranks are and how opaque bytes are exchanged at bring-up: once; twice for AUTO without `ll_max_tokens`
-    and for collectives. The only thing asked of a bootstrap."""
+    """Who the ranks are and how opaque bytes are exchanged at bring-up: once; twice for AUTO without `ll_max_tokens`,
+    three times for collectives. The only thing asked of a bootstrap."""
 
     @property
     def rank(self) -> int:

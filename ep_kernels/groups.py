@@ -63,6 +63,11 @@ class TorchGroup:
         self._group = group
 
     @property
+    def process_group(self) -> Any:
+        """The ProcessGroup."""
+        return dist.group.WORLD if self._group is None else self._group
+
+    @property
     def rank(self) -> int:
         return dist.get_rank(self._group)
 

@@ -6,5 +6,7 @@ docs/collectives.md says what moves where and what is left to torch.distributed.
 
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities
+from ep_kernels.collectives.collectives import Collectives
+from ep_kernels.collectives.work import Work
 
-__all__ = ["Algorithm", "CollectiveCapabilities", "CollectiveConfig"]
+__all__ = ["Algorithm", "CollectiveCapabilities", "CollectiveConfig", "Collectives", "Work"]

@@ -9,15 +9,15 @@ import msgspec
 from ep_kernels.config import Group
 from ep_kernels.errors import ConfigError
 
-_OWN = ("group", "kernel_cache_dir", "fallback")
+_OWN = ("group", "kernel_cache_dir")
 _MAX_BYTES = 1 << 46
 
 
 class CollectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one Collectives object. Checked when built; raises ConfigError naming the field.
 
-    All ranks of a group must give equal values, `group`, `kernel_cache_dir` and `fallback` apart; a mismatch is refused
-    at bring-up.
+    All ranks of a group must give equal values, `group` and `kernel_cache_dir` apart; a mismatch is refused at
+    bring-up.
     """
 
     group: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import zlib
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
@@ -16,10 +17,16 @@ from ep_kernels.transports.library import load as load_library
 from ep_kernels.types import Layout, ScaleFormat
 
 OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
-OPS = ("dispatch", "combine", "barrier", "exchange", "set_active")
+OPS = ("dispatch", "combine", "barrier", "exchange", "set_active", "all_gather", "reduce_scatter", "all_reduce")
 _GONE, _GIVEN_UP, _DISCONNECTED = 1, 2, 3
 """`cd::Why` of a NativeFault; 0: silent."""
-PHASES = ("credit", "payload", "arrival", "outputs", "routing", "membership")
+PHASES = (
+    "credit", "payload", "arrival", "outputs", "routing", "membership", "arguments", "sums", "release",
+)  # fmt: skip
+_ROUND_BITS = 24
+"""`cd::kRoundBits`: collectives count rounds within an operation."""
+_ARGUMENTS = ("operation", "bytes", "dtype", "sizes of parts", "algorithm")
+"""Fields of `cd::Fingerprint`."""
 MAX_RANKS = 64
 MAX_SLOTS = 64
 
@@ -32,6 +39,17 @@ CALLER_SCALES = 4
 def type_code(dtype: torch.dtype) -> int:
     """`cd::Type` of a dtype; bytes for all that is only moved."""
     return _TYPES.get(dtype, 0)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same in every version of torch."""
+    return zlib.crc32(str(dtype).encode())
+
+
+def dtype_name(code: int) -> str:
+    """What `dtype_code` was made of."""
+    known = {dtype_code(dtype): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    return known.get(code, f"of code {code}")
 
 
 def layout_code(layout: Layout) -> int:
@@ -114,20 +132,34 @@ class NativeFault(ctypes.Structure):
         op = OPS[self.op]
         if PHASES[self.phase] == "membership":
             return TransportError(f"{op}: rank {self.peer} has gone on in epoch {self.seen - 1} without this rank")
+        if PHASES[self.phase] == "release":
+            return TransportError(f"{op}: rank {self.peer} failed in it, and its registered tensor may have changed")
+        if PHASES[self.phase] == "arguments":
+            return self._other_arguments()
         mine, other = f"dispatch {self.expected}", f"dispatch {self.seen}"
         return HandleError(f"{op}: this rank brought the routing of {mine}, rank {self.peer} that of {other}")
+
+    def _other_arguments(self) -> TransportError:
+        what, mine, other = _ARGUMENTS[self.error], str(self.expected), str(self.seen)
+        if what == "operation":
+            mine, other = OPS[self.expected], OPS[self.seen] if 0 <= self.seen < len(OPS) else other
+        if what == "dtype":
+            mine, other = dtype_name(self.expected), dtype_name(self.seen)
+        text = f"{what} {other}, this rank {mine}; every rank must bring the same operation, sizes and dtype"
+        return TransportError(f"{OPS[self.op]}: rank {self.peer} brought {text}")
 
     def _end(self) -> str:
         return f"its connection has ended ({os.strerror(self.error) if self.error else 'closed by the other end'})"
 
     def timeout(self) -> PeerTimeout:
         """The exception for TIMEOUT."""
+        rounds = _ROUND_BITS if self.op >= OPS.index("all_gather") else 0
         return PeerTimeout(
             peer=self.peer,
             op=OPS[self.op],
             phase=PHASES[self.phase],
-            expected=self.expected,
-            seen=self.seen,
+            expected=self.expected >> rounds,
+            seen=self.seen >> rounds,
             waited_s=self.waited_ns / 1e9,
             gone=self.why in {_GONE, _DISCONNECTED},
             end=self._end() if self.why == _DISCONNECTED else "",
@@ -135,12 +167,28 @@ class NativeFault(ctypes.Structure):
         )
 
 
+MEMBER_SIGNATURES: dict[str, Signature] = {
+    "cd_sample_bytes": (c_int64, ()),
+    "cd_activate": (None, (c_void_p, c_uint64)),
+    "cd_next": (c_uint64, (c_void_p, c_int)),
+    "cd_barrier": (c_int, (c_void_p,)),
+    "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
+    "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "cd_wake": (None, (c_void_p,)),
+    "cd_stop": (None, (c_void_p,)),
+    "cd_give_up": (None, (c_void_p, c_uint64)),
+    "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
+    "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
+}
+"""Of what all native members share."""
+
 _SIGNATURES: dict[str, Signature] = {
+    **MEMBER_SIGNATURES,
     "cd_abi": (c_uint64, ()),
     "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
     "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_input_offset": (c_int64, (POINTER(Geometry), c_int)),
-    "cd_sample_bytes": (c_int64, ()),
     "cd_create": (c_void_p, (POINTER(Geometry), c_void_p, c_void_p)),
     "cd_destroy": (None, (c_void_p,)),
     "cd_stamp": (None, (c_void_p, POINTER(Geometry), c_uint64)),
@@ -153,23 +201,12 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_set_hosts": (None, (c_void_p, POINTER(c_int32))),
     "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
-    "cd_activate": (None, (c_void_p, c_uint64)),
-    "cd_next": (c_uint64, (c_void_p, c_int)),
     "cd_dispatch_free": (c_int, (c_void_p,)),
     "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_dispatch_receive": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_combine_send": (c_int, (c_void_p, POINTER(CombineOp))),
     "cd_combine_receive": (c_int, (c_void_p, POINTER(CombineOp))),
     "cd_outputs_free": (c_int, (c_void_p, c_int)),
-    "cd_barrier": (c_int, (c_void_p,)),
-    "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
-    "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
-    "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64)),
-    "cd_wake": (None, (c_void_p,)),
-    "cd_stop": (None, (c_void_p,)),
-    "cd_give_up": (None, (c_void_p, c_uint64)),
-    "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
-    "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
     "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),
     "cd_convert": (None, (c_int, c_void_p, c_void_p, c_int, c_int, c_int64)),

@@ -27,6 +27,7 @@ from ep_kernels.network.network import NetworkTicket
 _PROC = Path("/proc")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Of every region: nobody can take the pages away under a reader's mapping, which would end the reader by SIGBUS."""
+_NETWORK = "set `network` to join hosts"
 MAP_NORESERVE = 0x4000
 """Linux: memory is counted when touched. Regions are sized for the worst case and mostly never touched."""
 
@@ -148,8 +149,11 @@ def private_bytes(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
 
 
-def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int, domain: str | None = None) -> Ticket:
-    """Decode and judge a peer's ticket. `domain`: this rank's, if it reaches those of others over a network.
+def read_ticket(
+    rank: int, raw: bytes, *, abi: int, num_bytes: int, domain: str | None = None, cure: str = _NETWORK
+) -> Ticket:
+    """Decode and judge a peer's ticket. `domain`: this rank's, if it reaches those of others over a network; `cure`:
+    what joins ranks of several hosts.
 
     Raises TransportError naming the rank, what is wrong and the cure."""
     try:
@@ -165,7 +169,7 @@ def read_ticket(rank: int, raw: bytes, *, abi: int, num_bytes: int, domain: str 
     if domain is not None and ticket.network is not None and ticket.domain != domain:
         return ticket
     if ticket.boot_id != boot_id():
-        raise _refused(rank, "it runs on another host; set `network` to join hosts")
+        raise _refused(rank, f"it runs on another host; {cure}")
     if ticket.pid_namespace != pid_namespace():
         raise _refused(
             rank, "it runs in another PID namespace; share one (one container, shareProcessNamespace, --pid=host)"

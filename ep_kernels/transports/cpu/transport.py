@@ -15,29 +15,25 @@ from dataclasses import replace
 
 import torch
 
-from ep_kernels import tuning
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import AbortedError, ClosedError, TransportError
+from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
-from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
-from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
+from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
+from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, LatencySample, Mode, PeerTraffic
+from ep_kernels.types import Capabilities, DispatchHandle, Mode, PeerTraffic
 
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
-_NS = 1_000_000_000
 _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
-_DRAIN = 256
-"""Sample records fetched at a time."""
 
 
 def create(config: MoEConfig) -> CpuTransport:
@@ -45,7 +41,7 @@ def create(config: MoEConfig) -> CpuTransport:
     return CpuTransport(config)
 
 
-class CpuTransport:
+class CpuTransport(CpuMember[NativeComm]):
     """See `transports.base.Transport`."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -53,14 +49,9 @@ class CpuTransport:
         native.check_limits(config.group.size, config.max_in_flight)
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
-        self.lib = native.load()
-        self.comm: NativeComm | None = NativeComm(config, self.lib, self.geometry)
-        self.active = (True,) * config.group.size
-        self.epoch: int = config.group.epoch
+        super().__init__(NativeComm(config, native.load(), self.geometry), config.group.size, config.group.epoch)
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
-        self._reason: str | None = None
-        self.domains = (0,) * config.group.size
         self._remote: dict[int, NetworkTicket] = {}
         self.capabilities = Capabilities(
             device_type="cpu",
@@ -124,7 +115,7 @@ class CpuTransport:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
             comm.channel.connect(self._remote, self.config.timeout_s)
-        self.lib.cd_activate(comm.pointer, self._mask(self.active))
+        self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
     def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
         """The region of a rank of this host, and its mirrors."""
@@ -155,34 +146,9 @@ class CpuTransport:
             active = [rank for rank in self._remote if self.active[rank]]
             self._flush(channel, active, self.config.timeout_s)
 
-    def close(self) -> None:
-        """See `Transport.close`. Memory goes when the last operation has returned and the last view has died."""
-        comm, self.comm = self.comm, None
-        if comm is None:
-            return
-        self.lib.cd_stop(comm.pointer)
-        comm.close()
-        self._dispatches, self._combines = {}, {}  # an operation of another thread may be going through the old ones
-
-    def forsake(self) -> None:
-        """See `Transport.forsake`."""
-        comm, self.comm = self.comm, None
-        if comm is not None:
-            comm.forsake()
+    def clear(self) -> None:
+        """Forget what is under way."""
         self._dispatches, self._combines = {}, {}
-
-    def abort(self, reason: str) -> None:
-        """See `Transport.abort`."""
-        comm = self.comm
-        if comm is not None:
-            self._reason = reason
-            self.lib.cd_stop(comm.pointer)
-
-    def give_up(self, ranks: Sequence[int]) -> None:
-        """See `Transport.give_up`."""
-        comm = self.comm
-        if comm is not None:
-            self.lib.cd_give_up(comm.pointer, sum(1 << rank for rank in set(ranks)))
 
     # Operations.
 
@@ -257,30 +223,14 @@ class CpuTransport:
 
     # The group.
 
-    def check(self) -> None:
-        """See `base.Transport`. Every wait is on the host here and raises by itself."""
-
-    def failed(self) -> torch.Tensor:
-        """See `Transport.failed`."""
-        return torch.zeros(1, dtype=torch.int64)
-
-    def check_results(self) -> None:
-        """See `base.Transport`. Nothing is left to tell after a call."""
-
-    def barrier(self) -> None:
-        """See `Transport.barrier`."""
-        comm = self.native()
-        self.judge(self.lib.cd_barrier(comm.pointer))
-
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `Transport.set_active`. A new mask needs a new epoch; unfinished operations are void."""
+        """See `CpuMember.set_active`."""
         comm = self.native()
         self._dispatches.clear()
         self._combines.clear()
         if comm.channel is not None:
             self._change_peers(comm.channel, mask, epoch)
-        self.judge(self.lib.cd_resync(comm.pointer, self._mask(mask), epoch))
-        self.active, self.epoch = tuple(mask), epoch
+        super().set_active(mask, epoch)
 
     def _change_peers(self, channel: Channel, mask: Sequence[bool], epoch: int) -> None:
         """Part from the ranks of other hosts that are left out; reach those again whose connection was lost."""
@@ -293,47 +243,8 @@ class CpuTransport:
     def _flush(self, channel: Channel, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until everything for those ranks has been sent, or is given up; at most so long."""
         mask, until = sum(1 << rank for rank in ranks), time.monotonic() + timeout_s
-        while not channel.is_quiet(mask) and self._reason is None and time.monotonic() < until:
+        while not channel.is_quiet(mask) and self.reason is None and time.monotonic() < until:
             time.sleep(_QUIET_S)
-
-    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `Transport.exchange`."""
-        comm = self.native()
-        ranks = self.geometry.ranks
-        mine = (ctypes.c_int64 * EXCHANGE_WORDS)(*words)
-        everyone = (ctypes.c_int64 * (EXCHANGE_WORDS * ranks))()
-        self.judge(self.lib.cd_exchange(comm.pointer, mine, everyone))
-        rows = [tuple(everyone[r * EXCHANGE_WORDS : (r + 1) * EXCHANGE_WORDS]) for r in range(ranks)]
-        return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
-
-    def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `Transport.wait_for_peer`."""
-        comm = self.native()
-        status = self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS))
-        if status == native.NOTHING:
-            return False
-        self.judge(status)
-        return True
-
-    def wake(self) -> None:
-        """See `Transport.wake`."""
-        comm = self.comm
-        if comm is not None:
-            self.lib.cd_wake(comm.pointer)
-
-    def samples(self) -> list[LatencySample]:
-        """See `Transport.samples`. Any thread."""
-        comm = self.comm
-        if comm is None:
-            return []
-        records = ctypes.create_string_buffer(RECORD_BYTES * _DRAIN)
-        samples: list[LatencySample] = []
-        for _ in range(RING_SIZE // _DRAIN):
-            count = self.lib.cd_samples(comm.pointer, records, _DRAIN)
-            samples += decode(memoryview(records)[: count * RECORD_BYTES])
-            if count < _DRAIN:
-                break
-        return samples
 
     def traffic(self) -> list[PeerTraffic]:
         """See `Transport.traffic`."""
@@ -347,47 +258,13 @@ class CpuTransport:
             if rank in self._remote
         ]
 
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `Transport.peek`."""
-        return words.clone()
-
-    def device_name(self) -> str:
-        """See `Transport.device_name`."""
-        return tuning.cpu_name()
-
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`."""
         return LL_MAX_TOKENS
 
     # For the operations.
 
-    def native(self) -> NativeComm:
-        """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
-        comm = self.comm
-        if comm is None:
-            raise ClosedError("cpu transport: closed")
-        if self._reason is not None:
-            raise AbortedError(self._reason)
-        return comm
-
-    def judge(self, status: int) -> None:
-        """Turn a native status into the exception it stands for."""
-        if status == native.OK:
-            return
-        comm = self.comm
-        if comm is None:
-            raise ClosedError("cpu transport: closed while waiting")
-        if status == native.ABORTED:
-            raise AbortedError(self._reason or "aborted")
-        fault = native.NativeFault()
-        self.lib.cd_fault(comm.pointer, ctypes.byref(fault))
-        raise fault.difference() if status == native.DIFFERS else fault.timeout()
-
     def next_slot(self, op: int) -> int:
         """Slot of the next dispatch (0) or combine (1)."""
         number: int = self.lib.cd_next(self.native().pointer, op)
         return number % int(self.geometry.in_flight)
-
-    @staticmethod
-    def _mask(active: Sequence[bool]) -> int:
-        return sum(1 << rank for rank, alive in enumerate(active) if alive)

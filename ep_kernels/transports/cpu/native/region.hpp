@@ -1,8 +1,8 @@
 // The byte map of one rank's region, as types. A region is a memfd that only its owner writes; peers map it read-only,
 // the bell page excepted. So a slow, stale or dead peer can never corrupt anybody's memory.
 //
-//   page 0            BellPage       peers write here (ring), the owner sleeps here
-//   page 1..          Control        sequence words: what the owner has published and consumed
+//   page 0, 1..       meeting.hpp    bell; words of meetings
+//   behind them       Control        sequence words: what the owner has published and consumed
 //   dispatch slots    F x { SlotMeta | dest int32 [M,K] | weights f32 [M,K] | payload [M,row] | scales [M,scale] }
 //   combine slots     F x { SlotMeta | rows int32 [R,M,K] | weights f32 [R,M,K] | partials [P,row] | scales [P,scale] }
 //   expert outputs    F x { [rows, H] output dtype }: what combine_input() hands out
@@ -11,19 +11,15 @@
 //
 // F = max_in_flight, M = max tokens, K = topk, R = ranks, P = R*M (exact: R*M*K). Memory is sparse until touched.
 #pragma once
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
+
+#include "meeting.hpp"
 
 namespace cd {
 
 constexpr uint32_t kAbi = 3;  // raise when the meaning of a byte changes without its offset
-constexpr int kMaxRanks = 64;
 constexpr int kMaxSlots = 64;
-constexpr int kExchangeWords = 8;
-constexpr int64_t kPage = 4096;
-constexpr uint64_t kMagic = 0x4b434f4453534f52ull;
 
 enum class Type : int32_t { bytes = 0, bf16 = 1, f16 = 2, f32 = 3, e4m3 = 4 };
 enum class Layout : int32_t { expert_major = 0, grouped = 1, rank_major = 2, flat = 3 };
@@ -33,7 +29,6 @@ constexpr int64_t size_of(Type t) {
   return t == Type::f32 ? 4 : (t == Type::bf16 || t == Type::f16) ? 2 : 1;
 }
 constexpr int64_t blocks_of(int64_t hidden) { return (hidden + 127) / 128; }
-constexpr int64_t page_up(int64_t n) { return (n + kPage - 1) / kPage * kPage; }
 
 // Everything that fixes shapes. Equal on all ranks, `rank` and `local_experts` apart. Mirrored by native.py.
 struct Geometry {
@@ -53,36 +48,8 @@ struct Geometry {
 
 constexpr bool per_expert(Layout l) { return l == Layout::expert_major || l == Layout::grouped; }
 
-struct alignas(64) Word {
-  std::atomic<uint64_t> v;
-};
-
-struct BellPage {
-  std::atomic<uint32_t> bell;      // futex word, counts rings
-  std::atomic<uint32_t> sleepers;  // owner's threads that may be asleep on `bell`
-};
-
-// What a survivor knew when it entered set_active: its counters, under the new epoch.
-struct alignas(64) Resync {
-  std::atomic<uint64_t> epoch_tag;  // epoch + 1; 0 = empty
-  uint64_t counters[4];
-  uint64_t tag;  // the same for those who read a mirror, where `epoch_tag` is stored after the rest has come
-};
-
-struct alignas(64) ExchangeSlot {
-  std::atomic<uint64_t> seq;
-  int64_t words[kExchangeWords];
-};
-
 struct Control {
-  uint64_t magic, nonce, total_bytes;
-  int64_t rank;
-  Word barrier;
-  Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
-  Word gone;        // in a mirror: 1 + errno when the connection with the mirror's rank has ended
-  Word exchange_latest;
-  ExchangeSlot exchange[2];
-  Resync resync[2];
+  Meeting meeting;
   Word dispatch_published[kMaxSlots], dispatch_consumed[kMaxSlots];
   Word combine_published[kMaxSlots], combine_consumed[kMaxSlots];
 };

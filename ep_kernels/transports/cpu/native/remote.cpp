@@ -145,17 +145,17 @@ void arrived(Comm& c, int rank, uint32_t imm) {
       grow(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
       break;
     case Imm::barrier:
-      grow(words.barrier, whole(low, c.upcoming(Op::barrier)));
+      grow(words.meeting.barrier, whole(low, c.upcoming(Op::barrier)));
       break;
     case Imm::exchange: {
       const uint64_t seq = whole(low, c.upcoming(Op::exchange));
-      words.exchange[seq % 2].seq.store(seq, std::memory_order_release);
-      grow(words.exchange_latest, seq);
+      words.meeting.exchange[seq % 2].seq.store(seq, std::memory_order_release);
+      grow(words.meeting.exchange_latest, seq);
       break;
     }
     case Imm::resync:
       if (slot > 1) return;
-      words.resync[slot].epoch_tag.store(words.resync[slot].tag, std::memory_order_release);
+      words.meeting.resync[slot].epoch_tag.store(words.meeting.resync[slot].tag, std::memory_order_release);
       break;
     default:
       return;
@@ -168,7 +168,7 @@ void arrived(Comm& c, int rank, uint32_t imm) {
 bool is_told(const Comm& c, int r, Want want) {
   const int through = rail(c, r, c.host[c.g.rank]);
   if (want.op != Op::set_active || through == c.g.rank) return true;
-  const auto& entries = c.peer[through].control().resync;
+  const auto& entries = c.peer[through].control().meeting.resync;
   return std::any_of(entries, entries + 2, [&](const Resync& e) {
     return e.epoch_tag.load(std::memory_order_acquire) == want.seq;
   });
@@ -187,6 +187,7 @@ void set_rails(Comm& c) {
     const int through = rail(c, r, c.host[c.g.rank]);
     const uint8_t* landing = through == c.g.rank ? c.landing : c.landing_of[through];
     c.peer[r] = {landing + int64_t(r) * c.map.mirror, &c.map};
+    c.meeting[r] = &c.peer[r].control().meeting;
   }
 }
 
@@ -195,9 +196,8 @@ void send_word(Comm& c, Imm kind, int slot, uint64_t seq) {
   if (c.num_rails) wake(*c.outbox);
 }
 
-void send_exchange(Comm& c, uint64_t seq) {
-  const int parity = int(seq % 2);
-  const uint64_t slot = kPage + offsetof(Control, exchange) + parity * sizeof(ExchangeSlot);
+static void send_exchange(Comm& c, int parity, uint64_t seq) {
+  const uint64_t slot = kPage + offsetof(Meeting, exchange) + parity * sizeof(ExchangeSlot);
   const uint64_t at = slot + offsetof(ExchangeSlot, words);
   for (int i = 0; i < c.num_rails; ++i) {
     post(c, c.rails[i], Kind::words, at, sizeof(ExchangeSlot::words), imm_of(Imm::exchange, parity, seq));
@@ -205,8 +205,8 @@ void send_exchange(Comm& c, uint64_t seq) {
   if (c.num_rails) wake(*c.outbox);
 }
 
-void send_resync(Comm& c, int index, uint64_t tag) {
-  const uint64_t at = kPage + offsetof(Control, resync) + index * sizeof(Resync) + offsetof(Resync, counters);
+static void send_resync(Comm& c, int index, uint64_t tag) {
+  const uint64_t at = kPage + offsetof(Meeting, resync) + index * sizeof(Resync) + offsetof(Resync, counters);
   constexpr int64_t kBytes = offsetof(Resync, tag) + sizeof(uint64_t) - offsetof(Resync, counters);
   for (int i = 0; i < c.num_rails; ++i) {
     post(c, c.rails[i], Kind::words, at, kBytes, imm_of(Imm::resync, index, tag));
@@ -263,16 +263,27 @@ void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) 
   if (c.num_rails) wake(*c.outbox);
 }
 
-Status flush(Comm& c, uint64_t mask, Want want) {
-  if (!c.outbox) return kOk;
+void Comm::tell(Told what, int slot, uint64_t seq) {
+  switch (what) {
+    case Told::barrier:
+      return send_word(*this, Imm::barrier, slot, seq);
+    case Told::exchange:
+      return send_exchange(*this, slot, seq);
+    case Told::resync:
+      return send_resync(*this, slot, seq);
+  }
+}
+
+Status Comm::flush(uint64_t mask, Want want) {
+  if (!outbox) return kOk;
   const int64_t started = now_ns();
-  for (uint64_t left = mask & ~c.here; left; left &= left - 1) {
+  for (uint64_t left = mask & ~here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    while (!c.outbox->is_quiet(r)) {
+    while (!outbox->is_quiet(r)) {
       const int64_t waited = now_ns() - started;
-      if (c.stop.load(std::memory_order_acquire)) return kAborted;
-      if (waited >= c.g.timeout_ns) return c.fail(want, r, 0, Why::silent, started);
-      wake(*c.outbox);
+      if (stop.load(std::memory_order_acquire)) return kAborted;
+      if (waited >= timeout_ns) return fail(want, r, 0, Why::silent, started);
+      cd::wake(*outbox);
       if (waited < kSpinNs) {
         relax();
       } else {
@@ -284,36 +295,31 @@ Status flush(Comm& c, uint64_t mask, Want want) {
   return kOk;
 }
 
-uint64_t gone_remotes(const Comm& c, uint64_t among, Want want) {
+uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
   uint64_t gone = 0;
-  const uint64_t down = c.down.load(std::memory_order_acquire);
-  const int64_t now = down ? now_ns() : 0;
+  const uint64_t ended_here = down.load(std::memory_order_acquire);
+  const int64_t now = ended_here ? now_ns() : 0;
   for (uint64_t left = among; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    const bool ended = is_told(c, r, want) && c.peer[r].control().gone.v.load(std::memory_order_acquire) != 0;
-    const bool cut_off = down >> r & 1 && now - c.down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
+    const bool ended = is_told(*this, r, want) && meeting[r]->gone.v.load(std::memory_order_acquire) != 0;
+    const bool cut_off = ended_here >> r & 1 && now - down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
     gone |= uint64_t(ended || cut_off) << r;
   }
   return gone;
 }
 
-int64_t end_of(const Comm& c, int rank) {
-  const uint64_t ended = c.peer[rank].control().gone.v.load(std::memory_order_acquire);
-  return ended ? int64_t(ended - 1) : 0;
-}
-
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
-  Comm& c = *static_cast<Comm*>(context);
+  Comm& c = *static_cast<Comm*>(static_cast<Member*>(context));
   switch (event) {
     case NetEvent::arrived:
       return arrived(c, rank, uint32_t(value));
     case NetEvent::down:
       c.down_ns[rank].store(now_ns(), std::memory_order_relaxed);
       c.down.fetch_or(1ull << rank, std::memory_order_release);
-      mirror_of(c, rank).control().gone.v.store(1 + value, std::memory_order_release);
+      mirror_of(c, rank).control().meeting.gone.v.store(1 + value, std::memory_order_release);
       return ring_host(c);
     case NetEvent::up:
-      mirror_of(c, rank).control().gone.v.store(0, std::memory_order_release);
+      mirror_of(c, rank).control().meeting.gone.v.store(0, std::memory_order_release);
       c.down.fetch_and(~(1ull << rank), std::memory_order_release);
       return;
     case NetEvent::left_out:

@@ -37,20 +37,9 @@ constexpr uint32_t kSeqMask = (1u << kSeqBits) - 1;
 void set_rails(Comm& c);
 
 void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
-void send_exchange(Comm& c, uint64_t seq);
-void send_resync(Comm& c, int index, uint64_t tag);
 // first [R+1]: where the staged partials of each source begin.
 void send_dispatch(Comm& c, const DispatchOp& op, int slot);
 void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
-
-// Waits until nothing of this region is still to be sent to the ranks of `mask`.
-Status flush(Comm& c, uint64_t mask, Want want);
-
-// Of `among`, ranks of other hosts that are waited for: those whose connection has ended.
-uint64_t gone_remotes(const Comm& c, uint64_t among, Want want);
-
-// Errno with which the connection with a rank of another host ended; 0: it was closed.
-int64_t end_of(const Comm& c, int rank);
 
 // Called by the proxy. context: the Comm.
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);

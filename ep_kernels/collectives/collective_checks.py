@@ -1,0 +1,136 @@
+"""Checks of a collective's arguments, made once per call and before anything is sent. Each raises ArgumentError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ep_kernels.collectives.collective_types import SUM_DTYPES
+from ep_kernels.errors import ArgumentError
+
+REDUCTIONS = ("sum", "avg", "min", "max", "product")
+"""The first by the transport, all by torch.distributed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a tensor must fit.
+
+    Attributes:
+        rank, size: of the caller; R.
+        device_type: of the transport.
+        inactive: whether some rank takes no part.
+    """
+
+    rank: int
+    size: int
+    device_type: str
+    inactive: bool
+
+
+def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
+    """A contiguous tensor on that kind of device."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(name, "a torch.Tensor", type(value).__name__)
+    if value.device.type != device_type:
+        raise ArgumentError(name, f"a tensor on {device_type}", value.device)
+    if value.layout is not torch.strided or not value.is_contiguous():
+        strides = list(value.stride()) if value.layout is torch.strided else value.layout
+        raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
+    return value.detach()
+
+
+def gathered(index: str, x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, ...] and its out [R * n, ...], made where the caller gave none (zeros for inactive ranks)."""
+    shard = contiguous(f"x{index}", x, caller.device_type)
+    lead = shard.shape[0] if shard.ndim else 1
+    shape = (caller.size * lead, *shard.shape[1:])
+    if out is None:
+        make = torch.zeros if caller.inactive else torch.empty
+        return shard, make(shape, dtype=shard.dtype, device=shard.device)
+    whole = _like(f"out{index}", out, shape, shard, caller)
+    _apart(f"out{index}", shard, whole, caller.rank * num_bytes(shard))
+    return shard, whole
+
+
+def scattered(x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R * n, ...] and its out [n, ...]."""
+    whole = contiguous("x", x, caller.device_type)
+    if whole.ndim == 0 or whole.shape[0] % caller.size:
+        raise ArgumentError("x", f"a first dimension that {caller.size} ranks divide", list(whole.shape))
+    shape = (whole.shape[0] // caller.size, *whole.shape[1:])
+    if out is None:
+        return whole, torch.empty(shape, dtype=whole.dtype, device=whole.device)
+    shard = _like("out", out, shape, whole, caller)
+    _apart("out", shard, whole, caller.rank * num_bytes(shard))
+    return whole, shard
+
+
+def reduced(x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [...] and its out [...], which may be x."""
+    given = contiguous("x", x, caller.device_type)
+    if out is None:
+        return given, torch.empty_like(given)
+    total = _like("out", out, tuple(given.shape), given, caller)
+    _apart("out", total, given, 0)
+    return given, total
+
+
+def reduction(op: object) -> str:
+    """One of REDUCTIONS."""
+    if op not in REDUCTIONS:
+        raise ArgumentError("op", f"one of {REDUCTIONS}", repr(op))
+    return str(op)
+
+
+def num_sms(value: int | None, default: int | None) -> int | None:
+    """Multiprocessors, 0 for copy engines alone, None for a choice of ours."""
+    if value is None:
+        return default
+    if type(value) is not int or not 0 <= value < 1 << 16:
+        raise ArgumentError("num_sms", "None or an int in 0..65535", repr(value))
+    return value
+
+
+def sequence(name: str, values: object, length: int | None) -> Sequence[object]:
+    """A list or tuple, not empty, of that length."""
+    if not isinstance(values, list | tuple) or not values or (length is not None and len(values) != length):
+        expected = "tensors" if length is None else f"{length} tensors"
+        got = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise ArgumentError(name, f"a list or tuple of {expected}", got)
+    return values
+
+
+def why_not_summed(op: str, dtype: torch.dtype) -> str:
+    """Why transports leave this sum to torch.distributed; "" where they do not."""
+    if op != "sum":
+        return f"op {op!r}; transports sum only"
+    if dtype not in SUM_DTYPES:
+        return f"dtype {dtype}; transports sum {', '.join(map(str, SUM_DTYPES))}"
+    return ""
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Of its elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _like(name: str, out: object, shape: tuple[int, ...], x: torch.Tensor, caller: Caller) -> torch.Tensor:
+    given = contiguous(name, out, caller.device_type)
+    if tuple(given.shape) != shape:
+        raise ArgumentError(name, f"shape {list(shape)}", list(given.shape))
+    if given.dtype != x.dtype:
+        raise ArgumentError(name, f"{x.dtype} as x", given.dtype)
+    if given.device != x.device:
+        raise ArgumentError(name, f"a tensor on {x.device} as x", given.device)
+    return given
+
+
+def _apart(name: str, part: torch.Tensor, whole: torch.Tensor, offset: int) -> None:
+    """`part` lies at that byte of `whole`, or nowhere in it."""
+    at = part.data_ptr() - whole.data_ptr()
+    overlap = num_bytes(part) and -num_bytes(part) < at < num_bytes(whole)
+    if overlap and at != offset:
+        raise ArgumentError(name, f"memory apart from x, or in place {offset} bytes into the larger", f"{at} bytes")

@@ -1,0 +1,288 @@
+"""Collectives: what users call. Checks arguments once, chooses the algorithm, then makes one call into the transport.
+
+    coll = Collectives(CollectiveConfig(group=TorchGroup(pg)))
+    out = coll.empty((coll.size * n, h), torch.bfloat16)       # registered: peers reach it where it lies
+    work = coll.all_gather(x, out=out)
+    total = coll.all_reduce(x).wait()
+
+Moves no bytes and knows no memory. Membership, meeting and closing are in `ep_kernels/membership.py`; matmuls that
+overlap with a collective in `matmul.py`. docs/collectives.md says what moves where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels.collectives import collective_checks as checks
+from ep_kernels.collectives import matmul
+from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
+from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.establish import establish, process_group_of, warn_once
+from ep_kernels.collectives.fallback import TorchCollectives
+from ep_kernels.collectives.work import Work
+from ep_kernels.errors import ArgumentError
+from ep_kernels.membership import GroupMember
+from ep_kernels.transports.collective_base import (
+    CollectiveTransport,
+    GatherArgs,
+    GatherPart,
+    PendingCollective,
+    PendingGather,
+    ReduceArgs,
+)
+
+
+class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
+    """All-gather, reduce-scatter and all-reduce among the ranks of one group. Construction is collective; several
+    objects may live at once, over groups that overlap. As in `GroupMember`, all ranks call the same operations in the
+    same order, from one thread.
+
+    Where the transport cannot serve the group, torch.distributed does (`config.fallback`): one RuntimeWarning and
+    `capabilities.reason` say why. Single operations that the transport does not have go there, too, with one warning.
+
+    Raises:
+        ConfigError: a field that this transport cannot do, or that differs between ranks (named in the error).
+        TransportError: a peer did not come; or the transport cannot serve, and there is no process group to fall back
+            on.
+    """
+
+    def __init__(self, config: CollectiveConfig) -> None:
+        transport = establish(config)
+        super().__init__(config, transport)
+        self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
+        self._warned: list[str] = []
+        if transport.capabilities.reason:
+            warn_once(self._warned, transport.capabilities.reason)
+
+    @property
+    def capabilities(self) -> CollectiveCapabilities:
+        """What the transport can do; `reason` says why torch.distributed serves this object, if it does."""
+        return self._transport.capabilities
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous, uninitialised tensor of registered memory: peers read and write it where it lies, so operations
+        on it copy less. Collective: all ranks ask for the same in the same order. Its memory returns to the pool when
+        the last view has died on all ranks; the pool notices in a later `empty`.
+
+        Raises ArgumentError: sizes differ between ranks, or `pool_bytes` are used up (then on all ranks).
+        """
+        sizes = tuple(shape)
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ArgumentError("shape", "ints that are not negative", sizes)
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", "a torch.dtype", type(dtype).__name__)
+        self._ready("empty")
+        return self._run(self._transport.empty, sizes, dtype)
+
+    def all_gather(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, num_sms: int | None = None
+    ) -> Work[torch.Tensor]:
+        """Every rank's x, in rank order, on every rank. Collective.
+
+        Args:
+            x: [n, ...], any dtype, contiguous, of the same shape and dtype on all ranks. 0-d counts as [1]. May be
+                out[rank * n : (rank + 1) * n] (in place).
+            out: [R * n, ...] to write into, or None. The shard of an inactive rank is not written; a new out has zeros
+                there.
+            num_sms: GPUs: multiprocessors to fill; 0: copy engines alone; None: `config.num_sms`.
+
+        Returns a Work whose `wait()` gives out. Raises ArgumentError (nothing was sent), PeerTimeout, AbortedError,
+        ClosedError, TransportError.
+        """
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        return Work(gathered[0], self._finisher(pending), pending.is_completed)
+
+    def all_gather_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        outs: Sequence[torch.Tensor] | None = None,
+        num_sms: int | None = None,
+    ) -> Work[list[torch.Tensor]]:
+        """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
+        between ranks; any of them may be empty."""
+        gathered, pending = self._gather(xs, outs, num_sms)
+        return Work(gathered, self._finisher(pending), pending.is_completed)
+
+    def reduce_scatter(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, op: str = "sum", num_sms: int | None = None
+    ) -> Work[torch.Tensor]:
+        """Rows [rank * n, (rank + 1) * n) of the sum of every rank's x. Collective.
+
+        bfloat16, float16 and float32 are summed in fp32 in ascending rank and rounded once. Other dtypes, and other
+        reductions than "sum" (`collective_checks.REDUCTIONS`), go to torch.distributed.
+
+        Args:
+            x: [R * n, ...], contiguous, of the same shape and dtype on all ranks.
+            out: [n, ...] to write into, or None. May be x[rank * n : (rank + 1) * n].
+
+        Returns and raises as `all_gather`; `num_sms` is at least 1.
+        """
+        self._ready("reduce_scatter")
+        given, made = checks.scattered(x, out, self._caller())
+        pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
+        return Work(made, self._finisher(pending), pending.is_completed)
+
+    def all_reduce(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, op: str = "sum", num_sms: int | None = None
+    ) -> Work[torch.Tensor]:
+        """The sum of every rank's x, on every rank. Collective; as `reduce_scatter`.
+
+        Args:
+            x: [...], contiguous, of the same shape and dtype on all ranks.
+            out: [...] to write into, or None. May be x itself.
+        """
+        self._ready("all_reduce")
+        given, made = checks.reduced(x, out, self._caller())
+        pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
+        return Work(made, self._finisher(pending), pending.is_completed)
+
+    def all_gather_matmul(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`([x_all @ w for w in weights], x_all)` with `x_all = all_gather(x)`; the rows of a rank are multiplied as
+        soon as they have arrived, this rank's own first. Collective.
+
+        Args:
+            x: [n, K], as in `all_gather`.
+            weights: [K, N_i] each, of x's dtype and device.
+            out: [R * n, K] for x_all, or None.
+
+        Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
+        Raises as `all_gather`.
+        """
+        matmul.check_weights(x, checks.sequence("weights", weights, None))
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
+        self._run(pending.wait)
+        return ys, gathered[0]
+
+    def matmul_reduce_scatter(
+        self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 2, num_sms: int | None = None
+    ) -> torch.Tensor:
+        """`reduce_scatter(x @ w)`: while one chunk of the product is summed, the next is computed. Collective.
+
+        Args:
+            x: [R * n, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
+            chunks: into which each rank's n rows are cut, at most n.
+
+        Returns [n, N]: the product in the dtype of x, summed as `reduce_scatter` says. Raises as `all_gather`.
+        """
+        matmul.check_weights(x, [w])
+        given = checks.contiguous("x", x, self.capabilities.device_type)
+        if given.shape[0] % self.size:
+            raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
+        self._ready("matmul_reduce_scatter")
+
+        def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
+            return self.reduce_scatter(rows, out=out, num_sms=num_sms)
+
+        return matmul.scattered(scatter, given, w, self.size, matmul.check_chunks(chunks))
+
+    def matmul_all_reduce(
+        self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 4, num_sms: int | None = None
+    ) -> torch.Tensor:
+        """`all_reduce(x @ w)`: while one chunk of rows is summed, the next is computed. Collective.
+
+        Args:
+            x: [T, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
+            chunks: into which the T rows are cut, at most T.
+
+        Returns [T, N]: the product in the dtype of x, summed as `all_reduce` says. Raises as `all_gather`.
+        """
+        matmul.check_weights(x, [w])
+        given = checks.contiguous("x", x, self.capabilities.device_type)
+        self._ready("matmul_all_reduce")
+
+        def reduce(rows: torch.Tensor) -> Work[torch.Tensor]:
+            return self.all_reduce(rows, out=rows, num_sms=num_sms)
+
+        return matmul.reduced(reduce, given, w, matmul.check_chunks(chunks))
+
+    # Inside.
+
+    def _caller(self) -> checks.Caller:
+        return checks.Caller(self.rank, self.size, self.capabilities.device_type, not all(self._active))
+
+    def _gather(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, num_sms: int | None
+    ) -> tuple[list[torch.Tensor], PendingGather]:
+        self._ready("all_gather")
+        shards = checks.sequence("xs", xs, None)
+        places = [None] * len(shards) if outs is None else checks.sequence("outs", outs, len(shards))
+        caller = self._caller()
+        alone = len(shards) == 1
+        pairs = [
+            checks.gathered("" if alone else f"s[{i}]", x, out, caller)
+            for i, (x, out) in enumerate(zip(shards, places, strict=True))
+        ]
+        given, made = [x for x, _ in pairs], [out for _, out in pairs]
+        parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
+        sms = checks.num_sms(num_sms, self._config.num_sms)
+        algorithm = self._algorithm(CollectiveOp.ALL_GATHER, given, made, sms)
+        transport = self._served("all_gather") if algorithm is Algorithm.TORCH else self._transport
+        return made, self._run(transport.all_gather, GatherArgs(parts, algorithm, sms))
+
+    def _reduce(
+        self, kind: CollectiveOp, x: torch.Tensor, out: torch.Tensor, op: str, num_sms: int | None
+    ) -> PendingCollective:
+        sms = checks.num_sms(num_sms, self._config.num_sms)
+        name, why = kind.value, checks.why_not_summed(checks.reduction(op), x.dtype)
+        algorithm = Algorithm.TORCH if why else self._algorithm(kind, [x], [out], sms)
+        args = ReduceArgs(x.reshape(-1), out.reshape(-1), algorithm, sms)
+        if algorithm is Algorithm.TORCH:
+            served = self._served(name, why)
+            call: Any = served.reduce_scatter if kind is CollectiveOp.REDUCE_SCATTER else served.all_reduce
+            return self._run(call, args, op)  # type: ignore[no-any-return]
+        call = self._transport.reduce_scatter if kind is CollectiveOp.REDUCE_SCATTER else self._transport.all_reduce
+        return self._run(call, args)  # type: ignore[no-any-return]
+
+    def _algorithm(
+        self, op: CollectiveOp, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], num_sms: int | None
+    ) -> Algorithm:
+        total = sum(checks.num_bytes(x) for x in xs)
+        shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs))
+        choice = choose(shape, self.capabilities)
+        if choice.algorithm is Algorithm.TORCH:
+            self._served(op.value, choice.reason)
+        return choice.algorithm
+
+    def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:
+        offset_of = self._transport.offset_of
+        registered = all(offset_of(tensor) is not None for tensor in tensors if tensor.numel())
+        return BufferPlace.REGISTERED if registered else BufferPlace.PLAIN
+
+    def _served(self, op: str, why: str = "") -> TorchCollectives:
+        """torch.distributed, for an operation that the transport leaves to it; says why, once."""
+        reason = f"{op}: {why}"
+        if self._torch is None:
+            group = self._config.group
+            if not self._config.fallback or process_group_of(group) is None:
+                cure = "a TorchGroup and fallback=True let torch.distributed do it"
+                raise ArgumentError("x", f"what transport {self._config.transport!r} can do ({cure})", why)
+            self._torch = TorchCollectives(group, self.capabilities.device_type, "")
+        if not all(self._active):
+            raise ArgumentError("x", "what the transport can do while a rank is left out", why)
+        if why:
+            warn_once(self._warned, reason)
+        return self._torch
+
+    def _finisher(self, pending: PendingCollective) -> Any:
+        def finish() -> None:
+            self._ready("wait")
+            self._run(pending.wait)
+
+        return finish
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

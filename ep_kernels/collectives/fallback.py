@@ -1,0 +1,223 @@
+"""Collectives by torch.distributed, for what no transport of ours can do: the same calls, its values, its deadlines.
+
+Serves a whole group (ranks on several hosts, GPUs without peer access) or single operations (other dtypes, other
+reductions). A rank cannot be left out here, and a wait ends by the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_kernels import tuning
+from ep_kernels.collectives.collective_types import CollectiveCapabilities
+from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
+from ep_kernels.types import LatencySample, PeerTraffic
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class TorchPending:
+    """See `collective_base.PendingGather`.
+
+    Args:
+        works: of torch.distributed, all of them.
+        ranks: R.
+        own: this rank.
+        after: what is left to do when they are done.
+    """
+
+    def __init__(self, works: Sequence[Any], ranks: int, own: int, after: Callable[[], None] | None = None) -> None:
+        self._works, self._ranks, self._own, self._after = list(works), ranks, own, after
+
+    def wait(self) -> None:
+        """See `PendingCollective.wait`."""
+        works, self._works = self._works, []
+        for work in works:
+            _mapped(work.wait)
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+
+    def is_completed(self) -> bool:
+        """See `PendingCollective.is_completed`."""
+        return all(work.is_completed() for work in self._works) and self._after is None
+
+    def shards(self) -> Iterator[int]:
+        """See `PendingGather.shards`: all come together."""
+        self.wait()
+        yield self._own
+        yield from (rank for rank in range(self._ranks) if rank != self._own)
+
+
+class TorchCollectives:
+    """See `collective_base.CollectiveTransport`.
+
+    Args:
+        group: with a process group.
+        device_type: of the tensors; "" = what the process group's backend works on.
+        reason: why it serves the whole group; "" where it serves single operations.
+    """
+
+    def __init__(self, group: Any, device_type: str, reason: str) -> None:
+        self._group, self._size, self._rank = group.process_group, group.size, group.rank
+        on_device = device_type or ("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        self.capabilities = CollectiveCapabilities(
+            device_type=on_device, cross_host=True, graphs=False, abi="torch", algorithms={}, reason=reason
+        )
+        self.domains = tuple(range(self._size))
+        self._reason: str | None = None
+        self._lost: set[int] = set()
+        self._closed = False
+        self._woken = threading.Event()
+
+    # Life.
+
+    def allocate(self) -> bytes:
+        """See `CollectiveTransport.allocate`."""
+        return b""
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `MemberTransport.import_regions`."""
+
+    def drain(self) -> None:
+        """See `MemberTransport.drain`: the process group brings to an end what it has begun."""
+
+    def close(self) -> None:
+        """See `MemberTransport.close`. The process group is the caller's."""
+        self._closed = True
+
+    forsake = close
+
+    def abort(self, reason: str) -> None:
+        """See `MemberTransport.abort`; a wait that is under way ends by the process group's timeout."""
+        self._reason = reason
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `MemberTransport.give_up`, likewise."""
+        self._lost.update(ranks)
+
+    # The group.
+
+    def check(self) -> None:
+        """See `MemberTransport.check`."""
+
+    def check_results(self) -> None:
+        """See `MemberTransport.check_results`."""
+
+    def failed(self) -> torch.Tensor:
+        """See `MemberTransport.failed`."""
+        return torch.zeros(1, dtype=torch.int64, device=self.capabilities.device_type)
+
+    def barrier(self) -> None:
+        """See `MemberTransport.barrier`."""
+        self._usable("barrier")
+        _mapped(lambda: dist.barrier(group=self._group))
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `MemberTransport.set_active`."""
+        if not all(mask):
+            raise ArgumentError("mask", "all ranks, for torch.distributed serves this group", list(mask))
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `MemberTransport.exchange`."""
+        self._usable("exchange")
+        mine = torch.tensor(list(words), device=self.capabilities.device_type)
+        rows = mine.new_empty(self._size, len(words))
+        _mapped(lambda: dist.all_gather_into_tensor(rows, mine, group=self._group))
+        return [tuple(row) for row in rows.tolist()]
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `MemberTransport.wait_for_peer`; it sees `wake` alone."""
+        woken = self._woken.wait(timeout_s)
+        self._woken.clear()
+        return woken
+
+    def wake(self) -> None:
+        """See `MemberTransport.wake`."""
+        self._woken.set()
+
+    def samples(self) -> list[LatencySample]:
+        """See `MemberTransport.samples`: none are taken."""
+        return []
+
+    def traffic(self) -> list[PeerTraffic]:
+        """See `MemberTransport.traffic`: unknown."""
+        return []
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `MemberTransport.peek`."""
+        return words.cpu()
+
+    def device_name(self) -> str:
+        """See `MemberTransport.device_name`."""
+        on_cpu = self.capabilities.device_type == "cpu"
+        return tuning.cpu_name() if on_cpu else torch.cuda.get_device_name()
+
+    # Operations.
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `CollectiveTransport.empty`: ordinary memory."""
+        return torch.empty(*shape, dtype=dtype, device=self.capabilities.device_type)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """See `CollectiveTransport.offset_of`: nothing is registered."""
+        return None
+
+    def all_gather(self, args: GatherArgs) -> TorchPending:
+        """See `CollectiveTransport.all_gather`."""
+        self._usable("all_gather")
+        works = [
+            _mapped(dist.all_gather_into_tensor, part.out, part.x, group=self._group, async_op=True)
+            for part in args.parts
+            if part.x.numel()
+        ]
+        return TorchPending(works, self._size, self._rank)
+
+    def reduce_scatter(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
+        """See `CollectiveTransport.reduce_scatter`."""
+        self._usable("reduce_scatter")
+        op = _REDUCTIONS[reduction]
+        if not args.x.numel():
+            return TorchPending([], self._size, self._rank)
+        work = _mapped(dist.reduce_scatter_tensor, args.out, args.x, op=op, group=self._group, async_op=True)
+        return TorchPending([work], self._size, self._rank)
+
+    def all_reduce(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
+        """See `CollectiveTransport.all_reduce`."""
+        self._usable("all_reduce")
+        if not args.x.numel():
+            return TorchPending([], self._size, self._rank)
+        if args.out.data_ptr() != args.x.data_ptr():
+            args.out.copy_(args.x)
+        work = _mapped(dist.all_reduce, args.out, op=_REDUCTIONS[reduction], group=self._group, async_op=True)
+        return TorchPending([work], self._size, self._rank)
+
+    def _usable(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: closed")
+        if self._reason is not None:
+            raise AbortedError(self._reason)
+        if self._lost:
+            raise PeerTimeout(
+                peer=min(self._lost), op=op, phase="payload", expected=0, seen=0, waited_s=0, given_up=True
+            )
+
+
+def _mapped(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Errors of torch.distributed as ours."""
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        raise TransportError(f"torch.distributed: {error}") from error

@@ -1,0 +1,135 @@
+"""Matmuls that overlap with a collective. Schedules only: the GEMMs are torch's.
+
+On GPUs the current stream computes, and a second stream of the device runs what is summed meanwhile; on the CPU the
+same calls run one after another. Chunks and shards are rows, so every product is the one that a whole matmul has, as
+far as the GEMM library gives a row the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ep_kernels.collectives.work import Work
+from ep_kernels.errors import ArgumentError
+from ep_kernels.transports.collective_base import PendingGather
+
+_MAX_CHUNKS = 1024
+
+
+def check_weights(x: object, weights: Sequence[object]) -> None:
+    """x [n, K] and w [K, N] of its dtype and device. Raises ArgumentError."""
+    if not isinstance(x, torch.Tensor) or x.ndim != 2:
+        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ArgumentError("x", "a tensor [n, K]", got)
+    for w in weights:
+        if not isinstance(w, torch.Tensor) or w.ndim != 2 or w.shape[0] != x.shape[1]:
+            got = list(w.shape) if isinstance(w, torch.Tensor) else type(w).__name__
+            raise ArgumentError("w", f"a tensor [{x.shape[1]}, N]", got)
+        if w.dtype != x.dtype or w.device != x.device:
+            raise ArgumentError("w", f"{x.dtype} on {x.device} as x", f"{w.dtype} on {w.device}")
+
+
+def check_chunks(chunks: object) -> int:
+    """A number of chunks. Raises ArgumentError."""
+    if type(chunks) is not int or not 1 <= chunks <= _MAX_CHUNKS:
+        raise ArgumentError("chunks", f"an int in 1..{_MAX_CHUNKS}", repr(chunks))
+    return chunks
+
+
+def follow(
+    pending: PendingGather, gathered: torch.Tensor, weights: Sequence[torch.Tensor], size: int, active: Sequence[bool]
+) -> list[torch.Tensor]:
+    """`gathered @ w` for each w, by shards in the order in which they arrive; those of inactive ranks last."""
+    rows = gathered.shape[0] // size
+    ys = [gathered.new_empty(gathered.shape[0], w.shape[1]) for w in weights]
+    inactive = [rank for rank, alive in enumerate(active) if not alive]
+    for rank in (*pending.shards(), *inactive) if inactive else pending.shards():
+        part = slice(rank * rows, (rank + 1) * rows)
+        for y, w in zip(ys, weights, strict=True):
+            torch.mm(gathered[part], w, out=y[part])
+    return ys
+
+
+def scattered(
+    scatter: Callable[[torch.Tensor, torch.Tensor], Work[torch.Tensor]],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    size: int,
+    chunks: int,
+) -> torch.Tensor:
+    """reduce_scatter(x @ w). A chunk has some rows of every rank's n, so that its sum is some rows of out.
+
+    Args:
+        scatter: begins a reduce_scatter of (rows [R * m, N], out [m, N]).
+    """
+    rows = x.shape[0] // size
+    by_rank = x.view(size, rows, x.shape[1])
+    out = x.new_empty(rows, w.shape[1])
+    overlap, works = _Overlap(x), []
+    for first, last in _cuts(rows, chunks):
+        product = x.new_empty(size, last - first, w.shape[1])
+        for rank in range(size):
+            torch.mm(by_rank[rank, first:last], w, out=product[rank])
+        with overlap.behind(product):
+            works.append(scatter(product.view(-1, w.shape[1]), out[first:last]))
+    overlap.join(works, out)
+    return out
+
+
+def reduced(
+    reduce: Callable[[torch.Tensor], Work[torch.Tensor]], x: torch.Tensor, w: torch.Tensor, chunks: int
+) -> torch.Tensor:
+    """all_reduce(x @ w), in place, chunk by chunk of the rows.
+
+    Args:
+        reduce: begins an all_reduce of rows [m, N] in place.
+    """
+    out = x.new_empty(x.shape[0], w.shape[1])
+    overlap, works = _Overlap(x), []
+    for first, last in _cuts(x.shape[0], chunks):
+        torch.mm(x[first:last], w, out=out[first:last])
+        with overlap.behind(out):
+            works.append(reduce(out[first:last]))
+    overlap.join(works, out)
+    return out
+
+
+def _cuts(rows: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """Chunks of equal size, the last shorter; one empty chunk of no rows."""
+    step = max(1, -(-rows // chunks))
+    for first in range(0, max(rows, 1), step):
+        yield first, min(first + step, rows)
+
+
+class _Overlap:
+    """A stream beside the current one; nothing on the CPU."""
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._beside: torch.cuda.Stream | None = None
+        if like.device.type == "cuda":
+            beside = self._streams.get(like.device) or torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
+            self._beside = self._streams[like.device] = beside
+
+    @contextlib.contextmanager
+    def behind(self, made: torch.Tensor) -> Iterator[None]:
+        """What runs here begins after what made that tensor, and beside what the current stream runs next."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(made.device))
+        made.record_stream(self._beside)
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def join(self, works: Sequence[Work[torch.Tensor]], out: torch.Tensor) -> None:
+        """The current stream goes on when all of them are done."""
+        with self.behind(out):
+            for work in works:
+                work.wait()
+        if self._beside is not None:
+            torch.cuda.current_stream(out.device).wait_stream(self._beside)

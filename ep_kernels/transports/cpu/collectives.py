@@ -1,0 +1,308 @@
+"""The collectives of the `cpu` transport: processes of one host through shared memory. See docs/collectives.md.
+
+Python allocates and keeps order; all waiting, moving and summing happens in the native half, without the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.pool import SymmetricPool
+from ep_kernels.errors import ConfigError, HandleError, TransportError
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
+from ep_kernels.transports.cpu.native_collectives import (
+    ALGORITHMS,
+    MAX_ZERO_COPY_PARTS,
+    Collective,
+    NativeCollectives,
+    Part,
+    geometry_of,
+)
+from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
+from ep_kernels.types import PeerTraffic
+
+ZERO_COPY_BYTES = 64 << 10
+"""A registered x of at least so many bytes is read where it lies. A smaller one is staged: copying it takes less time
+than the second meeting, after which x is the caller's again."""
+ONE_SHOT_BYTES = 32 << 10
+"""all_reduce up to here is one-shot: its second meeting would cost more than the sums that it saves."""
+_PAGE = 4096
+_ONE_HOST = "the collectives of this transport need one host"
+
+
+def create(config: CollectiveConfig) -> CpuCollectives:
+    """Build the transport; nothing is allocated yet. Raises TransportError when the native library is missing."""
+    return CpuCollectives(config)
+
+
+class CpuCollective:
+    """See `collective_base.PendingGather`.
+
+    Args:
+        transport: whose it is.
+        op: the arguments, by address.
+        kept: what those addresses belong to.
+    """
+
+    def __init__(self, transport: CpuCollectives, op: Collective, kept: tuple[Any, ...]) -> None:
+        self._transport, self.op, self._kept = transport, op, kept
+        self.epoch = transport.epoch
+        self.done = False
+
+    def finish(self) -> None:
+        """It needs its buffers no longer."""
+        self.done, self._kept = True, ()
+
+    def wait(self) -> None:
+        """See `PendingCollective.wait`."""
+        self._transport.complete(self)
+
+    def is_completed(self) -> bool:
+        """See `PendingCollective.is_completed`."""
+        return self._transport.poll(self)
+
+    def shards(self) -> Iterator[int]:
+        """See `PendingGather.shards`."""
+        given = 0
+        while True:
+            fresh = self.op.arrived & ~given
+            given |= fresh
+            yield from (rank for rank in range(fresh.bit_length()) if fresh >> rank & 1)
+            if given == mask_of(self._transport.active):
+                break
+            self._transport.one_shard(self)
+        self.wait()
+
+
+class CpuCollectives(CpuMember[NativeCollectives]):
+    """See `transports.collective_base.CollectiveTransport`."""
+
+    def __init__(self, config: CollectiveConfig) -> None:
+        if config.group.size > native.MAX_RANKS:
+            raise ConfigError("group", f"at most {native.MAX_RANKS} ranks with transport cpu", config.group.size)
+        self._config, self._geometry = config, geometry_of(config)
+        super().__init__(NativeCollectives(self._geometry), config.group.size, config.group.epoch)
+        self._rank: int = config.group.rank
+        self._pool = SymmetricPool(config.pool_bytes // _PAGE * _PAGE)
+        self._pool_at = self._pool_address = 0
+        self._pending: deque[CpuCollective] = deque()
+        sums = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+        self.capabilities = CollectiveCapabilities(
+            device_type="cpu",
+            cross_host=False,
+            graphs=False,
+            abi=f"cpu-collectives-{self.lib.cd_collectives_abi():016x}",
+            algorithms={
+                CollectiveOp.ALL_GATHER: (Algorithm.PULL,),
+                CollectiveOp.REDUCE_SCATTER: (Algorithm.PULL,),
+                CollectiveOp.ALL_REDUCE: sums,
+            },
+            one_shot_max_bytes={1: ONE_SHOT_BYTES},
+        )
+
+    # Life.
+
+    def allocate(self) -> bytes:
+        """See `CollectiveTransport.allocate`."""
+        comm, geometry = self.native(), ctypes.byref(self._geometry)
+        comm.region = OwnRegion(self.lib.cd_collectives_region_bytes(geometry))
+        self.lib.cd_collectives_attach_own(comm.pointer, comm.region.bytes.data_ptr(), comm.region.nonce)
+        self._pool_at = self.lib.cd_collectives_pool_offset(geometry)
+        self._pool_address = comm.region.bytes.data_ptr() + self._pool_at
+        return comm.region.ticket(self.lib.cd_collectives_abi())
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `MemberTransport.import_regions`."""
+        comm, abi = self.native(), self.lib.cd_collectives_abi()
+        num_bytes = self.lib.cd_collectives_region_bytes(ctypes.byref(self._geometry))
+        read = [read_ticket(r, raw, abi=abi, num_bytes=num_bytes, cure=_ONE_HOST) for r, raw in enumerate(tickets)]
+        for rank, ticket in enumerate(read):
+            if rank == self._rank:
+                continue
+            region_fd, _, process_fd = open_peer(rank, ticket)
+            attach = self.lib.cd_collectives_attach_peer
+            error = attach(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
+            os.close(region_fd)
+            if error > 0:
+                os.close(process_fd)
+                raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
+            if error < 0:
+                raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+        self.lib.cd_activate(comm.pointer, mask_of(self.active))
+
+    def drain(self) -> None:
+        """See `MemberTransport.drain`."""
+        while self._pending:
+            self.complete(self._pending[0])
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self._pending.clear()
+
+    # The group.
+
+    def barrier(self) -> None:
+        """See `MemberTransport.barrier`."""
+        self.drain()
+        super().barrier()
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `MemberTransport.set_active`."""
+        self.clear()
+        super().set_active(mask, epoch)
+
+    def traffic(self) -> list[PeerTraffic]:
+        """See `MemberTransport.traffic`."""
+        return []
+
+    # Memory.
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `CollectiveTransport.empty`."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        comm = self.native()
+        assert comm.region is not None
+        block, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
+        if not num_bytes:
+            self._pool.drop(block)
+            return torch.empty(*shape, dtype=dtype)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(self._pool_address + offset)
+        memory.region = comm.region.bytes  # type: ignore[attr-defined]  # the mapping lives as long as the last view
+        weakref.finalize(memory, self._pool.drop, block).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """See `CollectiveTransport.offset_of`."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        offset = tensor.data_ptr() - self._pool_address
+        return offset if num_bytes and 0 <= offset <= self._pool.num_bytes - num_bytes else None
+
+    def _source(self, tensor: torch.Tensor) -> int | None:
+        """Where a registered tensor lies in the region."""
+        offset = self.offset_of(tensor)
+        return None if offset is None else self._pool_at + offset
+
+    # Operations.
+
+    def all_gather(self, args: GatherArgs) -> CpuCollective:
+        """See `CollectiveTransport.all_gather`."""
+        total = sum(part.x.numel() for part in args.parts)
+        sources = [self._source(part.x) if part.x.numel() else 0 for part in args.parts]
+        direct = total >= ZERO_COPY_BYTES and None not in sources and len(sources) <= MAX_ZERO_COPY_PARTS
+        parts = (Part * len(args.parts))(
+            *(
+                Part(part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), -1 if source is None else source)
+                for part, source in zip(args.parts, sources, strict=True)
+            )
+        )
+        sizes = repr([(part.x.numel(), str(part.dtype)) for part in args.parts])
+        op = Collective(
+            op=native.OPS.index("all_gather"),
+            num_bytes=total,
+            dtype=native.dtype_code(args.parts[0].dtype),
+            part_sizes=zlib.crc32(sizes.encode()),
+            algorithm=ALGORITHMS.index(args.algorithm),
+            parts=ctypes.addressof(parts),
+            num_parts=len(parts),
+            source=-2,
+            zero_copy=direct,
+        )
+        return self._begin(op, (args, parts))
+
+    def reduce_scatter(self, args: ReduceArgs) -> CpuCollective:
+        """See `CollectiveTransport.reduce_scatter`."""
+        return self._reduce("reduce_scatter", args)
+
+    def all_reduce(self, args: ReduceArgs) -> CpuCollective:
+        """See `CollectiveTransport.all_reduce`."""
+        return self._reduce("all_reduce", args)
+
+    def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:
+        num_bytes, source = args.x.numel() * args.x.element_size(), self._source(args.x)
+        in_place = args.x.data_ptr() == args.out.data_ptr()
+        # One-shot, a peer may read all of x while this rank writes out.
+        apart = not in_place or args.algorithm is not Algorithm.ONE_SHOT
+        collective = Collective(
+            op=native.OPS.index(op),
+            num_bytes=num_bytes,
+            dtype=native.dtype_code(args.x.dtype),
+            algorithm=ALGORITHMS.index(args.algorithm),
+            x=args.x.data_ptr(),
+            out=args.out.data_ptr(),
+            source=-1 if source is None else source,
+            count=args.x.numel(),
+            type=native.type_code(args.x.dtype),
+            zero_copy=source is not None and num_bytes >= ZERO_COPY_BYTES and apart,
+        )
+        return self._begin(collective, (args,))
+
+    def _begin(self, op: Collective, kept: tuple[Any, ...]) -> CpuCollective:
+        while len(self._pending) >= self._config.max_in_flight:
+            self.complete(self._pending[0])
+        comm = self.native()
+        pending = CpuCollective(self, op, kept)
+        self.judge(comm.lib.cd_collective_begin(comm.pointer, ctypes.byref(op)))
+        self._pending.append(pending)
+        return pending
+
+    def complete(self, pending: CpuCollective) -> None:
+        """Finish it and those before it."""
+        while not pending.done:
+            self._advance(self._next_of(pending), one_shard=False)
+
+    def one_shard(self, pending: CpuCollective) -> None:
+        """Finish those before it, and go on with it until a shard has arrived."""
+        while not pending.done:
+            first = self._next_of(pending)
+            self._advance(first, one_shard=first is pending)
+            if first is pending:
+                break
+
+    def poll(self, pending: CpuCollective) -> bool:
+        """Go on, without waiting, with it and those before it; whether it is done."""
+        comm = self.comm
+        while comm is not None and self.reason is None and self._pending and not pending.done:
+            first = self._pending[0]
+            if comm.lib.cd_collective_advance(comm.pointer, ctypes.byref(first.op), 0, 0) != native.OK:
+                break  # a failure is raised by `wait`, which meets it again
+            self._pending.popleft()
+            first.finish()
+        return pending.done
+
+    def _next_of(self, pending: CpuCollective) -> CpuCollective:
+        if pending.epoch != self.epoch:
+            raise HandleError(f"wait: begun in epoch {pending.epoch}, the group is in epoch {self.epoch}")
+        self.native()
+        if pending not in self._pending:
+            raise TransportError("wait: an operation before this one has failed")
+        return self._pending[0]
+
+    def _advance(self, first: CpuCollective, one_shard: bool) -> None:
+        comm = self.native()
+        try:
+            self.judge(comm.lib.cd_collective_advance(comm.pointer, ctypes.byref(first.op), 1, one_shard))
+        except BaseException:
+            self.clear()
+            raise
+        if not one_shard or first.op.phase == _DONE:
+            if self._pending and self._pending[0] is first:
+                self._pending.popleft()
+            first.finish()
+
+
+_DONE = 5
+"""`kDone` of native/collectives.cpp."""

@@ -1,0 +1,188 @@
+"""What the transports of this folder share: meeting, membership, errors and measurements over one native member."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from ep_kernels import tuning
+from ep_kernels.errors import AbortedError, ClosedError
+from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
+from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.cpu import native
+from ep_kernels.types import LatencySample
+
+_NS = 1_000_000_000
+_DRAIN = 256
+"""Sample records fetched at a time."""
+
+
+class NativeOwner(Protocol):
+    """Owner of a native member and of the memory it works on. Freed when the last operation that uses it has returned,
+    whatever `close` does meanwhile."""
+
+    lib: ctypes.CDLL
+    pointer: int | None
+
+    def close(self) -> None:
+        """Nobody finds this rank any more. What operations work on stays."""
+
+    def forsake(self) -> None:
+        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+
+
+N = TypeVar("N", bound=NativeOwner)
+
+
+class CpuMember(Generic[N]):
+    """See `transports.base.MemberTransport`.
+
+    Args:
+        owner: of the native member.
+        size: rank slots R.
+        epoch: as the group has it.
+    """
+
+    def __init__(self, owner: N, size: int, epoch: int) -> None:
+        self.comm: N | None = owner
+        self.lib = owner.lib
+        self.size = size
+        self.active = (True,) * size
+        self.epoch = epoch
+        self.reason: str | None = None
+        self.domains = (0,) * size
+
+    # Life.
+
+    def close(self) -> None:
+        """See `MemberTransport.close`. Memory goes when the last operation has returned and the last view has died."""
+        comm, self.comm = self.comm, None
+        if comm is None:
+            return
+        self.lib.cd_stop(comm.pointer)
+        comm.close()
+        self.clear()  # an operation of another thread may be going through the old ones
+
+    def forsake(self) -> None:
+        """See `MemberTransport.forsake`."""
+        comm, self.comm = self.comm, None
+        if comm is not None:
+            comm.forsake()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+
+    def abort(self, reason: str) -> None:
+        """See `MemberTransport.abort`."""
+        comm = self.comm
+        if comm is not None:
+            self.reason = reason
+            self.lib.cd_stop(comm.pointer)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `MemberTransport.give_up`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_give_up(comm.pointer, sum(1 << rank for rank in set(ranks)))
+
+    # The group.
+
+    def check(self) -> None:
+        """See `MemberTransport.check`. Every wait is on the host here and raises by itself."""
+
+    def failed(self) -> torch.Tensor:
+        """See `MemberTransport.failed`."""
+        return torch.zeros(1, dtype=torch.int64)
+
+    def check_results(self) -> None:
+        """See `MemberTransport.check_results`. Nothing is left to tell after a call."""
+
+    def barrier(self) -> None:
+        """See `MemberTransport.barrier`."""
+        comm = self.native()
+        self.judge(self.lib.cd_barrier(comm.pointer))
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `MemberTransport.set_active`. A new mask needs a new epoch; unfinished operations are void."""
+        comm = self.native()
+        self.judge(self.lib.cd_resync(comm.pointer, mask_of(mask), epoch))
+        self.active, self.epoch = tuple(mask), epoch
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `MemberTransport.exchange`."""
+        comm = self.native()
+        mine = (ctypes.c_int64 * EXCHANGE_WORDS)(*words)
+        everyone = (ctypes.c_int64 * (EXCHANGE_WORDS * self.size))()
+        self.judge(self.lib.cd_exchange(comm.pointer, mine, everyone))
+        rows = [tuple(everyone[r * EXCHANGE_WORDS : (r + 1) * EXCHANGE_WORDS]) for r in range(self.size)]
+        return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `MemberTransport.wait_for_peer`."""
+        comm = self.native()
+        status = self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS))
+        if status == native.NOTHING:
+            return False
+        self.judge(status)
+        return True
+
+    def wake(self) -> None:
+        """See `MemberTransport.wake`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_wake(comm.pointer)
+
+    def samples(self) -> list[LatencySample]:
+        """See `MemberTransport.samples`. Any thread."""
+        comm = self.comm
+        if comm is None:
+            return []
+        records = ctypes.create_string_buffer(RECORD_BYTES * _DRAIN)
+        samples: list[LatencySample] = []
+        for _ in range(RING_SIZE // _DRAIN):
+            count = self.lib.cd_samples(comm.pointer, records, _DRAIN)
+            samples += decode(memoryview(records)[: count * RECORD_BYTES])
+            if count < _DRAIN:
+                break
+        return samples
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `MemberTransport.peek`."""
+        return words.clone()
+
+    def device_name(self) -> str:
+        """See `MemberTransport.device_name`."""
+        return tuning.cpu_name()
+
+    # For the operations.
+
+    def native(self) -> N:
+        """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
+        comm = self.comm
+        if comm is None:
+            raise ClosedError("cpu transport: closed")
+        if self.reason is not None:
+            raise AbortedError(self.reason)
+        return comm
+
+    def judge(self, status: int) -> None:
+        """Turn a native status into the exception it stands for."""
+        if status == native.OK:
+            return
+        comm = self.comm
+        if comm is None:
+            raise ClosedError("cpu transport: closed while waiting")
+        if status == native.ABORTED:
+            raise AbortedError(self.reason or "aborted")
+        fault = native.NativeFault()
+        self.lib.cd_fault(comm.pointer, ctypes.byref(fault))
+        raise fault.difference() if status == native.DIFFERS else fault.timeout()
+
+
+def mask_of(active: Sequence[bool]) -> int:
+    """A bit per active rank."""
+    return sum(1 << rank for rank, alive in enumerate(active) if alive)

@@ -1,0 +1,51 @@
+// What every region begins with, whatever it carries: the bell, and the words by which ranks meet and part.
+//
+//   page 0     BellPage    peers write here (ring), the owner sleeps here
+//   page 1..   Meeting     sequence words of meetings; the rest of the region follows it
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace cd {
+
+constexpr int kMaxRanks = 64;
+constexpr int kExchangeWords = 8;
+constexpr int64_t kPage = 4096;
+constexpr uint64_t kMagic = 0x4b434f4453534f52ull;
+
+constexpr int64_t page_up(int64_t n) { return (n + kPage - 1) / kPage * kPage; }
+
+struct alignas(64) Word {
+  std::atomic<uint64_t> v;
+};
+
+struct BellPage {
+  std::atomic<uint32_t> bell;      // futex word, counts rings
+  std::atomic<uint32_t> sleepers;  // owner's threads that may be asleep on `bell`
+};
+
+// What a survivor knew when it entered set_active: its counters, under the new epoch.
+struct alignas(64) Resync {
+  std::atomic<uint64_t> epoch_tag;  // epoch + 1; 0 = empty
+  uint64_t counters[4];
+  uint64_t tag;  // the same for those who read a mirror, where `epoch_tag` is stored after the rest has come
+};
+
+struct alignas(64) ExchangeSlot {
+  std::atomic<uint64_t> seq;
+  int64_t words[kExchangeWords];
+};
+
+struct Meeting {
+  uint64_t magic, nonce, total_bytes;
+  int64_t rank;
+  Word barrier;
+  Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
+  Word gone;        // in a mirror: 1 + errno when the connection with the mirror's rank has ended
+  Word exchange_latest;
+  ExchangeSlot exchange[2];
+  Resync resync[2];
+};
+
+}  // namespace cd

@@ -1,0 +1,160 @@
+// The parts of a member that every operation shares: bells, liveness, the ring of samples.
+//
+// How a sleeper is woken without a lost wake-up. A rank sleeps on its own bell only. Whoever changes something that it
+// may wait for rings: bell += 1, then wakes if `sleepers` > 0. The sleeper: reads the bell, looks at what it waits for,
+// announces itself in `sleepers`, sleeps if the bell still has the value read. Both sides put a sequentially consistent
+// operation between their write and their read, so either the ringer sees the sleeper or the sleeper sees the new bell.
+#include "member.hpp"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace cd {
+
+Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes)
+    : rank(own_rank), ranks(num_ranks), timeout_ns(deadline_ns), region_bytes(num_bytes) {
+  std::fill_n(pidfd, kMaxRanks, -1);
+}
+
+Member::~Member() {
+  for (int r = 0; r < ranks; ++r) {
+    if (!mapped[r]) continue;
+    munmap(bell[r], kPage);
+    munmap(const_cast<uint8_t*>(mapped[r]), region_bytes);
+    close(pidfd[r]);
+  }
+}
+
+void Member::stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce) {
+  auto* head = reinterpret_cast<Meeting*>(region + kPage);
+  head->nonce = nonce;
+  head->total_bytes = num_bytes;
+  head->rank = rank;
+  head->magic = kMagic;
+}
+
+void Member::attach_own_region(uint8_t* region) {
+  bell[rank] = reinterpret_cast<BellPage*>(region);
+  own_meeting = reinterpret_cast<Meeting*>(region + kPage);
+  meeting[rank] = own_meeting;
+}
+
+int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
+  void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
+  if (all == MAP_FAILED) return errno;
+  void* bells = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
+  if (bells == MAP_FAILED) {
+    const int error = errno;
+    munmap(all, region_bytes);
+    return error;
+  }
+  bell[r] = static_cast<BellPage*>(bells);
+  mapped[r] = static_cast<const uint8_t*>(all);
+  meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
+  pidfd[r] = process_fd;
+  const Meeting& theirs = *meeting[r];
+  const bool ours = theirs.magic == kMagic && theirs.nonce == nonce && theirs.rank == r &&
+                    theirs.total_bytes == uint64_t(region_bytes);
+  return ours ? 0 : -1;
+}
+
+void Member::ring(int r) {
+  if (!bell[r]) return;
+  bell[r]->bell.fetch_add(1, std::memory_order_seq_cst);
+  if (bell[r]->sleepers.load(std::memory_order_seq_cst) != 0) {
+    syscall(SYS_futex, &bell[r]->bell, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+}
+
+void Member::ring_peers() {
+  for (uint64_t left = peers() & here; left; left &= left - 1) ring(__builtin_ctzll(left));
+}
+
+void Member::publish(Word& word, uint64_t seq) {
+  word.v.store(seq, std::memory_order_release);
+  ring_peers();
+}
+
+void Member::sleep_on_bell(uint32_t seen_bell, int64_t limit_ns) {
+  BellPage& mine = *bell[rank];
+  mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (mine.bell.load(std::memory_order_seq_cst) == seen_bell) {
+    const timespec limit{time_t(limit_ns / 1'000'000'000), long(limit_ns % 1'000'000'000)};
+    syscall(SYS_futex, &mine.bell, FUTEX_WAIT, seen_bell, &limit, nullptr, 0);
+  }
+  mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+uint64_t Member::gone_peers(uint64_t among, Want want) const {
+  pollfd polls[kMaxRanks];
+  int ranks[kMaxRanks], n = 0;
+  uint64_t gone = among & ~here ? gone_remotes(among & ~here, want) : 0;
+  for (uint64_t left = among & here; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    if (pidfd[r] < 0) continue;
+    polls[n] = {pidfd[r], POLLIN, 0};
+    ranks[n++] = r;
+  }
+  if (n == 0 || poll(polls, n, 0) <= 0) return gone;
+  for (int i = 0; i < n; ++i) {
+    if (polls[i].revents & POLLIN) gone |= 1ull << ranks[i];
+  }
+  return gone;
+}
+
+int Member::leaver(uint64_t among, uint64_t tag) const {
+  for (uint64_t left = among & ~here; left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    if (left_out[r].load(std::memory_order_acquire) > tag) return r;
+  }
+  return -1;
+}
+
+Status Member::confirm(Op op) {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (uint64_t left = peers(); left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    const uint64_t theirs = is_here(r) ? meeting[r]->membership.v.load(std::memory_order_relaxed)
+                                       : left_out[r].load(std::memory_order_acquire);
+    if (is_here(r) ? theirs == membership : theirs <= membership) continue;
+    fail({op, Phase::membership, membership}, r, theirs, Why::silent, now_ns());
+    return kDiffers;
+  }
+  return kOk;
+}
+
+// Errno with which the connection with a rank of another host ended; 0: it was closed.
+static int64_t end_of(const Meeting& mirror) {
+  const uint64_t ended = mirror.gone.v.load(std::memory_order_acquire);
+  return ended ? int64_t(ended - 1) : 0;
+}
+
+Status Member::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t started) {
+  const int64_t error = why == Why::disconnected ? end_of(*meeting[peer_rank]) : 0;
+  fault = {peer_rank, why, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started, error};
+  return kTimeout;
+}
+
+void SampleRing::push(const Sample& sample) {
+  pthread_mutex_lock(&mutex_);
+  ring_[int64_t(head_++ % kSize)] = sample;
+  if (head_ - tail_ > uint64_t(kSize)) tail_ = head_ - kSize;
+  pthread_mutex_unlock(&mutex_);
+}
+
+int64_t SampleRing::drain(Sample* out, int64_t most) {
+  int64_t n = 0;
+  pthread_mutex_lock(&mutex_);
+  while (tail_ < head_ && n < most) out[n++] = ring_[int64_t(tail_++ % kSize)];
+  pthread_mutex_unlock(&mutex_);
+  return n;
+}
+
+}  // namespace cd

@@ -1,0 +1,264 @@
+// One rank's end of a group, whatever the group moves: its region's and its peers' meeting words, the processes behind
+// them, and the one wait loop. comm.hpp adds dispatch and combine, collectives.hpp the collectives.
+#pragma once
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+#include "clock.hpp"
+#include "meeting.hpp"
+
+namespace cd {
+
+enum Status : int32_t { kOk = 0, kTimeout = 1, kAborted = 2, kDiffers = 3, kNothing = 4 };
+enum class Op : int32_t {
+  dispatch = 0,
+  combine = 1,
+  barrier = 2,
+  exchange = 3,
+  set_active = 4,
+  all_gather = 5,
+  reduce_scatter = 6,
+  all_reduce = 7,
+};
+enum class Phase : int32_t {
+  credit = 0,
+  payload = 1,
+  arrival = 2,
+  outputs = 3,
+  routing = 4,
+  membership = 5,
+  arguments = 6,
+  sums = 7,
+  release = 8,
+};
+
+enum class Why : int32_t { silent = 0, gone = 1, given_up = 2, disconnected = 3 };
+
+// Why a wait ended badly. Mirrored by native.py.
+struct Fault {
+  int32_t peer;
+  Why why;
+  Op op;
+  Phase phase;
+  int64_t expected, seen, waited_ns;
+  int64_t error;  // disconnected: errno of the connection, 0 = closed; arguments: which of them
+};
+
+// One operation as this rank saw it. Mirrored by telemetry.py.
+struct Sample {
+  int32_t op, mode, tokens, ranks;
+  uint64_t seq;
+  int64_t start_ns, send_ns, total_ns;
+  int64_t peer_wait_ns[kMaxRanks];
+};
+
+struct Clock {
+  int64_t start_ns, send_ns;
+};
+
+// What a wait is for.
+struct Want {
+  Op op;
+  Phase phase;
+  uint64_t seq;
+};
+
+// A wait that may go on over several calls.
+struct Waiting {
+  uint64_t missing;  // bit per peer that has not arrived
+  int64_t started, looked;  // 0: it has not begun
+};
+
+// A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
+// anywhere.
+template <typename T>
+class Array {
+ public:
+  Array() = default;
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() { free(data_); }
+  bool allocate(int64_t n) {
+    data_ = static_cast<T*>(calloc(n > 0 ? n : 1, sizeof(T)));
+    return data_ != nullptr;
+  }
+  T* data() { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+  const T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+class SampleRing {
+ public:
+  static constexpr int64_t kSize = 4096;
+  bool allocate() { return ring_.allocate(kSize); }
+  void push(const Sample& sample);
+  int64_t drain(Sample* out, int64_t most);  // oldest first
+
+ private:
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  Array<Sample> ring_;
+  uint64_t head_ = 0, tail_ = 0;
+};
+
+// Words of a meeting that also travel to other hosts.
+enum class Told { barrier, exchange, resync };
+
+struct Member {
+  const int rank, ranks;
+  const int64_t timeout_ns;
+  const int64_t region_bytes;  // equal on all ranks
+
+  Meeting* own_meeting = nullptr;
+  const Meeting* meeting[kMaxRanks] = {};  // of all ranks; of another host's: in its mirror
+  BellPage* bell[kMaxRanks] = {};
+  const uint8_t* mapped[kMaxRanks] = {};  // peers' regions on this host, read-only but for the bell page
+  int pidfd[kMaxRanks];
+  uint64_t active = 0;   // bit per rank, own included
+  uint64_t here = ~0ull;  // bit per rank of this host, active or not
+  std::atomic<uint64_t> left_out[kMaxRanks] = {};  // tag under which that rank of another host goes on without this one
+
+  uint64_t next[4] = {1, 1, 1, 1};  // next sequence number of dispatch (or a collective), combine, barrier, exchange
+  uint64_t base[4] = {0, 0, 0, 0};  // numbers up to here belong to an older membership: no credit is owed for them
+  uint64_t resyncs = 0;
+  uint64_t membership = 0;  // as in Meeting
+
+  std::atomic<uint32_t> stop{0};   // abort(): every wait ends
+  std::atomic<uint32_t> wakes{0};  // wake() calls not yet seen by wait_for_peer
+  std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
+  Fault fault{};
+  SampleRing samples;
+
+  Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+  ~Member();  // unmaps the peers' regions and closes their process descriptors; the own region belongs to Python
+
+  static void stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce);  // the head of an own, fresh region
+  void attach_own_region(uint8_t* region);
+  // Maps a peer's region. Owns `process_fd` from now on. 0, an errno, or -1 when the head is not what the ticket
+  // promised.
+  int attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce);
+
+  // What a kind of member adds. Other hosts are reached by Comm alone; these are what others do: nothing.
+  virtual void activate(uint64_t mask) { active = mask; }
+  virtual void forget() {}  // a new membership: credit of the old one is void
+  virtual void tell(Told, int, uint64_t) {}
+  virtual Status flush(uint64_t, Want) { return kOk; }
+  virtual uint64_t gone_remotes(uint64_t, Want) const { return 0; }
+
+  bool is_active(int r) const { return active >> r & 1; }
+  bool is_here(int r) const { return here >> r & 1; }
+  uint64_t peers() const { return active & ~(1ull << rank); }
+  void publish(Word& word, uint64_t seq);  // release, then ring every active peer of this host
+  void ring(int r);  // of this host
+  void ring_peers();
+  void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
+  // The next number of an operation: the proxy reads it to complete the low bits that travel.
+  uint64_t upcoming(Op op) const { return __atomic_load_n(&next[int(op)], __ATOMIC_RELAXED); }
+  void set_upcoming(Op op, uint64_t seq) { __atomic_store_n(&next[int(op)], seq, __ATOMIC_RELAXED); }
+  uint64_t take(Op op) {
+    const uint64_t seq = next[int(op)];
+    set_upcoming(op, seq + 1);
+    return seq;
+  }
+  uint64_t gone_peers(uint64_t among, Want want) const;
+  // A peer among these that has left this rank out, later than under `tag`; or -1.
+  int leaver(uint64_t among, uint64_t tag) const;
+
+  // The one wait loop. Until seen(peer) >= want.seq for one of the missing peers, at least: those are then taken out.
+  // Where `block` is false, kNothing instead of waiting.
+  template <typename Seen>
+  Status wait_any(Want want, Waiting& waiting, bool block, Seen seen);
+  // Until seen(peer) >= want.seq for each active peer.
+  template <typename Seen>
+  Status wait(Want want, Seen seen);
+  // kDiffers unless seen(peer) == want.seq for each active peer.
+  template <typename Seen>
+  Status agree(Want want, Seen seen);
+  // After the last read of what peers gave: kDiffers if one of them has gone on without this rank. What was read may
+  // then belong to others: survivors use their slots again without this rank's consent.
+  Status confirm(Op op);
+
+  Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
+};
+
+// Spins this long before it sleeps: about what a wake-up costs.
+constexpr int64_t kSpinNs = 3000;
+// Sleeps at most this long between looks at the peers' processes.
+constexpr int64_t kSliceNs = 4'000'000;
+
+template <typename Seen>
+Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
+  const uint64_t missing = waiting.missing;
+  for (;;) {
+    const uint32_t bell_before = bell[rank]->bell.load(std::memory_order_acquire);
+    int silent = -1;
+    for (uint64_t left = missing; left; left &= left - 1) {
+      const int r = __builtin_ctzll(left);
+      if (seen(r) >= want.seq) {
+        waiting.missing &= ~(1ull << r);
+      } else if (silent < 0) {
+        silent = r;
+      }
+    }
+    if (silent < 0 || waiting.missing != missing) return kOk;
+    if (stop.load(std::memory_order_acquire)) return kAborted;
+    const int64_t now = now_ns();
+    if (waiting.started == 0) waiting.started = waiting.looked = now;
+    // An operation that a lost rank takes part in will never end well, whoever else is waited for just now.
+    if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
+      const int r = __builtin_ctzll(out);
+      return fail(want, r, seen(r), Why::given_up, waiting.started);
+    }
+    if (!block) return kNothing;
+    if (now - waiting.started < kSpinNs) {
+      relax();
+      continue;
+    }
+    if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
+    if (now - waiting.looked >= kSliceNs) {
+      waiting.looked = now;
+      if (const int r = leaver(missing, want.op == Op::set_active ? want.seq : membership); r >= 0) {
+        const uint64_t theirs = left_out[r].load(std::memory_order_relaxed);
+        fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, waiting.started);
+        return kDiffers;
+      }
+      for (uint64_t gone = gone_peers(missing, want); gone; gone &= gone - 1) {
+        const int r = __builtin_ctzll(gone);
+        // Whatever it published before it died counts.
+        const uint64_t last = seen(r);
+        if (last < want.seq) return fail(want, r, last, is_here(r) ? Why::gone : Why::disconnected, waiting.started);
+      }
+    }
+    sleep_on_bell(bell_before, kSliceNs);
+  }
+}
+
+template <typename Seen>
+Status Member::wait(Want want, Seen seen) {
+  Waiting waiting{peers(), 0, 0};
+  while (waiting.missing) {
+    if (const Status status = wait_any(want, waiting, true, seen); status != kOk) return status;
+  }
+  return kOk;
+}
+
+template <typename Seen>
+Status Member::agree(Want want, Seen seen) {
+  for (uint64_t left = peers(); left; left &= left - 1) {
+    const int r = __builtin_ctzll(left);
+    if (const uint64_t value = seen(r); value != want.seq) {
+      fail(want, r, value, Why::silent, now_ns());
+      return kDiffers;
+    }
+  }
+  return kOk;
+}
+
+}  // namespace cd

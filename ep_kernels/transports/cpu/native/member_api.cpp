@@ -1,0 +1,34 @@
+// The C ABI of what all members share. `m` is what cd_create or cd_collectives_create made.
+#include "exported.hpp"
+#include "group.hpp"
+
+#ifndef CD_BUILD_ID
+#define CD_BUILD_ID "unknown"
+#endif
+
+CD_API const char* cd_build_id() { return CD_BUILD_ID; }
+CD_API int64_t cd_sample_bytes() { return sizeof(cd::Sample); }
+
+CD_API void cd_activate(cd::Member* m, uint64_t mask) { m->activate(mask); }
+CD_API uint64_t cd_next(const cd::Member* m, int op) { return m->next[op]; }
+CD_API int cd_barrier(cd::Member* m) { return cd::barrier(*m); }
+CD_API int cd_exchange(cd::Member* m, const int64_t* words, int64_t* all) { return cd::exchange(*m, words, all); }
+CD_API int cd_wait_for_peer(cd::Member* m, int64_t timeout_ns) { return cd::wait_for_peer(*m, timeout_ns); }
+CD_API int cd_resync(cd::Member* m, uint64_t mask, uint64_t epoch) { return cd::resync(*m, mask, epoch); }
+
+// From any thread.
+CD_API void cd_wake(cd::Member* m) {
+  m->wakes.fetch_add(1);
+  m->ring(m->rank);
+}
+CD_API void cd_stop(cd::Member* m) {
+  m->stop.store(1, std::memory_order_release);
+  m->ring(m->rank);
+}
+CD_API void cd_give_up(cd::Member* m, uint64_t ranks) {
+  m->lost.fetch_or(ranks, std::memory_order_release);
+  m->ring(m->rank);
+}
+
+CD_API void cd_fault(const cd::Member* m, cd::Fault* out) { *out = m->fault; }
+CD_API int64_t cd_samples(cd::Member* m, cd::Sample* out, int64_t most) { return m->samples.drain(out, most); }
