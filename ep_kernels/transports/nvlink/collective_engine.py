@@ -60,7 +60,7 @@ class CollectiveEngine:
         self.map: Any = collective_abi.collective_map(self.sizes)
         self.tables = RankTables(group, timeout_s, device)
         self.active = [True] * group.size
-        self._words = torch.zeros(abi.OP_WORDS, dtype=torch.int64, device=device)
+        self._words = torch.zeros(abi.OP_WORDS + 1, dtype=torch.int64, device=device)
 
     @property
     def region_bytes(self) -> int:
@@ -76,6 +76,15 @@ class CollectiveEngine:
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
         """[begin, end) of what must be zero before peers write: flags, and packets with flags in their data."""
         return ((0, int(self.map.reduce)),)
+
+    @property
+    def copy_word(self) -> int:
+        """Address of a device word that copy engines' flags are copied from."""
+        return self._words.data_ptr() + 8 * abi.OP_WORDS
+
+    def copy_slot(self, seq: int) -> int:
+        """Offset in the region of the slot from which peers' copy engines read in operation `seq`."""
+        return int(self.map.copies) + seq % collective_abi.SLOTS * int(self.map.copies_stride)
 
     def attach(self, addresses: Sequence[int]) -> None:
         """The address of every rank's region."""
@@ -116,7 +125,7 @@ class CollectiveEngine:
                 record.x, record.out = shard.x.data_ptr() + part.begin, shard.out.data_ptr() + part.begin
                 record.out_offset = (shard.offset or 0) + part.begin
                 record.stride, record.num_bytes = shard.x.numel(), part.num_bytes
-            launch = plan.gather_launch(blocks, self.group.size, push)
+            launch = plan.gather_launch(blocks, self.group.size)
             calls.append(Call(plan.gather_variant(), launch, args, [shards]))
         return calls
 

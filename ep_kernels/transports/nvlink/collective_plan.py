@@ -50,10 +50,9 @@ def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int) -
     return max(1, min(limit, -(-num_bytes // BLOCK_BYTES)))
 
 
-def gather_launch(blocks: int, size: int, push: bool) -> Launch:
-    """Of the all-gather kernel."""
-    stages = _STAGE_BYTES + 128 if push else 0
-    return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16 + stages, 0, 0)
+def gather_launch(blocks: int, size: int) -> Launch:
+    """Of the all-gather kernel. Pull needs no stages, but a kernel is loaded once, with one size."""
+    return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16 + _STAGE_BYTES + 128, 0, 0)
 
 
 def reduce_launch(blocks: int, size: int) -> Launch:
@@ -117,3 +116,8 @@ def slot_bytes(sizes: CollectiveSizes) -> int:
 def barrier_variant() -> jit.Variant:
     """The barrier kernel."""
     return jit.Variant("barrier")
+
+
+def launch_of(variant: jit.Variant, size: int) -> Launch:
+    """Of one block of a variant: its shared memory, which does not depend on the operation, is what loading needs."""
+    return gather_launch(1, size) if variant.kernel == "all_gather" else reduce_launch(1, size)

@@ -43,10 +43,17 @@ class HostPage:
         self._num_dropped = 0
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
         self.reason = ""
+        self._failure: TransportError | None = None
 
     def abort(self, reason: str) -> None:
         """End this rank's waits on the device, present and future."""
         self.reason = self.reason or reason
+        self._page.abort = 1
+
+    def fail(self, error: TransportError) -> None:
+        """A wait that no kernel made has failed: `fault` gives this error, and waits on the device end. The first one
+        counts. Any thread."""
+        self._failure = self._failure or error
         self._page.abort = 1
 
     @contextmanager
@@ -56,7 +63,6 @@ class HostPage:
         try:
             yield
         finally:
-            self._page.abort = int(bool(self.reason))  # an abort that came meanwhile stays
             self.clear()
 
     def mark_gone(self, rank: int) -> None:
@@ -72,8 +78,14 @@ class HostPage:
         """Whether its process is dead."""
         return int(self._gone[rank]) == abi.DEAD
 
+    def is_given_up(self, rank: int) -> bool:
+        """Whether nobody waits for that rank: it is dead, or given up."""
+        return bool(self._gone[rank])
+
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""
+        if self._failure is not None and not self.reason:
+            return self._failure
         record = self._page.postmortem
         stop = abi.STOPS[record.status]
         self._fence()  # kernels write the status last
@@ -112,7 +124,9 @@ class HostPage:
         return CapacityError(dropped, None, None) if dropped else None
 
     def clear(self) -> None:
-        """Forget the failed wait, and findings of operations that are void now."""
+        """Forget the failed wait, and findings of operations that are void now; not an abort."""
+        self._page.abort = int(bool(self.reason))
+        self._failure = None
         self._page.postmortem = abi.Postmortem()
         self._page.mismatch = abi.RoutingMismatch()
 

@@ -217,9 +217,7 @@ def dynamic_bytes(variant: jit.Variant) -> int:
     if variant.kernel == "barrier":
         return 0
     if variant in jit.collective_variants():
-        is_gather = variant.kernel == "all_gather"
-        launch = collective_plan.gather_launch(1, 8, True) if is_gather else collective_plan.reduce_launch(1, 8)
-        return launch.shared_bytes
+        return collective_plan.launch_of(variant, 8).shared_bytes
     config = serving_config(variant)
     of = plan.combine_launch if variant.kernel.endswith("combine") else plan.dispatch_launch
     return of(config, plan.sizes_of(config), config.mode, 132).shared_bytes

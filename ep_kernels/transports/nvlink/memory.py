@@ -85,14 +85,14 @@ class Mapping:
         if self._lease is not None:
             self._lease.close()
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive."""
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, keep: object = None) -> torch.Tensor:
+        """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive, and `keep`."""
         num_bytes = dtype.itemsize
         for n in shape:
             num_bytes *= n
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        return torch.as_tensor(_Bytes(self, offset, num_bytes), device=self._device).view(dtype).view(shape)
+        return torch.as_tensor(_Bytes(self, offset, num_bytes, keep), device=self._device).view(dtype).view(shape)
 
 
 def _release_idle(pid: int, device: int, release: Callable[[], Any], lease: socket.socket | None) -> None:
@@ -109,8 +109,8 @@ def _release_idle(pid: int, device: int, release: Callable[[], Any], lease: sock
 class _Bytes:
     """What torch needs to wrap foreign device memory."""
 
-    def __init__(self, owner: Mapping, offset: int, num_bytes: int) -> None:
-        self.owner = owner
+    def __init__(self, owner: Mapping, offset: int, num_bytes: int, keep: object) -> None:
+        self.owner, self.keep = owner, keep
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
