@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from crossdock.common.transports import needs_gpu
 from tests.collectives import stories
 from tests.worlds import World
 
@@ -120,4 +121,6 @@ def test_samples(world: Worlds, transport: str) -> None:
 
 
 def test_forked_child(world: Worlds, transport: str) -> None:
+    if needs_gpu(transport):
+        pytest.skip("a process that uses CUDA cannot be forked")
     world(2).run(stories.after_fork, transport)
