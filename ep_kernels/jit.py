@@ -10,21 +10,18 @@ NVRTC version and the architecture, so an entry never goes stale. Knows nothing 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ep_kernels import cache_entry
 from ep_kernels.errors import TransportError
-from ep_kernels.kernels import abi
+from ep_kernels.kernels import abi, collective_abi
 
 ROOT = Path(__file__).parent
 NUM_THREADS = 256
@@ -42,6 +39,9 @@ KERNELS: Mapping[str, str] = {
     "ht_dispatch": "ht/dispatch.cuh",
     "ht_combine": "ht/combine.cuh",
     "barrier": "barrier.cuh",
+    "all_gather": "collectives/all_gather.cuh",
+    "reduce_scatter": "collectives/reduce_scatter.cuh",
+    "all_reduce": "collectives/all_reduce.cuh",
 }
 """Entry point -> its file."""
 _INCLUDE = re.compile(r'#include "([^"]+)"')
@@ -103,10 +103,20 @@ def shipped_variants() -> Iterator[Variant]:
         for kind in (0, 1):
             yield combine_variant(mode, kind, "bf16", "e4m3")
     yield Variant("barrier")
+    yield from collective_variants(("bf16",))
+
+
+def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Iterator[Variant]:
+    """Those of collectives, for sums of these types."""
+    yield Variant("all_gather")
+    for dtype in dtypes:
+        yield Variant("reduce_scatter", (("X", dtype),))
+        for kind in (0, 1):  # one-shot, two-shot
+            yield Variant("all_reduce", (("KIND", str(kind)), ("X", dtype)))
 
 
 def all_variants() -> Iterator[Variant]:
-    """Every variant that a legal MoEConfig can ask for."""
+    """Every variant that a legal MoEConfig or CollectiveConfig can ask for."""
     for mode in ("ll", "ht"):
         for layout in range(4):
             for quantized in ("u8", "bf16", "f16"):
@@ -117,13 +127,14 @@ def all_variants() -> Iterator[Variant]:
             for kind in (0, 1):
                 yield combine_variant(mode, kind, output, "e4m3")
     yield Variant("barrier")
+    yield from collective_variants()
 
 
 def source(variant: Variant, instead: Mapping[str, str] = MappingProxyType({})) -> str:
     """The whole C++ text of a variant: its kernel's file with every include in place. `instead`: texts of files that
     are not to be as they lie in `kernels/`."""
-    supplied = {"types.h": abi.header(), "variant.h": variant_header(variant), **instead}
-    return flatten(KERNELS[variant.kernel], supplied)
+    supplied = {"types.h": abi.header(), "collective_types.h": collective_abi.header()}
+    return flatten(KERNELS[variant.kernel], {**supplied, "variant.h": variant_header(variant), **instead})
 
 
 def flatten(file: str, supplied: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -186,6 +197,7 @@ def editor_headers() -> dict[Path, str]:
     constants = dispatch_variant("ll", 1, "bf16").constants + combine_variant("ll", 0, "bf16", "bf16").constants
     return {
         SOURCES / "types.h": abi.header(),
+        SOURCES / "collective_types.h": collective_abi.header(),
         SOURCES / "variant.h": variant_header(Variant("ll_dispatch", constants)),
     }
 
@@ -305,18 +317,18 @@ class Compiler:
         if self._cache is None:
             return compile_source(text, variant.name, arch).cubin
         path = self._cache / f"{variant.name}-{_hash(text, arch, compiler_version())}.cubin"
-        if (found := _read_entry(path)) is not None:
+        if (found := cache_entry.read(path)) is not None:
             return found
         try:
             self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = path.with_suffix(".lock").open("w")
         except OSError:  # a read-only or full disk costs time, never the run
             return compile_source(text, variant.name, arch).cubin
-        with lock, _locked(lock.fileno()):
-            if (found := _read_entry(path)) is not None:
+        with lock, cache_entry.locked(lock.fileno()):
+            if (found := cache_entry.read(path)) is not None:
                 return found
             cubin = compile_source(text, variant.name, arch).cubin
-            _write_entry(path, cubin)
+            cache_entry.write(path, cubin)
             return cubin
 
     def is_shipped(self, variant: Variant, arch: str) -> bool:
@@ -344,48 +356,3 @@ class Compiler:
 
 def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join((*parts, *_FLAGS)).encode()).hexdigest()[:20]
-
-
-_MAGIC = b"\x7fELF"
-_DIGEST_BYTES = 32
-
-
-def _read_entry(path: Path) -> bytes | None:
-    """A cache entry is digest + cubin; anything else (torn by a crash of the machine, say) counts as absent."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    whole = cubin.startswith(_MAGIC) and hashlib.sha256(cubin).digest() == digest
-    return cubin if whole else None
-
-
-def _write_entry(path: Path, cubin: bytes) -> None:
-    """Atomic: readers see nothing or all of it. A full disk is no error: the next process compiles again."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(fd: int) -> Iterator[None]:
-    """An exclusive lock that the kernel drops when its owner dies."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: somebody may compile the same
-        yield
-        return
-    try:
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -17,8 +17,16 @@ RING_SIZE = 4096
 """Records that a ring keeps; older ones are lost."""
 _HEAD = struct.Struct("=4iQ3q")
 RECORD_BYTES = _HEAD.size + 8 * MAX_RANKS
-_OPS = ("dispatch", "combine")
 _MODES = ("ll", "ht")
+_ALGORITHMS = ("pull", "one_shot", "two_shot")
+_OPS = {
+    0: ("dispatch", _MODES),
+    1: ("combine", _MODES),
+    5: ("all_gather", _ALGORITHMS),
+    6: ("reduce_scatter", _ALGORITHMS),
+    7: ("all_reduce", _ALGORITHMS),
+}
+"""Operations that write records, by number, and how they may run."""
 
 
 def decode(records: memoryview | bytes) -> list[LatencySample]:
@@ -35,10 +43,11 @@ def decode(records: memoryview | bytes) -> list[LatencySample]:
 def _decode(records: memoryview) -> Iterator[LatencySample]:
     for at in range(0, len(records), RECORD_BYTES):
         op, mode, tokens, ranks, seq, start, send, total = _HEAD.unpack_from(records, at)
-        if not (0 <= op < len(_OPS) and 0 <= mode < len(_MODES) and 0 < ranks <= MAX_RANKS):
+        name, modes = _OPS.get(op, ("", ()))
+        if not (0 <= mode < len(modes) and 0 < ranks <= MAX_RANKS):
             raise ValueError(f"records: no such op, mode, ranks: {(op, mode, ranks)}")
         waits = struct.unpack_from(f"={ranks}q", records, at + _HEAD.size)
-        yield LatencySample(_OPS[op], _MODES[mode], seq, tokens, start, send, waits, total)
+        yield LatencySample(name, modes[mode], seq, tokens, start, send, waits, total)
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -140,10 +140,10 @@ class LatencySample:
     """One operation as the kernel's own clock saw it.
 
     Attributes:
-        op: "dispatch" or "combine".
-        mode: "ll" or "ht".
+        op: "dispatch", "combine", "all_gather", "reduce_scatter" or "all_reduce".
+        mode: "ll" or "ht"; of a collective its algorithm.
         seq: sequence number of the operation.
-        tokens: T.
+        tokens: T; of a collective the bytes of one rank's x, at most 2^31 - 1.
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there

@@ -123,7 +123,7 @@ class TorchCollectives:
     def barrier(self) -> None:
         """See `MemberTransport.barrier`."""
         self._usable("barrier")
-        _mapped(lambda: dist.barrier(group=self._group))
+        _mapped(dist.barrier, group=self._group)
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """See `MemberTransport.set_active`."""
@@ -134,9 +134,9 @@ class TorchCollectives:
         """See `MemberTransport.exchange`."""
         self._usable("exchange")
         mine = torch.tensor(list(words), device=self.capabilities.device_type)
-        rows = mine.new_empty(self._size, len(words))
-        _mapped(lambda: dist.all_gather_into_tensor(rows, mine, group=self._group))
-        return [tuple(row) for row in rows.tolist()]
+        rows = mine.new_empty(self._size * len(mine))
+        _mapped(dist.all_gather_into_tensor, rows, mine, group=self._group)
+        return [tuple(row) for row in rows.view(self._size, -1).tolist()]
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `MemberTransport.wait_for_peer`; it sees `wake` alone."""

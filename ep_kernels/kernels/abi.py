@@ -34,19 +34,20 @@ per rank of a step that runs LL (AUTO: its crossover). Their flags, seq, must be
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from ep_kernels.kernels.records import Records
+
 FLAGS = ("STARTED", "METADATA", "PAYLOAD", "COMBINE_STARTED", "COMBINE", "BARRIER", "LEFT_OUT", "SENT", "COMBINE_SENT")
 """The last two: what `peer` has sent, in its own flags, and in others' as they last read it (kernels/barrier.cuh)."""
-OPS = ("dispatch", "combine", "barrier")
+OPS = ("dispatch", "combine", "barrier", "all_gather", "reduce_scatter", "all_reduce")
 STOPS = ("RUNNING", "TIMED_OUT", "ABORTED", "GONE", "LEFT_OUT")
 """Why a rank stopped: not at all; a deadline; its host ended all waits; the peer is dead, or went on without it."""
 DEAD, GIVEN_UP, ALSO_LEFT_OUT = 1, 2, 1 << 63
 """World.gone: known to be dead, or not waited for. Flag LEFT_OUT beside an epoch: that peer was left out, too."""
-PHASES = ("blocks", "credit", "counts", "payload", "barrier")
+PHASES = ("blocks", "credit", "counts", "payload", "barrier", "shards", "sums")
 DONE_COUNTERS = ("DISPATCH_SEND", "COMBINE_SEND")
 OP_WORDS = 2
 """Device words of an operation: its seq, and the number of its latency record (common/trace.cuh)."""
@@ -67,36 +68,8 @@ CHUNK = 4
 METADATA_BYTES = PAIR_BYTES = 16
 ALIGN = 256
 
-_TYPES: dict[str, tuple[str, Any]] = {
-    "i32": ("i32", ctypes.c_int32),
-    "u32": ("u32", ctypes.c_uint32),
-    "u64": ("u64", ctypes.c_uint64),
-    "f32": ("f32", ctypes.c_float),
-    "u8": ("u8", ctypes.c_uint8),
-}
-_RECORDS: list[tuple[str, list[tuple[str, str, str]]]] = []
-
-_ALIGNED: dict[str, int] = {}
-
-
-def _record(name: str, *fields: tuple[str, str, str], align: int = 0) -> Any:
-    """Declare a struct. A field is (name, type, contract); a type is i32, u32, u64, f32, `T*`, `T[n]` or a record.
-    `align`: bytes to which the GPU may take it to be aligned, so that it moves in one access; 0 = as C++ does."""
-    members = []
-    for field, kind, _ in fields:
-        if kind.endswith("*"):
-            members.append((field, ctypes.c_uint64))
-        elif kind.endswith("]"):
-            base, count = kind[:-1].split("[")
-            members.append((field, _TYPES[base][1] * int(count)))
-        else:
-            members.append((field, _TYPES[kind][1]))
-    struct = type(name, (ctypes.Structure,), {"_fields_": members, "__slots__": ()})  # no other names are taken
-    _TYPES[name] = (name, struct)
-    _RECORDS.append((name, list(fields)))
-    _ALIGNED[name] = align
-    return struct
-
+records = Records()
+_record = records.declare
 
 State = _record(
     "State",
@@ -303,15 +276,7 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
-    for name, fields in _RECORDS:
-        lines.append(f"struct alignas({_ALIGNED[name]}) {name} {{" if _ALIGNED[name] else f"struct {name} {{")
-        for field, kind, contract in fields:
-            base, bracket, count = kind.partition("[")
-            array = f"[{count}" if bracket else ""
-            lines.append(f"  {base} {field}{array};" + (f"  // {contract}" if contract else ""))
-        lines.append("};")
-        size = ctypes.sizeof(_TYPES[name][1])
-        lines.append(f'static_assert(sizeof({name}) == {size}, "{name}: host and GPU differ");')
+    lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])
 
 

@@ -24,6 +24,7 @@ FLAGS = (
 
 _SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
 _ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
+_COLLECTIVE = "ep::CollectiveArgs"
 _FLAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
     if (is_flag_lane() == (turn == {when})) {{ {body} }}
     __syncwarp();
@@ -64,9 +65,9 @@ def source(variant: jit.Variant) -> str:
     text = jit.source(variant, {"common/ptx.cuh": f'#include "types.h"\n#include <{FOLDER}/ptx.h>'})
     text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = emulated::block->shared;")
     text = re.sub(r"#pragma (once|unroll.*)", "", text)
-    if variant.kernel.startswith("ll_"):
+    if "store_packet(" in text:
         text = _lines(text)
-    arguments = _ARGUMENTS[variant.kernel.rpartition("_")[2]]
+    arguments = _ARGUMENTS.get(variant.kernel.rpartition("_")[2], _COLLECTIVE)
     call = f"{variant.kernel}(reinterpret_cast<const {arguments}*>(records), blocks_per_rank)"
     head = f'#define SLOWNESS {SLOWNESS}\n#include "{FOLDER}/grid.h"\n'
     return f'{head}{text}\n#include "{FOLDER}/launch.h"\nvoid emulated::fiber_main() {{ {call}; }}\n'

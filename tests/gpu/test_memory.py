@@ -285,7 +285,7 @@ def closed_while_written_to(rank: int, size: int, store: Store, kind: HandleKind
         memory.choose_kind = usual
     comm.barrier()
     if rank == PEER:
-        address = comm._transport._mappings[OWNER].address  # type: ignore[attr-defined]
+        address = comm._transport._domain.mappings[OWNER].address  # type: ignore[attr-defined]
         await_step(store, "owner closed")
         for _ in range(200):
             touch(address, PEER, 0, -1)
@@ -293,7 +293,7 @@ def closed_while_written_to(rank: int, size: int, store: Store, kind: HandleKind
         comm.close()
         signal_step(store, "peer closed")
         return ""
-    region_bytes = comm._transport._region.mapping.num_bytes  # type: ignore[attr-defined]
+    region_bytes = comm._transport._domain.region.mapping.num_bytes  # type: ignore[attr-defined]
     assert region_bytes >= REGION_BYTES, "touch writes no further"
     comm.close()
     torch.cuda.empty_cache()

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
+from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import TransportError
 from ep_kernels.groups import PaperGroup
 from ep_kernels.tools import kernels
-from ep_kernels.transports.nvlink import inspection
+from ep_kernels.transports.nvlink import collective_plan, inspection
 from ep_kernels.transports.nvlink.engine import LaunchEngine
 from ep_kernels.transports.nvlink.inspection import Job
 
@@ -149,13 +150,22 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
         engine._config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         wanted |= {make(mode) for make in (engine._combine_variant, engine._dispatch_variant) for mode in modes}
-    assert wanted | {jit.Variant("barrier")} == set(jit.all_variants())
+    assert wanted | {jit.Variant("barrier"), *jit.collective_variants()} == set(jit.all_variants())
+
+
+def test_all_collective_variants_are_all_that_can_be_launched() -> None:
+    wanted = {collective_plan.gather_variant()}
+    for dtype in SUM_DTYPES:
+        wanted.add(collective_plan.reduce_variant("reduce_scatter", dtype))
+        for kind in (collective_plan.ONE_SHOT, collective_plan.TWO_SHOT):
+            wanted.add(collective_plan.reduce_variant("all_reduce", dtype, kind))
+    assert wanted == set(jit.collective_variants())
 
 
 def test_what_is_shipped_can_be_launched() -> None:
     assert set(jit.shipped_variants()) <= set(jit.all_variants())
     for variant in jit.all_variants():
-        if variant.kernel != "barrier":
+        if variant.kernel != "barrier" and variant not in jit.collective_variants():
             engine = LaunchEngine.__new__(LaunchEngine)
             engine._config = config = inspection.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))

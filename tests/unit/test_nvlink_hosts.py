@@ -15,8 +15,8 @@ import pytest
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import links, sharing, watch
+from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
-from tests.cases import RoutingCase
 from tests.gpu.loopback_group import LoopGroup
 
 SIZE = 3
@@ -204,18 +204,12 @@ def test_descriptors_travel() -> None:
 @pytest.mark.parametrize("missing", [0, 2, None])
 def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missing: int | None) -> None:
     """Of `SIZE` ranks, this one is 1; whether or not a peer's region cannot be had."""
-    pytest.importorskip("cuda.bindings.driver")
-    from ep_kernels.transports.nvlink.transport import NvlinkTransport
-
-    config = RoutingCase(3, 1, 16, (1,) * SIZE).config(LoopGroup(1, SIZE), transport="nvlink")
-    transport: Any = NvlinkTransport(config)
+    group = LoopGroup(1, SIZE)
+    host: Any = SimpleNamespace(mark_gone=None)
+    domain: Any = Domain(group, 5.0, "abi", host)
     own, attached = os.open(os.devnull, os.O_RDONLY), list[list[int]]()
-    transport._mailbox = SimpleNamespace(
-        fd=own, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
-    )
-    transport._region = SimpleNamespace(mapping=SimpleNamespace(address=1))
-    host = SimpleNamespace(mark_gone=None)
-    transport._engine = SimpleNamespace(attach=lambda mapping, addresses: None, tables=SimpleNamespace(host=host))
+    domain.mailbox = SimpleNamespace(fd=own, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds]))
+    domain.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
 
     def bring(rank: int, ticket: bytes) -> tuple[int, Any, int]:
@@ -223,14 +217,14 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
         return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0
 
-    transport._import = bring
+    domain._import = bring
     before = os.listdir("/proc/self/fd")
     if missing is None:
-        transport.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
+        domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
         assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
     else:
         with pytest.raises(TransportError, match=f"rank {missing}"):
-            transport.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
+            domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
 

@@ -14,6 +14,7 @@ from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, find_compiler, native_of
 from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink.copy_schedule import CopyStep, StepKind
 
 FAKE_DRIVER = """
 #include <cstdint>
@@ -39,6 +40,23 @@ int cuLaunchKernelEx(const Config* c, void* function, void** arguments, void** e
   }
   for (int i = 0; i < num_arguments; ++i) memcpy(&seen[i], arguments[i], sizeof(double));
   return answer;
+}
+uint64_t steps[8][4];
+int num_steps = 0, refused = -1;
+int note(uint64_t kind, uint64_t a, uint64_t b, uint64_t c) {
+  if (num_steps == refused) return 719;
+  const uint64_t found[] = {kind, a, b, c};
+  memcpy(steps[num_steps++], found, sizeof(found));
+  return 0;
+}
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t num_bytes, void* stream) {
+  return note((uint64_t)stream, to, from, num_bytes);
+}
+int cuStreamWaitValue64_v2(void* stream, uint64_t at, uint64_t value, unsigned flags) {
+  return note((uint64_t)stream, 1, at + flags, value);
+}
+int cuStreamWriteValue64_v2(void* stream, uint64_t at, uint64_t value, unsigned flags) {
+  return note((uint64_t)stream, 2, at + flags, value);
 }
 int cuGetErrorName(int status, const char** text) {
   *text = status == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
@@ -127,6 +145,30 @@ def test_one_kernel_in_several_shapes(library: ctypes.CDLL, driver: ctypes.CDLL)
         found = notes(driver)
         assert (found[0], found[1], found[6], found[7]) == (5, blocks, blocks, int(overlapped))
         assert (ctypes.c_double * 2).in_dll(driver, "seen")[0] == 3.0
+
+
+STEPS = [
+    CopyStep(StepKind.WRITE, 0x1000, 0, 7),
+    CopyStep(StepKind.WAIT, 0x2000, 0, 1 << 63),
+    CopyStep(StepKind.COPY, 0x3000, 0x4000, 5 << 32),
+]
+NOTED = [[9, 2, 0x1000, 7], [9, 1, 0x2000, 1 << 63], [9, 0x3000, 0x4000, 5 << 32]]
+
+
+def test_copies_waits_and_writes(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+    """Of one call; those behind a refused one are not asked for."""
+    count, refused = (ctypes.c_int.in_dll(driver, name) for name in ("num_steps", "refused"))
+    for refuse, done in ((-1, 3), (1, 1)):
+        count.value, refused.value = 0, refuse
+        if refuse < 0:
+            launch.run_steps(STEPS, 9, library)
+        else:
+            with pytest.raises(TransportError, match="copies on a stream: CUDA_ERROR_LAUNCH_FAILED: it broke"):
+                launch.run_steps(STEPS, 9, library)
+        found = ((ctypes.c_uint64 * 4) * 8).in_dll(driver, "steps")
+        assert count.value == done
+        assert [list(found[i]) for i in range(done)] == NOTED[:done]
+    launch.run_steps([], 9, library)
 
 
 def test_missing_and_old_drivers_are_named(folder: Path) -> None:

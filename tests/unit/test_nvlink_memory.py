@@ -57,8 +57,8 @@ def test_a_region_that_does_not_fit_is_told_with_its_size(monkeypatch: pytest.Mo
         return {"cuMemGetAllocationGranularity": 2 << 20, "cuMemGetInfo": (3 << 30, 80 << 30)}[name]
 
     monkeypatch.setattr(memory, "call", call)
-    with pytest.raises(TransportError, match=r"a region of 4\.5 GiB .* device 2, where 3\.0 of 80\.0 GiB are free"):
-        memory.allocate(kind, 9 << 29, 2)
+    with pytest.raises(TransportError, match=r"of 4\.5 GiB .* device 2, where 3\.0 of 80\.0 GiB are free; be small"):
+        memory.allocate(kind, 9 << 29, 2, "be small")
 
 
 def test_a_handle_that_opens_nowhere_is_told() -> None:

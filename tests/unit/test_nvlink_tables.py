@@ -7,7 +7,7 @@ import torch
 
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.tables import HostPage
+from ep_kernels.transports.nvlink.host_page import HostPage
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def host() -> HostPage:
     made = HostPage.__new__(HostPage)  # without the pinned memory
     made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
     made._gone = torch.zeros(4, dtype=torch.int64)
-    made._fence = lambda: None
+    made._fence, made._failure = (lambda: None), None
     return made
 
 
@@ -84,6 +84,23 @@ def test_other_ends(host: HostPage) -> None:
     host.abort("first")
     host.abort("second")
     assert str(host.fault()) == str(AbortedError("first"))
+
+
+def test_a_wait_that_no_kernel_made(host: HostPage) -> None:
+    first = PeerTimeout(peer=1, op="all_gather", phase="shards", expected=3, seen=2, waited_s=1.0)
+    host.fail(first)
+    host.fail(PeerTimeout(peer=2, op="all_gather", phase="shards", expected=3, seen=2, waited_s=1.0))
+    stop(host, "ABORTED")  # a kernel that was told to stop because of it
+    assert host.fault() is first
+    assert host._page.abort == 1
+    host.clear()
+    assert host.fault() is None
+    assert host._page.abort == 0
+    host.fail(first)
+    host.abort("for a test")
+    assert isinstance(host.fault(), AbortedError)
+    host.clear()
+    assert host._page.abort == 1, "an abort stays"
 
 
 def test_findings_are_told_once(host: HostPage) -> None:

@@ -99,11 +99,11 @@ def _load(compiler: jit.Compiler, variant: jit.Variant, arch: str, shared_bytes:
 
 
 class Reader:
-    """Copies device memory to the host beside whatever the device does: on a stream of its own, from any thread, also
-    while a thread of this process captures a graph. Made where the device's context is current.
+    """Copies device memory to the host, or back, beside whatever the device does: on a stream of its own, from any
+    thread, also while a thread of this process captures a graph. Made where the device's context is current.
 
     Args:
-        memory: owner of all that is copied to. Kept until no copy is under way, also when the reader is gone.
+        memory: owner of the host's end of all copies. Kept until no copy is under way, also when the reader is gone.
     """
 
     def __init__(self, memory: object) -> None:
@@ -114,8 +114,11 @@ class Reader:
     def read(self, to: int, address: int, num_bytes: int, patience_s: float) -> bool:
         """Whether the bytes at `address` have come to pinned memory at `to` in time. If not they come later, but
         before those of the next call. One thread at a time. Raises TransportError."""
+        return self._copy("cuMemcpyDtoHAsync", to, address, num_bytes, patience_s)
+
+    def _copy(self, name: str, to: int, source: int, num_bytes: int, patience_s: float) -> bool:
         with _apart(self._context):
-            call("cuMemcpyDtoHAsync", to, address, num_bytes, self._stream)
+            call(name, to, source, num_bytes, self._stream)
             deadline = time.monotonic() + patience_s
             while True:
                 (status,) = cuda.cuStreamQuery(self._stream)
@@ -125,6 +128,10 @@ class Reader:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(1e-5)
+
+    def write(self, address: int, source: int, num_bytes: int, patience_s: float) -> bool:
+        """As `read`, the other way: pinned memory at `source` to the device."""
+        return self._copy("cuMemcpyHtoDAsync", address, source, num_bytes, patience_s)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.left_out import Unsent
+from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.tables import Tables
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
@@ -156,14 +156,7 @@ class LaunchEngine:
     def unsent(self, mask: Sequence[bool]) -> list[Unsent]:
         """What ranks outside `mask` have begun and not sent, as the last `barrier` with an epoch has read it; dead
         ranks aside. Synchronises."""
-        flags = self._flags().tolist()
-        found = []
-        for rank, active in enumerate(mask):
-            for op, begun, sent in (("dispatch", "STARTED", "SENT"), ("combine", "COMBINE_STARTED", "COMBINE_SENT")):
-                words = flags[abi.FLAGS.index(begun)][rank], flags[abi.FLAGS.index(sent)][rank]
-                if not active and words[0] > words[1] and not self.tables.host.is_gone(rank):
-                    found.append(Unsent(rank, op, *words))
-        return found
+        return unsent_in(self._flags().tolist(), mask, self.tables.host.is_gone)
 
     def restart_flags(self, dispatch: int, combine: int) -> None:
         """Arrival counters, which broken operations leave in between, as if so many operations were complete; and

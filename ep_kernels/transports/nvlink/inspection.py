@@ -25,7 +25,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.groups import PaperGroup
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import RegionArray, RegionMap
-from ep_kernels.transports.nvlink import plan, scoreboards
+from ep_kernels.transports.nvlink import collective_plan, plan, scoreboards
 from ep_kernels.types import Layout, Mode
 
 A = TypeVar("A")
@@ -170,9 +170,13 @@ def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
     """What nvdisasm must show. LL: 16 bytes of a line, stored and loaded by one instruction each, in front of every
     cache; dispatch: the fence between a failure and the counts. HT: bulk copies from and to shared memory and the
     mbarrier that loads complete on; dispatch: the release of a share at a peer, which is one reduction, ordered after
-    all stores; combine: words of progress behind a fence."""
+    all stores; combine: words of progress behind a fence. Collectives: flags behind a fence; all-gather the copy
+    engine, one-shot all-reduce lines."""
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
+    if variant in jit.collective_variants():
+        return (_FENCE, _TOLD, *((_STORE, _LOAD, _WAIT) if variant.kernel == "all_gather" else ()),
+                *((_STORE_LINE, _PEEK_LINE) if ("KIND", "0") in variant.constants else ()))  # fmt: skip
     if variant.kernel.startswith("ll_"):
         lines = (_STORE_LINE, _PEEK_LINE)
         return (*lines, _SC_FENCE) if variant.kernel == "ll_dispatch" else lines
@@ -212,9 +216,11 @@ def dynamic_bytes(variant: jit.Variant) -> int:
     """Dynamic shared memory of one block in `serving_config`."""
     if variant.kernel == "barrier":
         return 0
+    if variant in jit.collective_variants():
+        return collective_plan.launch_of(variant, 8).shared_bytes
     config = serving_config(variant)
-    launch = plan.combine_launch if variant.kernel.endswith("combine") else plan.dispatch_launch
-    return launch(config, plan.sizes_of(config), config.mode, 132).shared_bytes
+    of = plan.combine_launch if variant.kernel.endswith("combine") else plan.dispatch_launch
+    return of(config, plan.sizes_of(config), config.mode, 132).shared_bytes
 
 
 def compile_job(job: Job) -> jit.Binary:

@@ -1,4 +1,4 @@
-"""Kernel launches through `native/launch.cpp`: what every call of the transport pays, and nothing more.
+"""Kernel launches and copies through `native/launch.cpp`: what every call of the transport pays, and nothing more.
 
 Knows function handles and addresses; neither modules (see `driver`) nor tensors.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
 from typing import Any
 
@@ -15,6 +17,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
+from ep_kernels.transports.nvlink.copy_schedule import CopyStep
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
@@ -39,6 +42,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_error": (c_char_p, (c_int, c_int)),
     "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
 }
 
 
@@ -60,6 +64,20 @@ def fence(library: Native = _LIBRARY) -> Callable[[], None]:
     would not keep them in order. Needs no driver. Raises TransportError."""
     call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
     return call
+
+
+def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
+    """Put copies, waits and writes on a CUstream, in order, by one call. Raises TransportError; then those behind the
+    refused one are not there."""
+    packed = array("Q", itertools.chain.from_iterable(steps))  # `Step` of native/launch.cpp
+    status = library.cd_copies(packed.buffer_info()[0], len(steps), stream)
+    if status:
+        raise _refused("copies on a stream", status, library)
+
+
+def _refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
+    name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
+    return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
 
 
 class Kernel:
@@ -97,8 +115,7 @@ class Kernel:
         else:
             status = self._launch_many(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
         if status:
-            name, text = (self._library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
-            raise TransportError(f"cuLaunchKernelEx: {name or status}: {text or 'unknown error'}")
+            raise _refused("cuLaunchKernelEx", status, self._library)
 
     def _prepare(self, shape: tuple[int, int, bool, bool]) -> tuple[int, _Prepared]:
         num_blocks, num_threads, cooperative, overlapped = shape

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ep_kernels.errors import TransportError
+from ep_kernels.kernels import abi
 
 PAUSE_S = 0.01
 """Far longer than a store is on its way, or than blocks of one launch start apart; some time slices of a GPU."""
@@ -30,6 +31,17 @@ class Unsent(NamedTuple):
     op: str
     begun: int
     sent: int
+
+
+def unsent_in(flags: Sequence[Sequence[int]], mask: Sequence[bool], is_gone: Callable[[int], bool]) -> list[Unsent]:
+    """What ranks outside `mask` have begun and not sent, by a rank's flags [FLAGS, R]; dead ranks aside."""
+    found = []
+    for rank, active in enumerate(mask):
+        for op, begun, sent in (("dispatch", "STARTED", "SENT"), ("combine", "COMBINE_STARTED", "COMBINE_SENT")):
+            words = flags[abi.FLAGS.index(begun)][rank], flags[abi.FLAGS.index(sent)][rank]
+            if not active and words[0] > words[1] and not is_gone(rank):
+                found.append(Unsent(rank, op, *words))
+    return found
 
 
 def leave_out(

@@ -34,6 +34,19 @@ def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
             require_nvlink(places, nvml.look(Path("/sys")).gpus)
 
 
+def lines_are_whole(tickets: Sequence[bytes]) -> bool:
+    """Whether LL128 lines may travel among these ranks: NVLink joins all GPUs, or there is one. Equal on all ranks."""
+    places = [TICKET.unpack_from(ticket)[3] for ticket in tickets]
+    if len(set(places)) <= 1:
+        return True
+    try:
+        require_nvlink(places, nvml.look(Path("/sys")).gpus)
+    except TransportError as error:
+        log.warning("one-shot all-reduce is left out: %s", error)
+        return False
+    return True
+
+
 def require_nvlink(places: Sequence[int], gpus: Sequence[Gpu]) -> None:
     """Raise TransportError unless each two ranks share a GPU or are joined by NVLink. What NVML does not know is
     allowed, with a warning. Equal on all ranks, since each looks at all pairs.

@@ -85,14 +85,14 @@ class Mapping:
         if self._lease is not None:
             self._lease.close()
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive."""
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, keep: object = None) -> torch.Tensor:
+        """A tensor over bytes [offset, ...) of this rank's own region; it keeps the mapping alive, and `keep`."""
         num_bytes = dtype.itemsize
         for n in shape:
             num_bytes *= n
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        return torch.as_tensor(_Bytes(self, offset, num_bytes), device=self._device).view(dtype).view(shape)
+        return torch.as_tensor(_Bytes(self, offset, num_bytes, keep), device=self._device).view(dtype).view(shape)
 
 
 def _release_idle(pid: int, device: int, release: Callable[[], Any], lease: socket.socket | None) -> None:
@@ -109,8 +109,8 @@ def _release_idle(pid: int, device: int, release: Callable[[], Any], lease: sock
 class _Bytes:
     """What torch needs to wrap foreign device memory."""
 
-    def __init__(self, owner: Mapping, offset: int, num_bytes: int) -> None:
-        self.owner = owner
+    def __init__(self, owner: Mapping, offset: int, num_bytes: int, keep: object) -> None:
+        self.owner, self.keep = owner, keep
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -218,9 +218,9 @@ def free_returned() -> None:
             _lent.append((mapping, is_lent))
 
 
-def allocate(kind: HandleKind, num_bytes: int, device: int) -> Region:
-    """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and what takes
-    less."""
+def allocate(kind: HandleKind, num_bytes: int, device: int, cure: str) -> Region:
+    """A region. Raises TransportError; where the GPU has no room for it, that says how much there is and `cure`: what
+    takes less."""
     try:
         return Region(kind, num_bytes, device)
     except TransportError as error:
@@ -229,8 +229,7 @@ def allocate(kind: HandleKind, num_bytes: int, device: int) -> Region:
         free, total = (amount / _GIB for amount in call("cuMemGetInfo"))
         raise TransportError(
             f"nvlink: a region of {num_bytes / _GIB:.1f} GiB does not fit into device {device}, where {free:.1f} of "
-            f"{total:.1f} GiB are free; smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, "
-            "and `crossdock memory` shows what it consists of"
+            f"{total:.1f} GiB are free; {cure}"
         ) from error
 
 

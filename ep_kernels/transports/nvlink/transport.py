@@ -7,30 +7,28 @@ the next one; what ranks did differently but broke nothing, by the call that syn
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import torch
 
-from ep_kernels import jit, tuning
+from ep_kernels import jit
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.base import EXCHANGE_WORDS, CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import left_out, links, plan, sharing, watch
+from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.nvlink import links, plan
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
-from ep_kernels.transports.nvlink.links import TICKET
+from ep_kernels.transports.nvlink.left_out import Unsent
+from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
-from ep_kernels.transports.nvlink.streams import StreamOrder
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Layout, Mode, Overflow
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
-_kept_for_graphs: list[Any] = []
-"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+_SMALLER = (
+    "smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, and `crossdock memory` shows what it "
+    "consists of"
+)
 
 
 def create(config: MoEConfig) -> NvlinkTransport:
@@ -38,33 +36,17 @@ def create(config: MoEConfig) -> NvlinkTransport:
     return NvlinkTransport(config)
 
 
-def require_cuda() -> None:
-    """Raise TransportError where no CUDA device, or no way to its driver and compiler, is here."""
-    if not torch.cuda.is_available():
-        raise TransportError(
-            "nvlink: needs one CUDA device per rank; torch sees none (no GPU, or a torch without CUDA)"
-        )
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        raise TransportError("nvlink: needs cuda-bindings (it comes with torch for CUDA)")
-
-
-class NvlinkTransport:
+class NvlinkTransport(NvlinkMember):
     """Ranks on the GPUs of one NVLink domain, one process each. The device is torch's current one at `allocate`."""
 
     def __init__(self, config: MoEConfig) -> None:
-        self._config = config
-        fingerprint = abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS))  # AUTO's crossover sizes its buffers
-        self.domains = (0,) * config.group.size
-        self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, fingerprint)
-        self._epoch: int = config.group.epoch
+        # AUTO's crossover sizes its buffers
+        super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
+        self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
         self._exact = compact and config.exact_shapes
-        self._functions: dict[jit.Variant, Any] = {}
-        self._open: list[Any] = []  # what close() closes, in order of creation
-        self._mappings: list[Any] = []
-        self._closed = self._captured = self._lends = False
 
     # Life.
 
@@ -72,183 +54,47 @@ class NvlinkTransport:
         """See `base.Transport`."""
         require_cuda()
         self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
-        from ep_kernels.transports.nvlink import driver, mailbox, memory
+        from ep_kernels.transports.nvlink import driver
 
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        torch.zeros(1, device=self._device)  # makes torch's context current
-        self._streams = StreamOrder(self._device)
+        self._enter_device()
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         self._engine = LaunchEngine(
             self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes
         )
-        self._load(driver)
-        memory.free_returned()
-        kind, _ = memory.choose_kind(self._device.index)
-        self._region = memory.allocate(kind, self._engine.region_bytes, self._device.index)
-        self._open.append(self._region)
-        for begin, end in self._engine.blank_bytes:
-            self._region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
-        torch.cuda.synchronize(self._device)
-        self._mailbox = mailbox.Mailbox(self._config.group.rank, self._engine.tables.host.is_gone)
-        self._open.append(self._mailbox)
-        fds = [self._mailbox.fd] + ([self._region.fd] if self._region.fd >= 0 else [])
-        self._lends = kind is memory.HandleKind.CUDA_IPC
-        self._desk = sharing.Desk(fds, self._lends)
-        self._open.append(self._desk)
-        return self._ticket(kind.value.encode())
-
-    def _load(self, driver: Any) -> None:
-        compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
-        for variant, launch in self._engine.variants().items():
-            self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
-
-    def _ticket(self, kind: bytes) -> bytes:
-        address = self._desk.address
-        gpu: Any = torch.cuda.get_device_properties(self._device)
-        place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        head = TICKET.pack(self.capabilities.abi.encode(), kind, self._region.mapping.num_bytes, place, len(address))
-        return head + address + self._region.token
+        self._tables = self._engine.tables
+        self._load(self._engine.variants())
+        return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         links.check(self._config, tickets)
-        if self._lends:  # all ranks are here, so what they had before is closed
-            from ep_kernels.transports.nvlink import memory
+        super().import_regions(tickets)
 
-            memory.free_returned()
-        pages, mappings, pids = [], [], {}
-        try:
-            for rank, ticket in enumerate(tickets):
-                if rank == self._config.group.rank:
-                    page, mapping = os.dup(self._mailbox.fd), self._region.mapping
-                else:
-                    page, mapping, pids[rank] = self._import(rank, ticket)
-                pages.append(page)
-                mappings.append(mapping)
-            self._mappings = mappings
-            self._engine.attach(self._region.mapping, [m.address for m in mappings])
-            self._mailbox.attach(pages)
-        finally:
-            for fd in pages:
-                os.close(fd)
-        self._watch = watch.PeerWatch(pids, self._engine.tables.host.mark_gone)
-        self._open.append(self._watch)
+    def _attach(self) -> None:
+        self._engine.attach(self._domain.region.mapping, self._domain.addresses)
 
-    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
-        """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
-        from ep_kernels.transports.nvlink import memory
+    def _detach(self) -> None:
+        self._engine.detach()
 
-        abi_, name, num_bytes, _, length = TICKET.unpack_from(ticket)
-        address, token = ticket[TICKET.size : TICKET.size + length], ticket[TICKET.size + length :]
-        if abi_.decode() != self.capabilities.abi:
-            want = self.capabilities.abi
-            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {want}, got {abi_.decode()}")
-        kind = memory.HandleKind(name.rstrip(b"\0").decode())
-        num_fds = 2 if kind is memory.HandleKind.POSIX_FD else 1
-        fds, pid, lease = sharing.borrow(rank, address, num_fds, self._config.timeout_s)
-        if kind is not memory.HandleKind.CUDA_IPC:  # the driver itself counts who has the memory
-            lease.close()
-        try:
-            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token, lease), pid
-        except TransportError as error:
-            os.close(fds[0])
-            lease.close()
-            raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
-        finally:
-            for fd in fds[1:]:
-                os.close(fd)
+    def _barrier_call(self, left_out_epoch: int) -> Call:
+        return self._engine.barrier(left_out_epoch)
 
-    def drain(self) -> None:
-        """See `base.Transport`. Of the whole device, since graphs are replayed on any stream."""
-        if hasattr(self, "_engine") and not torch.cuda.is_current_stream_capturing():
-            with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
-                torch.cuda.synchronize(self._device)
+    def _unsent(self, mask: Sequence[bool]) -> list[Unsent]:
+        return self._engine.unsent(mask)
 
-    def close(self) -> None:
-        """See `base.Transport`. Kernels that still wait are told to stop; peers keep their own mappings of this memory.
-        A graph may be replayed after this: its kernels read tables, look at one word and return, and the caller's own
-        may read the views that they were captured with."""
-        if self._closed:
-            return
-        self._closed = True
-        if hasattr(self, "_engine"):
-            self._engine.tables.host.abort("the communicator was closed")
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self._device)
-                if self._captured:
-                    self._engine.tables.stop()
-                    torch.cuda.synchronize(self._device)
-                    _kept_for_graphs.append((self._engine.tables, self._region.mapping))
-        if self._lends:
-            from ep_kernels.transports.nvlink import memory
-
-            memory.keep(self._region.mapping, self._desk.is_lent)
-        for part in reversed(self._open):
-            part.close()
-        self._mappings = []
-        if hasattr(self, "_engine"):
-            self._engine.detach()
-        if self._lends:
-            memory.free_returned()
-
-    def forsake(self) -> None:
-        """See `base.Transport`."""
-        for part in (*self._open, *self._mappings):
-            part.forsake()
+    def _restart(self, dispatch: int, combine: int, mask: Sequence[bool]) -> None:
+        self._engine.restart_flags(dispatch, combine)
+        self._tables.set_active(mask)
+        self._engine.restart_slots()
 
     # Operations.
-
-    def _launch(self, call: Call, phases: int) -> None:
-        args = call.of_phases(phases) if hasattr(call.args, "work") else call.args
-        function, launch = self._functions[call.variant], call.launch
-        stream = self._streams.enter()
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        function.launch(
-            launch.num_blocks, call.variant.num_threads, stream, args, cooperative=launch.cooperative,
-            overlapped=launch.overlapped,
-        )  # fmt: skip
-        self._streams.leave(call.keep)
-
-    def check(self, op: str = "check") -> None:
-        """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
-        look after a graph's replay."""
-        self._raise_fault()
-        self._mailbox.check_left_out(op)
-
-    def _raise_fault(self) -> None:
-        fault = self._engine.tables.host.fault()
-        if fault is not None:
-            raise fault
-
-    def failed(self) -> torch.Tensor:
-        """See `base.Transport`."""
-        return self._engine.tables.aborted
 
     def check_results(self) -> None:
         """See `base.Transport`."""
         finding = self._engine.tables.host.finding()
         if finding is not None:
             raise finding
-
-    def _settle(self) -> None:
-        """Wait for the current stream and raise what failed on it."""
-        torch.cuda.current_stream(self._device).synchronize()
-        self._raise_fault()
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
-        if tensor.device != self._device:
-            raise ArgumentError(name, f"a tensor on {self._device}", tensor.device)
-        if torch.cuda.current_device() != self._device.index:
-            raise ArgumentError("torch.cuda.current_device()", str(self._device.index), torch.cuda.current_device())
-
-    def barrier(self) -> None:
-        """See `base.Transport`. Host and device wait."""
-        self._launch(self._engine.barrier(), BOTH)
-        self._settle()
-        self._engine.tables.host.relate_clocks()
 
     def dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """See `base.Transport`."""
@@ -317,77 +163,6 @@ class NvlinkTransport:
         """See `base.Transport`."""
         return self._engine.restore(handle)
 
-    # Membership, hosts, clock.
-
-    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `base.Transport`. Survivors may have stopped at different operations: they agree on the next number once
-        nothing of the old epoch runs any more."""
-        tables = self._engine.tables
-        with tables.host.interrupted():
-            torch.cuda.synchronize(self._device)
-        answers = self._mailbox.agree(mask, epoch, tables.sequence(), self._config.timeout_s)
-        dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
-        tables.restart(dispatch, combine, barrier)
-        self._engine.restart_flags(dispatch, combine)
-        tables.set_active(mask)
-        self._engine.restart_slots()
-        self._epoch = epoch
-        self._leave_out(mask, epoch)
-        self._mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
-
-    def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
-        host = self._engine.tables.host
-
-        def tell() -> None:
-            self._launch(self._engine.barrier(left_out_epoch=epoch), BOTH)
-            torch.cuda.synchronize(self._device)
-
-        def is_alive(rank: int) -> bool:
-            return rank in self._watch.ranks and not host.is_gone(rank)
-
-        if left_out.is_needed(mask, host.is_gone):
-            left_out.leave_out(tell, lambda: self._engine.unsent(mask), is_alive)
-
-    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `base.Transport`."""
-        return self._mailbox.exchange(words, self._config.timeout_s)
-
-    def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `base.Transport`."""
-        return self._mailbox.wait_for_peer(timeout_s)
-
-    def wake(self) -> None:
-        """See `base.Transport`."""
-        self._mailbox.wake()
-
-    def samples(self) -> list[LatencySample]:
-        """See `base.Transport`."""
-        return self._engine.tables.samples()
-
-    def traffic(self) -> list[Any]:
-        """See `base.Transport`. A group stays in one NVLink domain."""
-        return []
-
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `base.Transport`."""
-        return self._engine.tables.peek(words)
-
-    def device_name(self) -> str:
-        """See `base.Transport`."""
-        require_cuda()
-        return torch.cuda.get_device_name(torch.cuda.current_device())
-
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""
         return plan.LL_MAX_TOKENS[self._config.resolved_layout]
-
-    def abort(self, reason: str) -> None:
-        """See `base.Transport`."""
-        self._engine.tables.host.abort(reason)
-        self._mailbox.abort(reason)
-
-    def give_up(self, ranks: Sequence[int]) -> None:
-        """See `base.Transport`."""
-        for rank in ranks:
-            self._engine.tables.host.give_up(rank)
-        self._mailbox.give_up(ranks)

@@ -7,8 +7,9 @@
 //
 //   all_gather       one slice. Peers copy it into their out.
 //   reduce_scatter   R slices, one for each rank. Each reads its slice of every x, and sums.
-//   all_reduce       one-shot: one slice, all read and sum all of it. Two-shot: as reduce_scatter; the sums of the own
-//                    slice go to staging as well, are published (`reduced`), and peers copy them.
+//   all_reduce       one-shot: one slice, all read and sum all of it. Two-shot: as reduce_scatter, with a slice for
+//                    each active rank; the sums of the own slice go to staging as well, are published (`reduced`), and
+//                    peers copy them.
 //
 // Example: R = 2, 10 bytes, chunks of 4. Rank 0 stages bytes 0-3 in half 0, publishes 1; stages 4-7 in half 1,
 // publishes 2; copies bytes 0-3 of rank 1 when rank 1 has published 1, publishes consumed 1; half 0 is free when rank 1
@@ -37,6 +38,12 @@ bool two_shot(const Collective& op) { return Algorithm(op.what.algorithm) == Alg
 int slot_index(const CollectiveMember& m, uint64_t seq) { return int(seq % uint64_t(m.g.in_flight)); }
 CollectiveSlot& own_slot(CollectiveMember& m, uint64_t seq) { return m.control().slots[slot_index(m, seq)]; }
 
+// The slice that rank `r` sums: of a two-shot, in which nobody else would, one for each active rank.
+int64_t slice_of(const CollectiveMember& m, const Collective& op, int r) {
+  if (two_shot(op)) return __builtin_popcountll(m.active & ((1ull << r) - 1));
+  return op.slices > 1 ? r : 0;
+}
+
 // Bytes of slice `s`: the last ones may be short.
 int64_t slice_bytes(const Collective& op, int64_t s) {
   if (!sums(op)) return op.stride_bytes;
@@ -62,8 +69,7 @@ int64_t staged_at(const CollectiveMember& m, const Collective& op, int64_t round
 }
 
 void plan(const CollectiveMember& m, Collective& op) {
-  const bool scattered = kind(op) == Op::reduce_scatter || two_shot(op);
-  op.slices = scattered ? m.ranks : 1;
+  op.slices = two_shot(op) ? __builtin_popcountll(m.active) : kind(op) == Op::reduce_scatter ? m.ranks : 1;
   if (sums(op)) {
     const int64_t size = size_of(op.type);
     op.stride_bytes = (op.count + op.slices - 1) / op.slices * size;
@@ -98,8 +104,10 @@ void stage(CollectiveMember& m, const Collective& op, int64_t round) {
     });
     return;
   }
+  const bool by_rank = kind(op) == Op::reduce_scatter;
   for (int64_t s = 0; s < op.slices; ++s) {
-    if (op.slices > 1 && (s == m.rank || !m.is_active(int(s)))) continue;  // nobody else reads it
+    const bool own = op.slices > 1 && s == slice_of(m, op, m.rank);
+    if (own || (by_rank && !m.is_active(int(s)))) continue;  // no peer reads it
     const Chunk c = chunk_of(op, s, round);
     m.ops.copy(m.own + staged_at(m, op, round, s), op.x + s * op.stride_bytes + c.first, c.bytes);
   }
@@ -183,7 +191,7 @@ void keep_own(CollectiveMember& m, Collective& op) {
 
 // The present chunk of the slice that this rank sums, in ascending rank, into out and, two-shot, into staging.
 void sum_chunk(CollectiveMember& m, const Collective& op) {
-  const int64_t s = op.slices > 1 ? m.rank : 0, size = size_of(op.type);
+  const int64_t s = slice_of(m, op, m.rank), size = size_of(op.type);
   const Chunk chunk = chunk_of(op, s, op.round);
   const uint8_t* from[kMaxRanks];
   int n = 0;
@@ -204,9 +212,10 @@ void sum_chunk(CollectiveMember& m, const Collective& op) {
 }
 
 void copy_sums(CollectiveMember& m, const Collective& op, int r) {
-  const Chunk chunk = chunk_of(op, r, op.round);
+  const int64_t s = slice_of(m, op, r);
+  const Chunk chunk = chunk_of(op, s, op.round);
   const uint8_t* from = m.base_of(r) + staged_at(m, op, op.round, op.slices);
-  m.ops.copy(op.out + r * op.stride_bytes + chunk.first, from, chunk.bytes);
+  m.ops.copy(op.out + s * op.stride_bytes + chunk.first, from, chunk.bytes);
 }
 
 // Takes the chunk of each peer that comes; sums need all of them.

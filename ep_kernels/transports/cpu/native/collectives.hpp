@@ -82,7 +82,7 @@ struct Collective {
   uint64_t seq;
   Clock clock;
   int64_t inside_ns;       // spent in this operation
-  int64_t slices;          // 1, or R where each rank sums a slice of its own
+  int64_t slices;          // 1, or one for each rank that sums a part
   int64_t stride_bytes;    // of a slice
   int64_t chunk_bytes;     // of a slice, in one round
   int64_t rounds, round, staged;

@@ -1,4 +1,4 @@
-// Kernel launches at C's price: one call from Python, no header of CUDA, no link against it.
+// Kernel launches and batches of copies at C's price: one call from Python, no header of CUDA, no link against it.
 //
 // The driver is found by dlopen, its records are declared here as far as a launch needs them: they are part of the
 // driver's ABI, which CUDA 12.0 fixed. Nothing throws and nothing is kept between calls, so threads may launch at
@@ -48,6 +48,16 @@ TextFn error_name = nullptr, error_text = nullptr;
 
 enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
 
+using CopyFn = int (*)(uint64_t to, uint64_t from, size_t num_bytes, void* stream);
+using WordFn = int (*)(void* stream, uint64_t address, uint64_t value, unsigned flags);
+constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ; as a write: CU_STREAM_WRITE_VALUE_DEFAULT
+constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
+
+CopyFn copy_async = nullptr;
+WordFn wait_value = nullptr, write_value = nullptr;
+
+enum StepKind : uint64_t { kCopy = 0, kWait = 1, kWrite = 2 };
+
 }  // namespace
 
 CD_API const char* cd_build_id() { return CD_BUILD_ID; }
@@ -64,6 +74,9 @@ CD_API const char* cd_open(const char* driver) {
   auto text = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorString"));
   if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
   launch_kernel = launch;
+  copy_async = reinterpret_cast<CopyFn>(dlsym(library, "cuMemcpyAsync"));
+  wait_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWaitValue64_v2"));
+  write_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWriteValue64_v2"));
   error_name = name;
   error_text = text;
   return nullptr;
@@ -96,3 +109,22 @@ CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
 
 // The same for a kernel with one parameter, at this address.
 CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument) { return cd_launch(p, stream, &argument); }
+
+// One thing that a stream does. kCopy: `amount` bytes from `from` to `to`. kWait: until the 8 bytes at `to` are
+// `amount` or more, modulo 2^64. kWrite: `amount` into the 8 bytes at `to`, after all that came before.
+struct Step {
+  uint64_t kind, to, from, amount;
+};
+static_assert(sizeof(Step) == 32, "Step: Python and C++ differ");
+
+// Copies, waits and writes of a stream, in order. The driver's status; on an error those behind it are left out.
+CD_API int cd_copies(const Step* steps, int count, void* stream) {
+  if (!copy_async || !wait_value || !write_value) return kNotSupported;
+  for (const Step* step = steps; step < steps + count; ++step) {
+    const int status = step->kind == kCopy   ? copy_async(step->to, step->from, step->amount, stream)
+                       : step->kind == kWait ? wait_value(stream, step->to, step->amount, kGreaterOrEqual)
+                                             : write_value(stream, step->to, step->amount, kGreaterOrEqual);
+    if (status) return status;
+  }
+  return 0;
+}

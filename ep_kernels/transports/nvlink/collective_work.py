@@ -1,0 +1,157 @@
+"""Collectives under way: on the current stream, by kernels, or on the stream of the copy engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from ep_kernels.errors import HandleError
+
+
+class WorkOwner(Protocol):
+    """What a work asks of its transport."""
+
+    @property
+    def epoch(self) -> int:
+        """Membership counter."""
+
+    def raise_fault(self) -> None:
+        """Raise what failed on the device so far."""
+
+    def await_shard(self, seq: int, peer: int) -> None:
+        """The current stream waits for a peer's shard of an all-gather by copy engines."""
+
+
+class KernelWork:
+    """See `collective_base.PendingGather`. What kernels do is in order on the stream on which they were launched.
+
+    Args:
+        owner: the transport.
+        stream: of the launches.
+        ranks: whose shards come, this rank first.
+    """
+
+    def __init__(self, owner: WorkOwner, stream: torch.cuda.Stream, ranks: Sequence[int]) -> None:
+        self._owner, self._stream, self._ranks, self._epoch = owner, stream, ranks, owner.epoch
+        self._event: torch.cuda.Event | None = None
+        self._waited = False
+
+    def wait(self) -> None:
+        """See `collective_base.PendingCollective`."""
+        if self._waited:
+            return
+        require_epoch(self._epoch, self._owner.epoch)
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            current.wait_event(self._marked())
+        self._waited = True
+        self._owner.raise_fault()
+
+    def _marked(self) -> torch.cuda.Event:
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
+
+    def is_completed(self) -> bool:
+        """See `collective_base.PendingCollective`. The first call marks the stream: what was launched there since then
+        counts, too."""
+        if self._epoch != self._owner.epoch or torch.cuda.is_current_stream_capturing():
+            return False
+        return bool(self._marked().query())  # type: ignore[no-untyped-call]
+
+    def shards(self) -> Iterator[int]:
+        """See `collective_base.PendingGather`: all at once."""
+        self.wait()
+        yield from self._ranks
+
+
+class CopyWork:
+    """See `collective_base.PendingGather`, for an all-gather by copy engines.
+
+    Args:
+        owner: the transport.
+        end: after its last copy; on the stream of the copies.
+        seq: its number.
+        rank: this rank.
+        arrivals: peers in the order in which their shards come; each may be waited for alone where `splits`.
+        placed: behind the kernel that puts this rank's own shard in its place; None where it is there.
+        has_ended: whether the stream of the copies is through with an operation.
+    """
+
+    def __init__(
+        self,
+        owner: WorkOwner,
+        end: torch.cuda.Event,
+        seq: int,
+        rank: int,
+        arrivals: Sequence[int],
+        splits: bool,
+        placed: torch.cuda.Event | None,
+        has_ended: Callable[[int], bool],
+    ) -> None:
+        self._owner, self._end, self._seq, self._rank = owner, end, seq, rank
+        self._arrivals, self._splits, self._has_ended = arrivals, splits, has_ended
+        self._epoch, self._placed, self._waited = owner.epoch, placed, False
+
+    def _await_own(self) -> None:
+        if self._placed is not None:
+            torch.cuda.current_stream().wait_event(self._placed)
+
+    def wait(self) -> None:
+        """See `collective_base.PendingCollective`."""
+        if self._waited:
+            return
+        require_epoch(self._epoch, self._owner.epoch)
+        self._waited = True
+        self._await_own()
+        torch.cuda.current_stream().wait_event(self._end)
+        self._owner.raise_fault()
+
+    def is_completed(self) -> bool:
+        """See `collective_base.PendingCollective`."""
+        if self._epoch != self._owner.epoch or not self._has_ended(self._seq):
+            return False
+        return self._placed is None or bool(self._placed.query())  # type: ignore[no-untyped-call]
+
+    def shards(self) -> Iterator[int]:
+        """See `collective_base.PendingGather`."""
+        require_epoch(self._epoch, self._owner.epoch)
+        self._await_own()
+        yield self._rank
+        if not self._splits:
+            self.wait()
+        for peer in self._arrivals:
+            if self._splits:
+                self._owner.await_shard(self._seq, peer)
+            yield peer
+        self.wait()
+
+
+class DoneWork:
+    """An operation that moves nothing.
+
+    Args:
+        ranks: whose shards are there.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def shards(self) -> Iterator[int]:
+        """All of them."""
+        yield from self._ranks
+
+
+def require_epoch(then: int, now: int) -> None:
+    """Raise HandleError where `set_active` came between."""
+    if then != now:
+        raise HandleError(f"this work is of epoch {then}; the group is in epoch {now}")

@@ -1,0 +1,298 @@
+"""Collectives of the transport (see `transports/collective_base.py`): registered memory, kernels on the current stream,
+copy engines on a stream of their own.
+
+A failed wait is raised by the next call, or by `check`. Under graph capture kernels do what copy engines would do: a
+replay could not count, nor be released at a deadline.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ep_kernels import jit
+from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.pool import SymmetricPool
+from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart, ReduceArgs
+from ep_kernels.transports.nvlink import collective_plan as plan
+from ep_kernels.transports.nvlink import copies, launch, links
+from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
+from ep_kernels.transports.nvlink.collective_work import CopyWork, DoneWork, KernelWork
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
+from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
+from ep_kernels.transports.nvlink.plan import Launch
+from ep_kernels.transports.nvlink.signature import describe, signature
+
+COPY_MIN_BYTES = 16 << 20
+"""Shard from which copy engines are chosen. Copy engines beat stores at 39 MB a peer and lost at 8 on 4 H200."""
+_SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
+_NUM_SMS = struct.Struct("<I")
+"""Head of a ticket: multiprocessors of the rank's GPU."""
+_COPIES = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
+_GATHERS = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL, *_COPIES)
+
+
+def create(config: CollectiveConfig) -> NvlinkCollectives:
+    """Build the collectives; touches no GPU yet. Raises TransportError where this machine has none."""
+    require_cuda()
+    return NvlinkCollectives(config)
+
+
+def _capabilities(fingerprint: str, size: int) -> CollectiveCapabilities:
+    return CollectiveCapabilities(
+        "cuda", False, True, fingerprint,
+        {
+            CollectiveOp.ALL_GATHER: _GATHERS,
+            CollectiveOp.REDUCE_SCATTER: (Algorithm.KERNEL_PULL,),
+            CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT),
+        },
+        one_shot_max_bytes={1: plan.one_shot_max_bytes(size)}, copy_min_bytes=COPY_MIN_BYTES,
+    )  # fmt: skip
+
+
+class _Block:
+    """What the views of a registered tensor keep alive."""
+
+
+class NvlinkCollectives(NvlinkMember):
+    """Collectives among the GPUs of one NVLink domain, a process each. The device is torch's current one at `allocate`.
+
+    Attributes:
+        capabilities: one-shot all-reduce is left out where a pair of GPUs is not joined by NVLink.
+    """
+
+    def __init__(self, config: CollectiveConfig) -> None:
+        fingerprint = abi.fingerprint(collective_abi.header() + jit.all_sources())
+        super().__init__(config, fingerprint)
+        self.capabilities = _capabilities(fingerprint, config.group.size)
+        self._pool = SymmetricPool(config.pool_bytes)
+
+    # Life.
+
+    def allocate(self) -> bytes:
+        """See `collective_base.CollectiveTransport`."""
+        self._enter_device()
+        c = self._config
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._engine = CollectiveEngine(c.group, c.timeout_s, c.pool_bytes, c.staging_bytes, self._device, num_sms)
+        self._tables = self._engine.tables
+        launches = {variant: plan.launch_of(variant, c.group.size) for variant in jit.collective_variants()}
+        self._load({**launches, plan.barrier_variant(): Launch(1, 0, 0, 0)})
+        ticket = self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
+        return _NUM_SMS.pack(num_sms) + ticket
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `base.MemberTransport`. Also agrees on the grids: a block waits for the same block of every peer."""
+        parts = [ticket[_NUM_SMS.size :] for ticket in tickets]
+        self._engine.available = min(_NUM_SMS.unpack_from(ticket)[0] for ticket in tickets)
+        super().import_regions(parts)
+        if not links.lines_are_whole(parts):
+            can = self.capabilities.algorithms | {CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT,)}
+            self.capabilities = replace(self.capabilities, algorithms=can)
+
+    def _attach(self) -> None:
+        self._engine.attach(self._domain.addresses)
+        size, base = self._config.group.size, self._domain.region.mapping.address
+        ready = copies.flag_row(self._engine.map, "READY", size)
+        places = CopyPlaces(
+            self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
+            copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
+        )  # fmt: skip
+        self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
+        self._copies = copies.CopyEngines(
+            places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags
+        )
+
+    def _detach(self) -> None:
+        if hasattr(self, "_copies"):
+            self._copies.close()
+
+    def _barrier_call(self, left_out_epoch: int) -> Call:
+        return self._engine.barrier(left_out_epoch)
+
+    def _unsent(self, mask: Sequence[bool]) -> list[Unsent]:
+        shape = len(abi.FLAGS), self._config.group.size
+        flags = self._domain.region.mapping.view(0, shape, torch.int64).tolist()
+        return unsent_in(flags, mask, self._tables.host.is_gone)
+
+    def _sequence(self) -> tuple[int, int, int]:
+        dispatch, combine, barrier = self._tables.sequence()
+        return max(dispatch, self._copies.seq), combine, barrier
+
+    def _settle_copies(self) -> None:
+        self._copies.settle()
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `base.MemberTransport`. Raises TransportError where a rank that lives was left out and this group has
+        pushed by copy engines: what it has begun cannot be called back."""
+        super().set_active(mask, epoch)
+        late = [rank for rank, active in enumerate(mask) if not active and self._is_alive(rank)]
+        if late and self._copies.has_pushed:
+            raise TransportError(
+                f"set_active: rank {late[0]} lives, and its copy engines may still write registered tensors of this "
+                "rank; form a new group"
+            )
+
+    def _restart(self, dispatch: int, combine: int, mask: Sequence[bool]) -> None:
+        shape = len(abi.FLAGS), self._config.group.size
+        self._domain.region.mapping.view(0, shape, torch.int64)[abi.FLAGS.index("LEFT_OUT")] = 0
+        self._engine.set_active(mask)
+        self._copies.restart(dispatch, mask)
+
+    # Errors.
+
+    @property
+    def epoch(self) -> int:
+        """Membership counter."""
+        return self._epoch
+
+    def raise_fault(self) -> None:
+        """See `collective_work.WorkOwner`."""
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        found = self._tables.host.mismatch()
+        if found is not None:
+            mine, theirs = describe(found.mine), describe(found.theirs)
+            raise TransportError(f"{found.op}: this rank began {mine}; rank {found.peer} began {theirs}")
+        copied = self._copies.mismatch()
+        if copied is not None:
+            raise TransportError(f"all_gather: rank {copied[0]} brought other sizes or tensors than this rank")
+        super()._raise_fault()
+
+    def check_results(self) -> None:
+        """See `base.MemberTransport`: `check` raises all there is."""
+
+    # Memory.
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `collective_base.CollectiveTransport`."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        number, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
+        block = _Block()
+        weakref.finalize(block, self._pool.drop, number).atexit = False
+        at = int(self._engine.map.pool) + offset
+        made: torch.Tensor = self._domain.region.mapping.view(at, tuple(shape), dtype, block)
+        return made
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """See `collective_base.CollectiveTransport`."""
+        start = self._domain.region.mapping.address + int(self._engine.map.pool)
+        offset = tensor.data_ptr() - start
+        num_bytes = tensor.numel() * tensor.itemsize
+        return offset if num_bytes and 0 <= offset <= self._config.pool_bytes - num_bytes else None
+
+    def _region_offset(self, tensor: torch.Tensor) -> int | None:
+        offset = self.offset_of(tensor)
+        return None if offset is None else offset + int(self._engine.map.pool)
+
+    # Operations.
+
+    def all_gather(self, args: GatherArgs) -> KernelWork | CopyWork | DoneWork:
+        """See `collective_base.CollectiveTransport`."""
+        self.check("all_gather")
+        for part in args.parts:
+            self._check_device("x", part.x)
+            self._check_device("out", part.out)
+        moved = [part for part in args.parts if part.x.numel()]
+        if not moved:
+            return DoneWork(self._ranks())
+        shards = [Shard(part.x, part.out, self._region_offset(part.out), part.dtype) for part in moved]
+        pushes = args.algorithm in (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
+        if pushes and any(shard.offset is None for shard in shards):
+            raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
+        if args.algorithm in _COPIES and not torch.cuda.is_current_stream_capturing():
+            return self._push_copies(moved) if pushes else self._pull_copies(moved)
+        return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
+
+    def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
+        """See `collective_base.CollectiveTransport`."""
+        self.check("reduce_scatter")
+        self._check_device("x", args.x)
+        return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms))
+
+    def all_reduce(self, args: ReduceArgs) -> KernelWork | DoneWork:
+        """See `collective_base.CollectiveTransport`."""
+        self.check("all_reduce")
+        self._check_device("x", args.x)
+        offset = self._region_offset(args.out)
+        return self._run(self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms))
+
+    def _run(self, calls: Sequence[Call]) -> KernelWork | DoneWork:
+        for call in calls:
+            self._launch(call)
+        return KernelWork(self, torch.cuda.current_stream(), self._ranks()) if calls else DoneWork(self._ranks())
+
+    def _ranks(self) -> list[int]:
+        mine, active = self._config.group.rank, self._engine.active
+        return [mine] + [rank for rank, alive in enumerate(active) if alive and rank != mine]
+
+    # Copy engines.
+
+    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
+        lengths = [part.x.numel() for part in parts]
+        more = [(part.dtype, length) for part, length in zip(parts, lengths, strict=True)]
+        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places))
+
+    def _own(self, part: GatherPart) -> torch.Tensor:
+        n = part.x.numel()
+        return part.out[self._config.group.rank * n :][:n]
+
+    def _push_copies(self, parts: Sequence[GatherPart]) -> CopyWork:
+        offsets = [self._region_offset(part.out) for part in parts]
+        listed = [
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.x.numel())
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None
+        ]  # fmt: skip
+        word = self._signature(parts, Algorithm.COPY_PUSH, offsets)
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        seq = self._copies.all_gather(listed, word, True, list(parts))
+        return self._copy_work(parts, seq, True)
+
+    def _pull_copies(self, parts: Sequence[GatherPart]) -> CopyWork:
+        word = self._signature(parts, Algorithm.COPY_PULL, None)
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        rounds = list(plan.gather_rounds([part.x.numel() for part in parts], int(self._engine.map.copies_stride)))
+        seq = 0
+        for ranges in rounds:
+            seq = self._pull_round(parts, ranges, word)
+        return self._copy_work(parts, seq, len(rounds) == 1)
+
+    def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
+        slot = self._engine.copy_slot(self._copies.seq + 1)
+        listed = []
+        with torch.cuda.stream(self._copy_stream):
+            for each in ranges:
+                part = parts[each.index]
+                source = part.x[each.begin :][: each.num_bytes]
+                staged = self._domain.region.mapping.view(slot, (each.num_bytes,), torch.uint8)
+                copies.copy_by_kernel(staged, source)
+                out = part.out.data_ptr() + each.begin
+                listed.append(CopyPart(0, out, slot, each.num_bytes, part.x.numel()))
+                slot += -(-each.num_bytes // 16) * 16
+        return self._copies.all_gather(listed, word, False, list(parts))
+
+    def _copy_work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
+        end = self._copy_stream.record_event()
+        apart = [part for part in parts if self._own(part).data_ptr() != part.x.data_ptr()]
+        for part in apart:
+            copies.copy_by_kernel(self._own(part), part.x)
+        placed = torch.cuda.current_stream().record_event() if apart else None
+        return CopyWork(
+            self, end, seq, self._config.group.rank, self._copies.arrivals(seq), splits, placed, self._copies.has_ended
+        )
+
+    def await_shard(self, seq: int, peer: int) -> None:
+        """See `collective_work.WorkOwner`."""
+        self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream)

@@ -1,0 +1,282 @@
+"""All-gather by copy engines: one ordered stream, and a thread that ends its waits at a deadline or with a peer.
+
+The stream's waits have no deadline of their own. The thread sees in host memory which operation the stream has begun
+and ended (copy_schedule.py). When one lasts too long, or a peer that it needs is gone, the thread notes the error,
+stops this rank's kernels, and stores what the waits want into this rank's own flags, again and again until the stream
+is through: a late peer may overwrite them with less. Contents of `out` are then unspecified, here and, since released
+copies still run, at peers that had not come; `NvlinkCollectives.set_active` therefore refuses to go on beside a rank
+that lives, was left out and may still push.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.transports.nvlink import copy_schedule, launch
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep
+from ep_kernels.transports.nvlink.host_page import HostPage
+
+_SEEN_SLOTS = 64
+_NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
+_BEGUN, _ENDED, _SEEN = 0, 1, 2
+
+
+@dataclass(slots=True)
+class _Open:
+    """An operation that the stream has not ended, as far as the host knows."""
+
+    seq: int
+    value: int
+    pushes: bool
+    keep: Any
+    since: float | None = None  # when the stream was first seen to have begun it
+
+
+class FlagMemory:
+    """The two rows of flags that peers write here, from any thread, beside whatever the device does.
+
+    Args:
+        size: R.
+        address: of READY [R], which SHARD [R] follows.
+        aborted: address of the word that stops this rank's kernels.
+    """
+
+    def __init__(self, size: int, address: int, aborted: int) -> None:
+        from ep_kernels.transports.nvlink import driver
+
+        self._size, self._address, self._aborted = size, address, aborted
+        self._words = torch.zeros(4 * size + 1, dtype=torch.int64, pin_memory=True)
+        self._reader = driver.Reader(self._words)
+
+    def read(self) -> tuple[list[int], list[int]] | None:
+        """(READY, SHARD); None where the device does not get to it in time."""
+        num_bytes = 2 * self._size * copy_schedule.WORD_BYTES
+        if not self._reader.read(self._words.data_ptr(), self._address, num_bytes, _PATIENCE_S):
+            return None
+        words = self._words[: 2 * self._size].tolist()
+        return words[: self._size], words[self._size :]
+
+    def fill(self, value: int) -> None:
+        """All of them."""
+        words = self._words[2 * self._size : 4 * self._size]
+        words.fill_(value)
+        self._reader.write(self._address, words.data_ptr(), words.nbytes, _PATIENCE_S)
+
+    def stop(self) -> None:
+        """Kernels of this rank return at once from now on."""
+        self._words[-1] = abi.STOPS.index("TIMED_OUT")
+        self._reader.write(self._aborted, self._words[-1:].data_ptr(), copy_schedule.WORD_BYTES, _PATIENCE_S)
+
+
+class CopyEngines:
+    """The copies of one rank.
+
+    Attributes:
+        seq: operations begun.
+        has_pushed: whether any of them wrote to peers.
+
+    Args:
+        places: everything but `active`, `seen` and the pinned words.
+        host: learns of failures, and knows who is gone.
+        timeout_s: deadline of an operation, from when the stream has come to it.
+        stream: CUstream of the copies.
+        library: `launch.load()`.
+        flags: this rank's own.
+    """
+
+    def __init__(
+        self, places: CopyPlaces, host: HostPage, timeout_s: float, stream: int, library: Any, flags: FlagMemory
+    ) -> None:
+        self._places, self._host, self._timeout_s = places, host, timeout_s
+        self._stream, self._library, self._flags = stream, library, flags
+        size = len(places.active)
+        self._pinned = torch.zeros(_SEEN + _SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
+        self._words = (ctypes.c_int64 * self._pinned.numel()).from_address(self._pinned.data_ptr())
+        self._active, self.seq, self.has_pushed = places.active, 0, False
+        self._found: tuple[int, int] | None = None
+        self._open: deque[_Open] = deque()
+        self._lock = threading.Condition()
+        self._storing = threading.Lock()  # of whoever stores into this rank's flags
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    # Operations; one thread calls these.
+
+    def places(self, seq: int) -> CopyPlaces:
+        """The addresses of operation `seq`."""
+        base, size = self._pinned.data_ptr(), len(self._active)
+        seen = base + copy_schedule.WORD_BYTES * (_SEEN + seq % _SEEN_SLOTS * size)
+        return replace(
+            self._places, active=self._active, begun=base + copy_schedule.WORD_BYTES * _BEGUN,
+            ended=base + copy_schedule.WORD_BYTES * _ENDED, seen=seen,
+        )  # fmt: skip
+
+    def all_gather(self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any) -> int:
+        """Put an all-gather on the stream; its number. `keep`: what holds the memory until it has ended. Raises
+        TransportError."""
+        seq, steps_of = self.seq + 1, copy_schedule.push if pushes else copy_schedule.pull
+        value = copy_schedule.value_of(seq, signature)
+        steps = steps_of(self.places(seq), seq, value, parts)
+        with self._lock:
+            self._forget_ended()
+            self._open.append(_Open(seq, value, pushes, keep))
+            self.seq, self.has_pushed = seq, self.has_pushed or pushes
+            self._lock.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="crossdock-copies", daemon=True)
+            self._thread.start()
+        launch.run_steps(steps, self._stream, self._library)
+        return seq
+
+    def await_shard(self, seq: int, peer: int, stream: int) -> None:
+        """Let another CUstream wait for a peer's shard."""
+        self._run([copy_schedule.arrival(self.places(seq), peer, seq)], stream)
+
+    def arrivals(self, seq: int) -> list[int]:
+        """Active peers in the order in which their shards are expected."""
+        return self.places(seq).others(-1)
+
+    def _run(self, steps: Sequence[CopyStep], stream: int) -> None:
+        launch.run_steps(steps, stream, self._library)
+
+    def has_ended(self, seq: int) -> bool:
+        """Whether the stream is through with it. Any thread."""
+        return self._words[_ENDED] >= seq
+
+    def mismatch(self) -> tuple[int, int] | None:
+        """(peer, its flag) of the first operation that has ended in which a peer brought something else; told once."""
+        with self._lock:
+            self._forget_ended()
+            found, self._found = self._found, None
+        return found
+
+    # The thread.
+
+    def _forget_ended(self) -> None:
+        ended, size = self._words[_ENDED], len(self._active)
+        while self._open and self._open[0].seq <= ended:
+            done = self._open.popleft()
+            start = _SEEN + done.seq % _SEEN_SLOTS * size
+            for peer, said in enumerate(self._words[start : start + size]):
+                same_seq = said >> copy_schedule.SIGNATURE_BITS == done.seq
+                if self._active[peer] and peer != self._places.rank and same_seq and said != done.value:
+                    self._found = self._found or (peer, said)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                self._forget_ended()
+                while not self._open and not self._ends:
+                    self._lock.wait()
+                if self._ends and not self._open:
+                    return
+            self._look()
+            time.sleep(_NAP_S)
+
+    def _look(self) -> None:
+        """At the operation that the stream is in."""
+        with self._lock:
+            first = self._open[0] if self._open else None
+            if first is None or self._words[_BEGUN] < first.seq or self.has_ended(first.seq):
+                return
+            first.since = first.since or time.monotonic()
+        waited = time.monotonic() - first.since
+        lost = [peer for peer in self._places_of_peers() if self._host.is_given_up(peer)]
+        fault = self._host.fault()
+        if fault is None and waited <= self._timeout_s and not lost:
+            return
+        if fault is None:
+            error = self._error_of(first, waited, lost)
+            if error is None:
+                return
+            self._host.fail(error)
+        self._release()
+
+    def _places_of_peers(self) -> list[int]:
+        return [peer for peer, active in enumerate(self._active) if active and peer != self._places.rank]
+
+    def _error_of(self, open_: _Open, waited: float, lost: Sequence[int]) -> PeerTimeout | None:
+        """Who is missing; None where nobody is, after all, or the one who is may still come."""
+        with self._storing:
+            rows = self._flags.read()
+        if rows is None or self.has_ended(open_.seq):
+            return None
+        want = copy_schedule.awaited(open_.seq)
+        ready, shard = rows
+        for phase, row in (("credit", ready), ("shards", shard)):
+            if phase == "credit" and not open_.pushes:
+                continue
+            missing = [peer for peer in self._places_of_peers() if row[peer] < want]
+            silent = [peer for peer in missing if peer in lost] if waited <= self._timeout_s else missing
+            if silent:
+                peer = silent[0]
+                gone = self._host.is_gone(peer)
+                return PeerTimeout(
+                    peer=peer, op="all_gather", phase=phase, expected=open_.seq,
+                    seen=row[peer] >> copy_schedule.SIGNATURE_BITS, waited_s=waited, gone=gone,
+                    given_up=peer in lost and not gone,
+                )  # fmt: skip
+        return None
+
+    def _release(self) -> None:
+        """Let the stream go on until it is through with all that it has begun; what it begins later finds the same."""
+        first = True
+        while self._words[_BEGUN] > self._words[_ENDED]:
+            with self._storing:
+                if self._words[_BEGUN] <= self._words[_ENDED]:
+                    return
+                try:
+                    if first:
+                        self._flags.stop()
+                    self._flags.fill(copy_schedule.awaited(self.seq + 1))
+                except TransportError:  # the device is lost: so are the waits
+                    return
+            first = False
+            time.sleep(_RELEASE_S)
+
+    # Membership and life.
+
+    def settle(self) -> None:
+        """The stream is through: from now on nobody stores into this rank's flags or stops its kernels."""
+        with self._storing:
+            pass
+
+    def restart(self, seq: int, mask: Sequence[bool]) -> None:
+        """Count on from `seq`, among the ranks in `mask`; nothing is under way."""
+        with self._lock, self._storing:
+            self._open.clear()
+            self._active, self.seq, self._found = tuple(mask), seq, None
+            self._words[_BEGUN] = self._words[_ENDED] = seq
+            self._flags.fill(copy_schedule.awaited(seq))
+
+    def close(self) -> None:
+        """End the thread, once nothing is under way. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with self._lock:
+                self._open.clear()
+                self._ends = True
+                self._lock.notify()
+            thread.join()
+
+
+def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
+    """uint8 [n] to another place of this GPU, by multiprocessors: a copy engine moves bytes within one GPU at a
+    fraction of its memory's speed. Nothing where both are the same place."""
+    if to.numel() and to.data_ptr() != source.data_ptr():
+        torch.bitwise_or(source, 0, out=to)
+
+
+def flag_row(map_: Any, name: str, size: int) -> int:
+    """Offset of a row of `collective_abi.COPY_FLAGS` in the region of one of `size` ranks."""
+    return int(map_.copy_flags) + collective_abi.COPY_FLAGS.index(name) * size * copy_schedule.WORD_BYTES

@@ -1,0 +1,259 @@
+"""What a rank does whatever it moves: life, launches on the current stream, membership, meeting, errors.
+
+`NvlinkTransport` adds dispatch and combine, `NvlinkCollectives` the collectives. Waiting is on the stream, never on the
+CPU, but where a method says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels import jit, tuning
+from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.nvlink import left_out
+from ep_kernels.transports.nvlink.domain import Domain
+from ep_kernels.transports.nvlink.engine import BOTH, Call
+from ep_kernels.transports.nvlink.left_out import Unsent
+from ep_kernels.transports.nvlink.plan import Launch
+from ep_kernels.transports.nvlink.rank_tables import RankTables
+from ep_kernels.transports.nvlink.streams import StreamOrder
+from ep_kernels.types import LatencySample
+
+_kept_for_graphs: list[Any] = []
+"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+
+
+def require_cuda() -> None:
+    """Raise TransportError where no CUDA device, or no way to its driver and compiler, is here."""
+    if not torch.cuda.is_available():
+        raise TransportError(
+            "nvlink: needs one CUDA device per rank; torch sees none (no GPU, or a torch without CUDA)"
+        )
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        raise TransportError("nvlink: needs cuda-bindings (it comes with torch for CUDA)")
+
+
+class NvlinkMember:
+    """One rank of a group on the GPUs of one NVLink domain, a process each. The device is torch's current one at
+    `_enter_device`.
+
+    Args:
+        config: has `group`, `timeout_s` and `kernel_cache_dir`.
+        abi: what all ranks must have in common.
+    """
+
+    _tables: RankTables
+    _domain: Domain
+
+    def __init__(self, config: Any, abi: str) -> None:
+        self._config, self._abi = config, abi
+        self.domains = (0,) * config.group.size
+        self._epoch: int = config.group.epoch
+        self._functions: dict[jit.Variant, Any] = {}
+        self._closed = self._captured = False
+
+    # What a kind of transport adds.
+
+    def _barrier_call(self, left_out_epoch: int) -> Call:
+        """See `LaunchEngine.barrier`."""
+        raise AssertionError("each kind of transport has one")
+
+    def _unsent(self, mask: Sequence[bool]) -> list[Unsent]:
+        """See `LaunchEngine.unsent`."""
+        raise AssertionError("each kind of transport has one")
+
+    def _attach(self) -> None:
+        """All regions are mapped."""
+
+    def _detach(self) -> None:
+        """No operation follows: let go of the region."""
+
+    def _restart(self, dispatch: int, combine: int, mask: Sequence[bool]) -> None:
+        """A new epoch begins, of the ranks in `mask`; counters of operations go on from here."""
+
+    def _settle_copies(self) -> None:
+        """The device is idle, and waits that no kernel makes have ended."""
+
+    def _sequence(self) -> tuple[int, int, int]:
+        """(dispatch, combine, barrier) operations so far. Synchronises."""
+        return self._tables.sequence()
+
+    # Life.
+
+    def _enter_device(self) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=self._device)  # makes torch's context current
+        self._streams = StreamOrder(self._device)
+
+    def _load(self, variants: Mapping[jit.Variant, Launch]) -> None:
+        from ep_kernels.transports.nvlink import driver
+
+        compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
+        for variant, launch in variants.items():
+            self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
+
+    def _allocate(self, num_bytes: int, blank: Sequence[tuple[int, int]], cure: str) -> bytes:
+        """The region with bytes [begin, end) of each `blank` zero; the ticket."""
+        self._domain = Domain(self._config.group, self._config.timeout_s, self._abi, self._tables.host)
+        ticket = self._domain.allocate(num_bytes, self._device, cure)
+        for begin, end in blank:
+            self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
+        torch.cuda.synchronize(self._device)
+        return ticket
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `base.MemberTransport`."""
+        self._domain.import_regions(tickets)
+        self._attach()
+
+    def drain(self) -> None:
+        """See `base.MemberTransport`. Of the whole device, since graphs are replayed on any stream."""
+        if hasattr(self, "_domain") and not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
+                torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """See `base.MemberTransport`. Kernels that still wait are told to stop; peers keep their own mappings of this
+        memory. A graph may be replayed after this: its kernels read tables, look at one word and return, and the
+        caller's own may read the views that they were captured with."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_tables"):
+            self._tables.host.abort("the communicator was closed")
+        if hasattr(self, "_domain"):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+                if self._captured:
+                    self._tables.stop()
+                    torch.cuda.synchronize(self._device)
+                    _kept_for_graphs.append((self._tables, self._domain.region.mapping))
+            self._domain.close()
+            self._detach()
+            self._domain.free_returned()
+
+    def forsake(self) -> None:
+        """See `base.MemberTransport`."""
+        if hasattr(self, "_domain"):
+            self._domain.forsake()
+
+    # Operations.
+
+    def _launch(self, call: Call, phases: int = BOTH) -> None:
+        args = call.of_phases(phases) if hasattr(call.args, "work") else call.args
+        function, launch = self._functions[call.variant], call.launch
+        stream = self._streams.enter()
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        function.launch(
+            launch.num_blocks, call.variant.num_threads, stream, args, cooperative=launch.cooperative,
+            overlapped=launch.overlapped,
+        )  # fmt: skip
+        self._streams.leave(call.keep)
+
+    def check(self, op: str = "check") -> None:
+        """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
+        look after a graph's replay."""
+        self._raise_fault()
+        self._domain.mailbox.check_left_out(op)
+
+    def _raise_fault(self) -> None:
+        fault = self._tables.host.fault()
+        if fault is not None:
+            raise fault
+
+    def failed(self) -> torch.Tensor:
+        """See `base.MemberTransport`."""
+        return self._tables.aborted
+
+    def _settle(self) -> None:
+        """Wait for the current stream and raise what failed on it."""
+        torch.cuda.current_stream(self._device).synchronize()
+        self._raise_fault()
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
+        if tensor.device != self._device:
+            raise ArgumentError(name, f"a tensor on {self._device}", tensor.device)
+        if torch.cuda.current_device() != self._device.index:
+            raise ArgumentError("torch.cuda.current_device()", str(self._device.index), torch.cuda.current_device())
+
+    def barrier(self) -> None:
+        """See `base.MemberTransport`. Host and device wait."""
+        self._launch(self._barrier_call(0))
+        self._settle()
+        self._tables.host.relate_clocks()
+
+    # Membership, hosts, clock.
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `base.MemberTransport`. Survivors may have stopped at different operations: they agree on the next number
+        once nothing of the old epoch runs any more."""
+        tables, mailbox = self._tables, self._domain.mailbox
+        with tables.host.interrupted():
+            torch.cuda.synchronize(self._device)
+        self._settle_copies()
+        answers = mailbox.agree(mask, epoch, self._sequence(), self._config.timeout_s)
+        dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
+        tables.restart(dispatch, combine, barrier)
+        self._restart(dispatch, combine, mask)
+        self._epoch = epoch
+        self._leave_out(mask, epoch)
+        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+
+    def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
+        def tell() -> None:
+            self._launch(self._barrier_call(epoch))
+            torch.cuda.synchronize(self._device)
+
+        if left_out.is_needed(mask, self._tables.host.is_gone):
+            left_out.leave_out(tell, lambda: self._unsent(mask), self._is_alive)
+
+    def _is_alive(self, rank: int) -> bool:
+        return rank in self._domain.watch.ranks and not self._tables.host.is_gone(rank)
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `base.MemberTransport`."""
+        return self._domain.mailbox.exchange(words, self._config.timeout_s)
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `base.MemberTransport`."""
+        return self._domain.mailbox.wait_for_peer(timeout_s)
+
+    def wake(self) -> None:
+        """See `base.MemberTransport`."""
+        self._domain.mailbox.wake()
+
+    def samples(self) -> list[LatencySample]:
+        """See `base.MemberTransport`."""
+        return self._tables.samples()
+
+    def traffic(self) -> list[Any]:
+        """See `base.MemberTransport`. A group stays in one NVLink domain."""
+        return []
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `base.MemberTransport`."""
+        return self._tables.peek(words)
+
+    def device_name(self) -> str:
+        """See `base.MemberTransport`."""
+        require_cuda()
+        return torch.cuda.get_device_name(torch.cuda.current_device())
+
+    def abort(self, reason: str) -> None:
+        """See `base.MemberTransport`."""
+        self._tables.host.abort(reason)
+        self._domain.mailbox.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `base.MemberTransport`."""
+        for rank in ranks:
+            self._tables.host.give_up(rank)
+        self._domain.mailbox.give_up(ranks)

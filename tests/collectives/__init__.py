@@ -1,0 +1,1 @@
+"""Collectives: one contract suite for every transport that has them, faults, fallback, FSDP."""

@@ -1,0 +1,161 @@
+"""What ranks do in test_collective_fallback.py: torch.distributed serves what the transport cannot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_kernels import TorchGroup
+from ep_kernels.collectives import Collectives
+from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
+from ep_kernels.transports import collective_base
+from ep_kernels.transports.cpu import region
+from tests.collectives.steps import BYTES, SUMS, Seat, Store, check_all, everyone, same_bits, values
+
+
+@contextmanager
+def gloo(rank: int, size: int, store: Store) -> Iterator[None]:
+    """A default process group."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, step: str, rank: int) -> None:
+    """This rank cannot take that step of bring-up."""
+
+    def refuse(*args: Any) -> Any:
+        raise TransportError(f"no {step} here")
+
+    if step == "other host":
+        monkeypatch.setattr(region, "boot_id", lambda: f"another boot {rank}")
+    elif step == "create":
+        monkeypatch.setattr(collective_base, "create", refuse)
+    else:
+        made = collective_base.create
+
+        def create(config: Any) -> Any:
+            transport = made(config)
+            setattr(transport, step, refuse)
+            return transport
+
+        monkeypatch.setattr(collective_base, "create", create)
+
+
+def exact(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> torch.Tensor:
+    """Small integers: their sums round in no order."""
+    draw = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-8, 9, shape, generator=draw).to(dtype)
+
+
+def check_values(coll: Collectives) -> None:
+    """The same values as the reference, whoever computes them."""
+    rank, size = coll.rank, coll.size
+    for seed, n in enumerate((0, 1, 7, 300)):
+        for dtype in SUMS:
+            xs = [exact((n, 2), dtype, r, seed) for r in range(size)]
+            same_bits(coll.all_reduce(xs[rank]).wait(), reference.all_reduce(xs)[rank], "all_reduce")
+            mine = xs[rank].clone()
+            same_bits(coll.all_reduce(mine, out=mine).wait(), reference.all_reduce(xs)[rank], "all_reduce in place")
+            wide = [exact((size * n, 2), dtype, r, seed) for r in range(size)]
+            same_bits(coll.reduce_scatter(wide[rank]).wait(), reference.reduce_scatter(wide)[rank], "reduce_scatter")
+        for dtype in (*SUMS, *BYTES):
+            xs = everyone(coll, (n,), dtype, seed)
+            work = coll.all_gather(xs[rank])
+            same_bits(work.wait(), reference.all_gather(xs)[rank], f"all_gather {dtype}")
+            assert work.is_completed()
+            out = coll.empty((size * n,), dtype)
+            out[rank * n : (rank + 1) * n] = xs[rank]
+            got = coll.all_gather(out[rank * n : (rank + 1) * n], out=out).wait()
+            same_bits(got, reference.all_gather(xs)[rank], f"all_gather in place {dtype}")
+    parts = [everyone(coll, (n,), torch.float32, n) for n in (3, 0, 5)]
+    for got, xs in zip(coll.all_gather_coalesced([xs[rank] for xs in parts]).wait(), parts, strict=True):
+        same_bits(got, reference.all_gather(xs)[rank], "coalesced")
+    x, w = exact((size * 2, 4), torch.float32, rank, 1), exact((4, 3), torch.float32, 0, 2)
+    total = sum(exact((size * 2, 4), torch.float32, r, 1) @ w for r in range(size))
+    assert torch.equal(coll.matmul_all_reduce(x, w), total)
+    assert torch.equal(coll.matmul_reduce_scatter(x, w), total[rank * 2 : rank * 2 + 2])
+    ys, whole = coll.all_gather_matmul(x, [w])
+    assert torch.equal(ys[0], whole @ w)
+
+
+def whole_group(rank: int, size: int, store: Store, step: str, odd: int) -> tuple[str, list[str]]:
+    """Bring-up fails on one rank: all ranks fall back, with one warning each; (reason, warnings)."""
+    with gloo(rank, size, store), pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == odd:
+            fails_at(monkeypatch, step, rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            coll = Collectives(Seat(rank, size, store, "cpu").config(group=TorchGroup(), timeout_s=2.0))
+            check_values(coll)
+            coll.barrier()
+            coll.exchange([rank] * 8)
+        assert coll.samples() == []
+        with pytest.raises(ArgumentError, match="mask: expected all ranks"):
+            coll.set_active([True] + [r == rank for r in range(1, size)] if rank else [True] + [False] * (size - 1), 1)
+        reason = coll.capabilities.reason
+        coll.give_up([(rank + 1) % size])
+        with pytest.raises(PeerTimeout):
+            coll.all_reduce(torch.zeros(1))
+        coll.close()
+        return reason, [str(w.message) for w in caught]
+
+
+def nothing_to_fall_back_on(rank: int, size: int, store: Store, grouped: bool) -> str:
+    """No process group, or fallback=False: a clear error on all ranks."""
+    with gloo(rank, size, store), pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:
+            fails_at(monkeypatch, "other host", rank)
+        fields = {"group": TorchGroup(), "fallback": False} if grouped else {}
+        with pytest.raises(TransportError) as error:
+            Seat(rank, size, store, "cpu").collectives("first", **fields)
+        dist.barrier()
+        return str(error.value)
+
+
+def single_operations(rank: int, size: int, store: Store, transport: str) -> list[str]:
+    """Other dtypes and reductions, beside operations that the transport runs; the warnings."""
+    with gloo(rank, size, store), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Collectives(Seat(rank, size, store, transport).config(group=TorchGroup())) as coll:
+            for seed in range(3):
+                ints = [exact((size * 2,), torch.int64, r, seed) for r in range(size)]
+                stacked = torch.stack(ints)
+                assert torch.equal(coll.all_reduce(ints[rank]).wait(), stacked.sum(0))
+                got = coll.reduce_scatter(ints[rank]).wait()
+                assert torch.equal(got, stacked.sum(0)[rank * 2 : rank * 2 + 2])
+                floats = [values((5,), torch.float32, r, seed) for r in range(size)]
+                assert torch.equal(coll.all_reduce(floats[rank], op="max").wait(), torch.stack(floats).amax(0))
+                assert torch.equal(coll.all_reduce(floats[rank], op="min").wait(), torch.stack(floats).amin(0))
+                doubles = [x.double() for x in floats]
+                assert torch.allclose(coll.all_reduce(doubles[rank]).wait(), torch.stack(doubles).sum(0))
+                check_all(coll, seed, seed)
+            with pytest.raises(ArgumentError, match="op: expected one of"):
+                coll.all_reduce(ints[rank], op="xor")
+            assert coll.capabilities.reason == ""
+            coll.barrier()
+    return [str(w.message) for w in caught if "by torch.distributed" in str(w.message)]
+
+
+def not_while_a_rank_is_left_out(rank: int, size: int, store: Store, transport: str) -> None:
+    """The process group has all ranks in it."""
+    with gloo(rank, size, store):
+        coll = Collectives(Seat(rank, size, store, transport).config(group=TorchGroup()))
+        if rank < 2:
+            coll.set_active([r < 2 for r in range(size)], 1)
+            with pytest.raises(ArgumentError, match="while a rank is left out"):
+                coll.all_reduce(torch.ones(2, dtype=torch.int32))
+            check_all(coll, 1, 1)
+            coll.barrier()
+        coll.abort("over")
+        coll.close()
+        dist.barrier()

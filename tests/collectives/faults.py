@@ -1,0 +1,211 @@
+"""What ranks do in test_collective_faults.py: peers are late, silent or dead. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_kernels import AbortedError, ClosedError, PeerTimeout
+from ep_kernels.collectives import Collectives
+from ep_kernels.errors import TransportError
+from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, values
+from tests.transports.lives import holdings
+
+PATIENCE_S = 3.0
+"""Deadline of waits in these tests; a rank that lives is never late by so much."""
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_gather registered", "all_reduce registered", "barrier")
+ELEMENTS = 300_000
+"""Of one rank's x: several rounds through the staging of `Seat.config`."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a survivor saw.
+
+    Attributes:
+        peer, gone, given_up, op, phase: as in PeerTimeout.
+        waited_s: seconds until it was raised.
+    """
+
+    peer: int
+    gone: bool
+    given_up: bool
+    op: str
+    phase: str
+    waited_s: float
+
+
+def lose(call: Callable[[], Any]) -> Loss:
+    """The PeerTimeout that `call` ends in."""
+    begin = time.monotonic()
+    with pytest.raises(PeerTimeout) as error:
+        call()
+    fault = error.value
+    return Loss(fault.peer, fault.gone, fault.given_up, fault.op, fault.phase, time.monotonic() - begin)
+
+
+def begun(coll: Collectives, op: str) -> Callable[[], Any]:
+    """Begin an operation; what finishes it."""
+    if op == "barrier":
+        return coll.barrier
+    n = ELEMENTS * coll.size if op == "reduce_scatter" else ELEMENTS
+    given = values((n,), torch.float32, coll.rank, 1)
+    x = coll.empty((n,), torch.float32).copy_(given) if "registered" in op else on_device(coll, given)
+    work = getattr(coll, op.split(" ", maxsplit=1)[0])(x)
+
+    def finish() -> None:
+        work.wait()
+        if coll.capabilities.device_type == "cuda":
+            torch.cuda.synchronize()
+        coll.check()
+
+    return finish
+
+
+def refuses_at_once(coll: Collectives) -> None:
+    """Every later call raises the same error without waiting."""
+    begin = time.monotonic()
+    for call in (lambda: coll.all_reduce(torch.zeros(1)), coll.barrier, coll.check):
+        with pytest.raises(PeerTimeout):
+            call()
+    assert time.monotonic() - begin < 1.0
+
+
+def late(rank: int, size: int, store: Store, transport: str, delay_s: float) -> float:
+    """Rank 1 comes late by less than the deadline: the others wait for it."""
+    with Seat(rank, size, store, transport).collectives() as coll:
+        coll.barrier()
+        if rank == 1:
+            time.sleep(delay_s)
+        begin = time.monotonic()
+        xs = everyone(coll, (5000,), torch.bfloat16, 1)
+        same_bits(coll.all_gather(on_device(coll, xs[rank])).wait(), torch.cat(xs), "late")
+        took = time.monotonic() - begin
+        check_all(coll, 1, 1)
+        coll.barrier()
+        return took
+
+
+def one_is_silent(rank: int, size: int, store: Store, transport: str, op: str) -> Loss | None:
+    """`rank 1` lives and does nothing; the others name it at their deadline; set_active of all heals the group."""
+    with Seat(rank, size, store, transport).collectives(timeout_s=PATIENCE_S) as coll:
+        seen = None
+        if "registered" in op and rank == 1:
+            coll.empty((ELEMENTS,), torch.float32)
+        if rank != 1:
+            seen = lose(begun(coll, op))
+            refuses_at_once(coll)
+        store.set(f"seen-{rank}", b"1")
+        store.wait([f"seen-{r}" for r in range(size)], timedelta(seconds=60))
+        coll.set_active([True] * size, 1)
+        for number in range(4):
+            check_all(coll, number, 5)
+        coll.barrier()
+    return seen
+
+
+def one_dies(rank: int, size: int, store: Store, transport: str, op: str) -> Loss:
+    """The last rank is killed in the middle of an operation: seen long before the deadline, and the rest go on."""
+    victim = size - 1
+    coll = Seat(rank, size, store, transport).collectives(timeout_s=30.0)
+    check_all(coll, 1, 1)
+    kept = coll.empty((100,), torch.float32)
+    if rank == victim and op == "barrier":
+        os.kill(os.getpid(), signal.SIGKILL)
+    finish = begun(coll, op)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)  # it has published what needs no peer, and will read nothing
+    seen = lose(finish)
+    refuses_at_once(coll)
+    coll.set_active([r != victim for r in range(size)], 1)
+    for number in range(4):
+        check_all(coll, number, 5)
+    kept.fill_(rank)
+    coll.barrier()
+    begin = time.monotonic()
+    coll.close()
+    assert time.monotonic() - begin < 1.0
+    assert bool((kept == rank).all())
+    return seen
+
+
+def one_is_given_up(rank: int, size: int, store: Store, transport: str) -> Loss | None:
+    """Rank 1 stands still, and lives; the others are told that it is lost, and go on without it at once."""
+    with Seat(rank, size, store, transport).collectives(timeout_s=30.0) as coll:
+        seen = None
+        if rank != 1:
+            threading.Timer(0.2, coll.give_up, [[1]]).start()
+            seen = lose(begun(coll, "all_reduce"))
+            coll.set_active([r != 1 for r in range(size)], 1)
+            check_all(coll, 3, 5)
+            coll.barrier()
+        store.set(f"on-{rank}", b"1")
+        store.wait([f"on-{r}" for r in range(size)], timedelta(seconds=60))
+        if rank == 1:  # it hears that the others have gone on
+            with pytest.raises(TransportError):
+                coll.all_gather(on_device(coll, torch.zeros(4))).wait()
+    return seen
+
+
+def ended_from_outside(rank: int, size: int, store: Store, transport: str, how: str) -> float:
+    """`abort` and `close` from another thread end a wait."""
+    coll = Seat(rank, size, store, transport).collectives(timeout_s=30.0)
+    took = 0.0
+    if rank == 0:
+        finish = begun(coll, "all_gather")
+        act = coll._leave if how == "close" else lambda: coll.abort("the test says so")
+        begin = time.monotonic()
+        threading.Timer(0.3, act).start()
+        with pytest.raises(ClosedError if how == "close" else AbortedError):
+            finish()
+        took = time.monotonic() - begin
+    store.set(f"ended-{rank}", b"1")
+    store.wait([f"ended-{r}" for r in range(size)], timedelta(seconds=60))
+    coll.abort("over")
+    coll.close()
+    return took
+
+
+def closes_at_once(rank: int, size: int, store: Store, transport: str) -> None:
+    """Works that nobody has waited for are brought to their end by `close`: peers need their rounds."""
+    for turn in range(3):
+        with Seat(rank, size, store, transport).collectives(f"turn-{turn}", staging_bytes=1 << 15) as coll:
+            xs = everyone(coll, (60_000,), torch.bfloat16, turn)
+            work = coll.all_gather(on_device(coll, xs[rank]))
+            if rank == turn % size:
+                same_bits(work.wait(), torch.cat(xs), "waited for")
+            coll.barrier() if turn == 2 else None
+
+
+def crashes(rank: int, size: int, store: Store, transport: str, folder: str, times: int) -> list[str]:
+    """Children come as the second rank and are killed in the middle; what this process holds afterwards, more than
+    after the first few."""
+    before: dict[str, int] = {}
+    for turn in range(times):
+        path = f"{folder}/store-{turn}"
+        child = os.fork()
+        if child == 0:
+            try:
+                coll = Seat(1, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=30.0)
+                begun(coll, OPS[turn % 5])
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        coll = Seat(0, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=30.0)
+        seen = lose(begun(coll, OPS[turn % 5]))
+        assert (seen.peer, seen.gone) == (1, True)
+        coll.close()
+        os.waitpid(child, 0)
+        del coll
+        if turn == 9:
+            before = holdings()
+    return [f"{name}: {before[name]} -> {n}" for name, n in holdings().items() if n > before[name]]

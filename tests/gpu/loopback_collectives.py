@@ -1,0 +1,166 @@
+"""Collectives of many ranks on one GPU, or on an emulated one: as `loopback`, for `CollectiveEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.collective_types import Algorithm
+from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
+from ep_kernels.transports.nvlink.engine import Call
+from tests.gpu.loopback import Bytes, Machine
+from tests.gpu.loopback_group import LoopGroup
+
+POOL_BYTES = 1 << 20
+
+
+class LoopbackCollectives:
+    """R ranks.
+
+    Args:
+        size: R.
+        machine: what runs the kernels.
+        blocks: blocks of a rank that may be resident; None fills the machine.
+        timeout_s: deadline of a wait.
+        staging_bytes: of a slot.
+    """
+
+    def __init__(
+        self, size: int, machine: Machine, blocks: int | None = None, timeout_s: float = 60.0, staging_bytes: int = 4096
+    ) -> None:
+        self.size, self._machine = size, machine
+        room = blocks or max(1, machine.num_sms // size)
+        groups = [LoopGroup(rank, size) for rank in range(size)]
+        self.engines = [
+            CollectiveEngine(group, timeout_s, POOL_BYTES, staging_bytes, machine.device, room) for group in groups
+        ]
+        self.memory = [Bytes(e.region_bytes, e.blank_bytes, machine.device) for e in self.engines]
+        for engine in self.engines:
+            engine.attach([memory.data.data_ptr() for memory in self.memory])
+
+    def put(self, tensor: torch.Tensor, skew: int = 0) -> torch.Tensor:
+        """A copy where the kernels run, so many bytes past an aligned address."""
+        room = torch.full((tensor.nbytes + skew + 64,), 0xA5, dtype=torch.uint8, device=self._machine.device)
+        start = -room.data_ptr() % 16 + skew
+        place = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
+        return place
+
+    def pool(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A registered tensor."""
+        return self.memory[rank].view(int(self.engines[rank].map.pool) + offset, tuple(shape), dtype)
+
+    def run(self, calls: Sequence[Sequence[Call]]) -> None:
+        """All ranks' calls, launch by launch. Fewer than R ranks: the others are silent."""
+        for launches in zip(*calls, strict=True):
+            self.launch(launches)
+
+    def run_active(self, calls: Sequence[Sequence[Call]]) -> None:
+        """The calls of those that rank 0 takes for active, of all ranks' calls."""
+        self.run([each for each, active in zip(calls, self.engines[0].active, strict=True) if active])
+
+    def launch(self, launches: Sequence[Call]) -> None:
+        """One call of each rank."""
+        records = bytearray(b"".join(bytes(call.args) for call in launches))
+        packed = torch.frombuffer(records, dtype=torch.uint8).to(self._machine.device, copy=True)
+        blocks = launches[0].launch.num_blocks
+        assert all(call.launch.num_blocks == blocks for call in launches)
+        self._machine.run(launches[0], blocks * len(launches), packed, blocks)
+
+    def check(self) -> None:
+        """Raise what any rank's kernels met."""
+        for engine in self.engines:
+            if (found := engine.tables.host.fault() or engine.tables.host.finding()) is not None:
+                raise found
+
+    # Operations, compared with the reference.
+
+    def all_gather(
+        self, parts: Sequence[Sequence[torch.Tensor]], place: str = "plain", skew: int = 0, num_sms: int | None = None
+    ) -> None:
+        """parts[i][r]: x of rank r; place: plain | registered | in place (registered, x a slice of it)."""
+        shards: list[list[Shard]] = [[] for _ in range(self.size)]
+        at = 0
+        for xs in parts:
+            n = xs[0].nbytes
+            for rank, x in enumerate(xs):
+                if place == "plain":
+                    out, offset = self.put(torch.zeros(self.size * n, dtype=torch.uint8), skew), None
+                else:
+                    out = self.pool(rank, at + skew, (self.size * n,), torch.uint8)
+                    out.fill_(0)
+                    offset = int(self.engines[rank].map.pool) + at + skew
+                mine = self.put(x, skew).flatten().view(torch.uint8)
+                if place == "in place":
+                    mine = out[rank * n : (rank + 1) * n].copy_(mine)
+                shards[rank].append(Shard(mine, out, offset, x.dtype))
+            at += self.size * n + 256 - (self.size * n) % 256
+        push = place != "plain"
+        self.run_active([e.all_gather(shards[r], push, num_sms) for r, e in enumerate(self.engines)])
+        self.check()
+        for i, xs in enumerate(parts):
+            told = reference.all_gather([x.flatten() for x in xs], active=self.engines[0].active)
+            for rank, want in enumerate(told):
+                if want is not None:
+                    assert torch.equal(shards[rank][i].out.cpu(), want.view(torch.uint8)), (i, rank)
+
+    def reduce_scatter(
+        self, xs: Sequence[torch.Tensor], in_place: bool = False, skew: int = 0, num_sms: int | None = None
+    ) -> None:
+        """xs[r] [R * n]; skew: of x and out, bytes, a multiple of an element."""
+        mine = [self.put(x, skew) for x in xs]
+        n = xs[0].numel() // self.size
+        outs = [
+            x[rank * n : (rank + 1) * n] if in_place else self.put(torch.zeros_like(x[:n]), skew)
+            for rank, x in enumerate(mine)
+        ]
+        self.run_active([e.reduce_scatter(mine[r], outs[r], num_sms) for r, e in enumerate(self.engines)])
+        self.check()
+        self._compare(outs, reference.reduce_scatter(xs, active=self.engines[0].active))
+
+    def all_reduce(
+        self,
+        xs: Sequence[torch.Tensor],
+        algorithm: Algorithm,
+        place: str = "plain",
+        skew: int = 0,
+        num_sms: int | None = None,
+    ) -> None:
+        """xs[r] [n]; place: plain | in place | registered."""
+        mine, outs, offset = [self.put(x, skew) for x in xs], [], None
+        for rank, x in enumerate(mine):
+            out = x
+            if place == "registered":
+                out, offset = self.pool(rank, skew, x.shape, x.dtype), int(self.engines[rank].map.pool) + skew
+                out.fill_(7)
+            elif place == "plain":
+                out = self.put(torch.full_like(x, 7), skew)
+            outs.append(out)
+        calls = [e.all_reduce(mine[r], outs[r], offset, algorithm, num_sms) for r, e in enumerate(self.engines)]
+        self.run_active(calls)
+        self.check()
+        self._compare(outs, reference.all_reduce(xs, active=self.engines[0].active))
+
+    def _compare(self, outs: Sequence[torch.Tensor], told: Sequence[Any]) -> None:
+        for rank, (out, want) in enumerate(zip(outs, told, strict=True)):
+            if want is None:
+                continue
+            got = out.cpu()
+            nan = want.isnan()
+            assert torch.equal(got.isnan(), nan), rank
+            bits = {2: torch.int16, 4: torch.int32}[want.itemsize]
+            assert torch.equal(got[~nan].view(bits), want[~nan].view(bits)), rank
+
+    def preset(self, value: int) -> None:
+        """Let every rank go on from operation `value`."""
+        for engine, memory in zip(self.engines, self.memory, strict=True):
+            engine.tables.restart(value, value, value)
+            for begin, end in engine.blank_bytes:
+                memory.data[begin:end] = 0
+            memory.data[: int(engine.map.arrivals)].view(torch.int64).fill_(value)
+            start = abi.FLAGS.index("LEFT_OUT") * self.size
+            memory.data[: int(engine.map.arrivals)].view(torch.int64)[start : start + self.size] = 0

@@ -1,0 +1,235 @@
+"""The collectives' kernels, run on the CPU, against the reference. What a GPU must show besides: tests/gpu."""
+
+from __future__ import annotations
+
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ep_kernels import jit
+from ep_kernels.collectives.collective_types import Algorithm
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink import collective_plan
+from ep_kernels.transports.nvlink.collective_engine import Shard
+from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.signature import describe
+from tests.cases import draw_seed
+from tests.emulator.build import build, compiler
+from tests.emulator.machine import Emulated, without_driver
+from tests.gpu.loopback_collectives import LoopbackCollectives
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
+    pytest.mark.timeout(600),
+]
+ONE_SHOT, TWO_SHOT = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT
+BOTH = [ONE_SHOT, TWO_SHOT]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 1e-8, 3.0])
+
+
+@pytest.fixture(autouse=True)
+def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+    monkeypatch.setattr(collective_plan, "BLOCK_BYTES", 512)  # small operations take several blocks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """Compiled side by side, before the clock of any test runs."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, (replace(v, loopback=True) for v in jit.collective_variants())))
+
+
+def numbers(shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random values of many magnitudes, special ones among them."""
+    x = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-4, 4, (shape,), generator=generator)
+    marked = torch.rand(shape, generator=generator) < 0.1
+    x[marked] = SPECIAL[torch.randint(0, len(SPECIAL), (int(marked.sum()),), generator=generator)]
+    return x.to(dtype)
+
+
+def rows(size: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
+    return [numbers(n, dtype, generator) for _ in range(size)]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(draw_seed())
+
+
+@pytest.mark.parametrize("place", ["plain", "registered", "in place"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_all_gather(size: int, place: str, generator: torch.Generator) -> None:
+    """Sizes that fill no vector, many vectors, several rounds; several parts, an empty one among them."""
+    loop = LoopbackCollectives(size, Emulated())
+    for lengths in ([1], [7, 0, 300], [2048], [5000, 16]):
+        parts = [[torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for _ in range(size)]
+                 for n in lengths]  # fmt: skip
+        for skew in (0, 2, 5):
+            loop.all_gather(parts, place, skew)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_scatter(size: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    loop = LoopbackCollectives(size, Emulated(8))
+    for n in (1, 7, 8, 515, 1100):
+        for in_place in (False, True):
+            loop.reduce_scatter(rows(size, size * n, dtype, generator), in_place, dtype.itemsize * (n % 3))
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(size: int, dtype: torch.dtype, algorithm: Algorithm, generator: torch.Generator) -> None:
+    loop = LoopbackCollectives(size, Emulated(8))
+    for n in (1, 7, 481, 1500, 2600):
+        for place in ("plain", "registered", "in place"):
+            loop.all_reduce(rows(size, n, dtype, generator), algorithm, place, dtype.itemsize * (n % 3))
+
+
+def step(loop: LoopbackCollectives, kind: int, generator: torch.Generator) -> None:
+    """One operation of kind 0..3, of a random size."""
+    n = int(torch.randint(1, 1500, (), generator=generator))
+    if kind == 0:
+        loop.all_gather([rows(loop.size, n, torch.float16, generator)], ("plain", "registered")[n % 2])
+    elif kind == 1:
+        loop.reduce_scatter(rows(loop.size, n * loop.size, torch.bfloat16, generator))
+    else:
+        loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], ("plain", "registered")[n % 2])
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_many_operations_in_any_order(size: int, generator: torch.Generator) -> None:
+    """Each leaves its bytes in slots that another kind uses two operations later; numbers of operations pass 32
+    bits."""
+    loop = LoopbackCollectives(size, Emulated(7))
+    for start in (0, (1 << 32) - 9):
+        loop.preset(start)
+        for kind in torch.randint(0, 4, (20,), generator=generator).tolist():
+            step(loop, kind, generator)
+        seqs = [int(e.tables.sequence()[1]) for e in loop.engines]
+        assert seqs[0] >= start + 20
+        assert len(set(seqs)) == 1
+
+
+def begun(loop: LoopbackCollectives, kind: int, n: int = 600) -> list[list[Call]]:
+    """The calls of one operation on all ranks; 1.0 everywhere."""
+    calls = []
+    for rank, engine in enumerate(loop.engines):
+        x = loop.put(torch.ones(loop.size * n, dtype=torch.float32))
+        if kind == 0:
+            out = torch.empty(loop.size * x.nbytes, dtype=torch.uint8)
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype)], False, None))
+        elif kind == 1:
+            offset = int(engine.map.pool)
+            out = loop.pool(rank, 0, (loop.size * x.nbytes,), torch.uint8)
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype)], True, None))
+        elif kind == 2:
+            calls.append(engine.reduce_scatter(x, torch.empty(n), None))
+        else:
+            calls.append(engine.all_reduce(x, torch.empty_like(x), None, BOTH[kind - 3], None))
+    return calls
+
+
+KINDS = range(5)
+"""Of `begun`."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank_is_waited_for(kind: int) -> None:
+    loop = LoopbackCollectives(3, Emulated(3))
+    calls = begun(loop, kind)
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(loop.run, calls[:2])
+        time.sleep(0.5)
+        assert not early.done()
+        loop.run(calls[2:])
+        early.result(60)
+    loop.check()
+    for other in range(4):
+        step(loop, other, torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_rank_is_named_and_the_others_go_on(kind: int, gone: bool, generator: torch.Generator) -> None:
+    loop = LoopbackCollectives(3, Emulated(3), timeout_s=60.0 if gone else 0.05)
+    step(loop, kind % 4, generator)
+    for engine in loop.engines[:2]:
+        if gone:
+            engine.tables.host.mark_gone(2)
+    loop.run(begun(loop, kind)[:2])
+    for rank, engine in enumerate(loop.engines[:2]):
+        found = engine.tables.host.fault()
+        assert isinstance(found, PeerTimeout), rank
+        assert (found.peer, found.gone) == (2, gone), rank
+        assert found.op == ("all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce")[kind]
+        assert found.phase in ("credit", "shards")
+        assert (found.expected, found.seen) == (found.expected, found.expected - 1) or gone or found.seen == 0
+        assert int(engine.tables.aborted) == abi.STOPS.index("GONE" if gone else "TIMED_OUT")
+    before = [memory.data.clone() for memory in loop.memory]
+    loop.run(begun(loop, kind)[:2])
+    assert all(torch.equal(a, b.data) for a, b in zip(before, loop.memory, strict=True)), "a stopped rank sends nothing"
+    agreed = 1 + max(engine.tables.sequence()[1] for engine in loop.engines[:2])
+    for engine in loop.engines[:2]:
+        engine.tables.restart(agreed, agreed, agreed)
+        engine.set_active([True, True, False])
+    for other in range(4):
+        step(loop, other, generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_ends_a_wait(kind: int) -> None:
+    loop = LoopbackCollectives(2, Emulated(2))
+    loop.engines[0].tables.host.abort("for a test")
+    loop.run(begun(loop, kind)[:1])
+    assert isinstance(loop.engines[0].tables.host.fault(), AbortedError)
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_ranks_in_different_operations_are_told(first: int) -> None:
+    """Of the same operation with another size, which needs no wait, and of another one, which ends in a deadline."""
+    for other, n in ((first, 601), ((first + 2) % 5, 600)):
+        loop = LoopbackCollectives(2, Emulated(2), timeout_s=0.05)
+        mine, theirs = begun(loop, first)[0], begun(loop, other, n)[1]
+        with ThreadPoolExecutor() as pool:
+            there = pool.submit(loop.run, [theirs[:1]])
+            loop.run([mine[:1]])
+            there.result(60)
+        for rank, engine in enumerate(loop.engines):
+            found = engine.tables.host.mismatch()
+            assert found is not None, (rank, other)
+            assert found.peer == 1 - rank
+            assert describe(found.mine) != describe(found.theirs)
+            assert engine.tables.host.mismatch() is None, "told once"
+
+
+def test_a_left_out_rank_is_told() -> None:
+    """Ranks 0 and 1 go on; rank 2, which lives, comes to an operation of the old epoch."""
+    loop = LoopbackCollectives(3, Emulated(3), timeout_s=60.0)
+    for engine in loop.engines[:2]:
+        engine.set_active([True, True, False])
+        loop.run([[engine.barrier(left_out_epoch=4)]])
+    loop.run(begun(loop, 1)[2:])
+    found = loop.engines[2].tables.host.fault()
+    assert isinstance(found, TransportError)
+    assert "has gone on in epoch 4 without this rank" in str(found)
+
+
+def test_latency_records(generator: torch.Generator) -> None:
+    loop = LoopbackCollectives(2, Emulated(2), staging_bytes=1 << 16)  # no second round
+    for kind in range(4):
+        step(loop, kind, generator)
+    for engine in loop.engines:
+        samples = engine.tables.samples()
+        assert [sample.op for sample in samples] == ["all_gather", "reduce_scatter", "all_reduce", "all_reduce"]
+        assert [sample.seq for sample in samples] == [1, 2, 3, 4]
+        assert all(0 < sample.send_ns <= sample.total_ns for sample in samples)

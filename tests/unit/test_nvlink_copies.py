@@ -1,0 +1,299 @@
+"""All-gathers by copy engines without any: streams are threads that copy memory of this process, and wait for its
+words."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels.errors import AbortedError, PeerTimeout
+from ep_kernels.kernels import collective_abi
+from ep_kernels.transports.nvlink import copies, copy_schedule
+from ep_kernels.transports.nvlink.copies import CopyEngines
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, StepKind
+from ep_kernels.transports.nvlink.host_page import HostPage
+from tests.cases import draw_seed
+from tests.emulator.machine import without_driver
+
+REGION_BYTES, SLOT_BYTES = 1 << 16, 1 << 12
+READY, SHARD, SLOTS, POOL = 0, 512, 1024, 1024 + 2 * SLOT_BYTES
+FLAG = 8
+
+
+class Streams:
+    """Takes the place of the native library: one stream, which a thread runs."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
+        self.is_stopped = False  # the process that owns it is gone
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def cd_copies(self, address: int, count: int, stream: int) -> int:
+        words = (ctypes.c_uint64 * (4 * count)).from_address(address)
+        for i in range(0, 4 * count, 4):
+            self._steps.put(tuple(words[i : i + 4]))
+        return 0
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            kind, to, source, amount = step
+            word = ctypes.c_int64.from_address(to)
+            if kind == StepKind.COPY:
+                ctypes.memmove(to, source, amount)
+            elif kind == StepKind.WRITE:
+                word.value = amount
+            while kind == StepKind.WAIT and word.value < amount and not self.is_stopped:
+                time.sleep(1e-4)
+            if self.is_stopped:
+                return
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._steps.put(None)
+        self._thread.join()
+
+
+class Flags:
+    """`copies.FlagMemory` of a region in ordinary memory."""
+
+    def __init__(self, region: torch.Tensor, size: int) -> None:
+        self._rows = [region[at : at + FLAG * size].view(torch.int64) for at in (READY, SHARD)]
+        self.is_aborted = False
+
+    def read(self) -> tuple[list[int], list[int]] | None:
+        return self._rows[0].tolist(), self._rows[1].tolist()
+
+    def fill(self, value: int) -> None:
+        for row in self._rows:
+            row.fill_(value)
+
+    def stop(self) -> None:
+        self.is_aborted = True
+
+
+class Ranks:
+    """R ranks of one process."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.regions = [torch.zeros(REGION_BYTES, dtype=torch.uint8) for _ in range(size)]
+        self.hosts = [HostPage(size) for _ in range(size)]
+        self.streams = [Streams() for _ in range(size)]
+        self.words = torch.zeros(size, dtype=torch.int64)
+        self.flags = [Flags(region, size) for region in self.regions]
+        self.engines = [self._engine(rank, timeout_s) for rank in range(size)]
+
+    def _engine(self, rank: int, timeout_s: float) -> CopyEngines:
+        word = self.words.data_ptr() + FLAG * rank
+        addresses = tuple(region.data_ptr() for region in self.regions)
+        places = CopyPlaces(rank, (True,) * self.size, addresses, READY, SHARD, word, 0, 0, 0)
+        flags: Any = self.flags[rank]
+        return CopyEngines(places, self.hosts[rank], timeout_s, 0, self.streams[rank], flags)
+
+    def begin(self, rank: int, shards: list[torch.Tensor], outs: list[Any], pushes: bool, signature: int = 7) -> int:
+        """outs: offsets in the pool where it pushes, tensors else."""
+        engine, parts, slot = self.engines[rank], [], SLOTS + (self.engines[rank].seq + 1) % 2 * SLOT_BYTES
+        for x, out in zip(shards, outs, strict=True):
+            n = x.numel()
+            if not pushes:
+                while engine.seq >= 2 and not engine.has_ended(engine.seq - 1):
+                    time.sleep(1e-4)  # the copy to the slot is in stream order on a GPU
+                self.regions[rank][slot : slot + n] = x
+            own = self.regions[rank][POOL + out :][rank * n :][:n] if pushes else out[rank * n :][:n]
+            own.copy_(x)
+            parts.append(CopyPart(x.data_ptr(), POOL + out if pushes else out.data_ptr(), slot, n, n))
+            slot += -(-n // 16) * 16
+        return engine.all_gather(parts, signature, pushes, [shards, outs])
+
+    def out(self, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
+        return self.regions[rank][POOL + offset :][:num_bytes]
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.abort("closed")
+        for stream in self.streams:
+            stream.stop()
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
+    """ranks(size, timeout_s)."""
+    without_driver(monkeypatch)
+    made: list[Ranks] = []
+
+    def make(size: int, timeout_s: float = 60.0) -> Ranks:
+        made.append(Ranks(size, timeout_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def await_(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(1e-3)
+
+
+def places(rank: int, active: tuple[bool, ...]) -> CopyPlaces:
+    return CopyPlaces(rank, active, tuple(1000 * (r + 1) for r in range(len(active))), 100, 200, 5, 6, 7, 8)
+
+
+def test_the_order_of_a_push() -> None:
+    """Rank 1 of 4 ranks, of which rank 3 is inactive; two parts, one of them empty."""
+    parts = [CopyPart(50, 300, 0, 32, 32), CopyPart(60, 600, 0, 0, 0)]
+    copy, wait, write = StepKind
+    assert copy_schedule.push(places(1, (True, True, True, False)), 9, 9 << 16 | 5, parts) == [
+        (write, 6, 0, 9), (write, 5, 0, 9 << 16 | 5),
+        (copy, 3000 + 100 + 8, 5, 8), (copy, 1000 + 100 + 8, 5, 8),
+        (wait, 2000 + 100 + 16, 0, 9 << 16), (copy, 3000 + 300 + 32, 50, 32), (copy, 3000 + 200 + 8, 5, 8),
+        (wait, 2000 + 100 + 0, 0, 9 << 16), (copy, 1000 + 300 + 32, 50, 32), (copy, 1000 + 200 + 8, 5, 8),
+        (wait, 2000 + 200 + 0, 0, 9 << 16), (wait, 2000 + 200 + 16, 0, 9 << 16),
+        (copy, 8, 2000 + 200, 32), (write, 7, 0, 9),
+    ]  # fmt: skip
+
+
+def test_the_order_of_a_pull() -> None:
+    copy, wait, write = StepKind
+    assert copy_schedule.pull(places(1, (True,) * 3), 9, 9 << 16 | 5, [CopyPart(0, 70, 400, 16, 40)]) == [
+        (write, 6, 0, 9), (write, 5, 0, 9 << 16 | 5),
+        (copy, 3000 + 200 + 8, 5, 8), (copy, 1000 + 200 + 8, 5, 8),
+        (wait, 2000 + 200 + 16, 0, 9 << 16), (copy, 70 + 2 * 40, 3000 + 400, 16),
+        (wait, 2000 + 200 + 0, 0, 9 << 16), (copy, 70, 1000 + 400, 16),
+        (copy, 8, 2000 + 200, 24), (write, 7, 0, 9),
+    ]  # fmt: skip
+
+
+def test_flags_grow_with_operations_whatever_their_signatures() -> None:
+    values = [copy_schedule.value_of(seq, signature) for seq in (1, 2, 1 << 40) for signature in (3, 1 << 63)]
+    assert values[0] != values[1]
+    for seq, value in zip((1, 1, 2, 2, 1 << 40, 1 << 40), values, strict=True):
+        assert copy_schedule.awaited(seq) <= value < copy_schedule.awaited(seq + 1) < 1 << 63
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_everybody_gets_everything(ranks: Callable[..., Ranks], size: int, pushes: bool) -> None:
+    """Operations of one to three parts, two in flight, ranks in any order and pace."""
+    loop, generator = ranks(size), torch.Generator().manual_seed(draw_seed())
+    for _ in range(6):
+        both = []
+        for turn in (0, 1):
+            lengths = torch.randint(0, 300, (3,), generator=generator).tolist()
+            xs = [[torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in lengths]
+                  for _ in range(size)]  # fmt: skip
+            starts = [turn * 20000 + sum(lengths[:i]) * size for i in range(3)]
+            outs = [starts if pushes else [torch.zeros(n * size, dtype=torch.uint8) for n in lengths]
+                    for _ in range(size)]  # fmt: skip
+            for rank in torch.randperm(size, generator=generator).tolist():
+                loop.begin(rank, xs[rank], outs[rank], pushes)
+            both.append((xs, outs))
+        await_(lambda: all(engine.has_ended(engine.seq) for engine in loop.engines))
+        for xs, outs in both:
+            for rank, part in itertools.product(range(size), range(3)):
+                want = torch.cat([xs[r][part] for r in range(size)])
+                got = loop.out(rank, outs[rank][part], want.numel()) if pushes else outs[rank][part]
+                assert torch.equal(got, want), (rank, part)
+    assert all(engine.mismatch() is None for engine in loop.engines)
+    assert all(host.fault() is None for host in loop.hosts)
+
+
+def begin_all(loop: Ranks, who: list[int], pushes: bool) -> None:
+    for rank in who:
+        x = torch.full((64,), rank, dtype=torch.uint8)
+        outs = [0] if pushes else [torch.zeros(64 * loop.size, dtype=torch.uint8)]
+        loop.begin(rank, [x], outs, pushes)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_silent_rank_is_named_and_the_stream_goes_on(ranks: Callable[..., Ranks], pushes: bool, gone: bool) -> None:
+    """At the deadline, or at once where its process is dead; also where more was begun meanwhile."""
+    loop = ranks(3, timeout_s=60.0 if gone else 0.3)
+    begin_all(loop, [0, 1, 2], pushes)
+    await_(lambda: all(engine.has_ended(1) for engine in loop.engines))
+    begin_all(loop, [0, 1], pushes)
+    begin_all(loop, [0, 1], pushes)
+    time.sleep(0.05)
+    if gone:
+        loop.hosts[0].mark_gone(2)
+        loop.hosts[1].mark_gone(2)
+    await_(lambda: all(engine.has_ended(3) for engine in loop.engines[:2]))
+    for rank in (0, 1):
+        found = loop.hosts[rank].fault()
+        assert isinstance(found, PeerTimeout), rank
+        assert (found.peer, found.op, found.phase, found.gone) == (2, "all_gather", found.phase, gone)
+        assert found.phase == ("credit" if pushes else "shards")
+        assert (found.expected, found.seen) == (2, 1)
+        assert loop.flags[rank].is_aborted
+    agreed = 4
+    for rank in (0, 1):
+        loop.engines[rank].settle()
+        loop.hosts[rank].clear()
+        loop.engines[rank].restart(agreed, (True, True, False))
+    begin_all(loop, [0, 1], pushes)
+    await_(lambda: all(engine.has_ended(agreed + 1) for engine in loop.engines[:2]))
+    assert all(loop.hosts[rank].fault() is None for rank in (0, 1))
+
+
+def test_a_late_rank_is_no_failure(ranks: Callable[..., Ranks]) -> None:
+    """The deadline counts from when a stream has come to an operation."""
+    loop = ranks(2, timeout_s=30.0)
+    begin_all(loop, [0], True)
+    time.sleep(0.3)
+    assert not loop.engines[0].has_ended(1)
+    begin_all(loop, [1], True)
+    await_(lambda: all(engine.has_ended(1) for engine in loop.engines))
+    assert all(host.fault() is None for host in loop.hosts)
+
+
+def test_a_peer_that_lowers_a_flag_again_does_not_hold_the_stream(ranks: Callable[..., Ranks]) -> None:
+    """A rank that comes after the deadline stores less than what the waits of later operations were given."""
+    loop = ranks(2, timeout_s=0.1)
+    begin_all(loop, [0, 0, 0], False)
+    stop = time.monotonic() + 0.5
+    while time.monotonic() < stop and not loop.engines[0].has_ended(3):
+        loop.regions[0][SHARD + FLAG : SHARD + 2 * FLAG].view(torch.int64).fill_(copy_schedule.awaited(0))
+        time.sleep(1e-3)
+    await_(lambda: loop.engines[0].has_ended(3))
+    assert isinstance(loop.hosts[0].fault(), PeerTimeout)
+
+
+def test_an_abort_ends_it(ranks: Callable[..., Ranks]) -> None:
+    loop = ranks(2)
+    begin_all(loop, [0], True)
+    time.sleep(0.05)
+    loop.hosts[0].abort("for a test")
+    await_(lambda: loop.engines[0].has_ended(1))
+    assert isinstance(loop.hosts[0].fault(), AbortedError)
+
+
+def test_who_brings_something_else_is_told(ranks: Callable[..., Ranks]) -> None:
+    loop = ranks(3)
+    x = torch.zeros(64, dtype=torch.uint8)
+    for rank in range(3):
+        loop.begin(rank, [x], [0], True, signature=5 if rank == 1 else 4)
+    await_(lambda: all(engine.has_ended(1) for engine in loop.engines))
+    assert [engine.mismatch()[0] for engine in loop.engines] == [1, 0, 1]  # type: ignore[index]
+    assert all(engine.mismatch() is None for engine in loop.engines), "told once"
+
+
+def test_flag_rows_are_where_peers_look() -> None:
+    sizes = collective_abi.CollectiveSizes(3, 1, 4096, 0)
+    found = collective_abi.collective_map(sizes)
+    rows = [copies.flag_row(found, name, 3) for name in collective_abi.COPY_FLAGS]
+    assert rows == [found.copy_flags + 24 * i for i in range(4)]
+    assert rows[-1] + 24 <= found.lines
