@@ -132,7 +132,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if torch.compiler.is_compiling():
             return ops.done(ops.reduce_scatter(self, x, out, op, num_sms))
         self._ready("reduce_scatter")
-        given, made = checks.scattered(x, out, self._caller())
+        given, made = checks.scattered(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
         return Work(made, self._finisher(pending), pending.is_completed)
 
@@ -148,7 +148,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if torch.compiler.is_compiling():
             return ops.done(ops.all_reduce(self, x, out, op, num_sms))
         self._ready("all_reduce")
-        given, made = checks.reduced(x, out, self._caller())
+        given, made = checks.reduced(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
         return Work(made, self._finisher(pending), pending.is_completed)
 
@@ -227,8 +227,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
     # Inside.
 
-    def _caller(self) -> checks.Caller:
-        return checks.Caller(self.rank, self.size, self.capabilities.device_type, not all(self._active))
+    def _own_rank(self) -> checks.OwnRank:
+        return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
     def _gather(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, num_sms: int | None
@@ -236,10 +236,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
         places = [None] * len(shards) if outs is None else checks.sequence("outs", outs, len(shards))
-        caller = self._caller()
+        own = self._own_rank()
         alone = len(shards) == 1
         pairs = [
-            checks.gathered("" if alone else f"s[{i}]", x, out, caller)
+            checks.gathered("" if alone else f"s[{i}]", x, out, own)
             for i, (x, out) in enumerate(zip(shards, places, strict=True))
         ]
         given, made = [x for x, _ in pairs], [out for _, out in pairs]

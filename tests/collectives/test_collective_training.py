@@ -30,7 +30,7 @@ def test_three_ranks(world: Worlds, transport: str) -> None:
 
 
 def test_a_pool_that_is_too_small(world: Worlds, transport: str) -> None:
-    for calls, registered in world(2).run(training.with_and_without, transport, {}, 12 << 10):
+    for calls, registered in world(2).run(training.with_and_without, transport, {}, 8 << 10):
         assert 0 < registered < calls
 
 
