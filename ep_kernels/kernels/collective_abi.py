@@ -5,7 +5,7 @@ A rank's region, which its peers write (each array 256-byte aligned; S = 2 slots
     flags       u64 [FLAGS, R]           as in abi.py: COMBINE_STARTED, COMBINE_SENT, BARRIER, LEFT_OUT
     arrivals    u64 [2, MAX_BLOCKS, R]   by stage, block and peer: last seq whose part the peer's block has written
     signatures  16B [S, R]               by peer: seq and signature of its operation; zero before anybody writes
-    copy_flags  u64 [COPY_FLAGS, R]      by peer: how far its copies have come (transports/nvlink/copies.py)
+    copy_flags  16B [COPY_FLAGS, R]      by peer: seq and signature of its copies (transports/nvlink/copy_schedule.py)
     lines           [S, R, packets]      one-shot all-reduce, by source: LL128 packets; zero before anybody writes
     reduce          [S, R, reduce_row]   by source: a chunk to be summed here
     gather          [S, gather_stride]   this rank's shard, which peers read; or the sums of a two-shot all-reduce
@@ -31,8 +31,8 @@ MAX_BLOCKS = 128
 SLOTS = 2
 NO_OFFSET = (1 << 64) - 1
 """A tensor that is not registered."""
-COPY_FLAGS = ("READY", "SHARD", "GRAPH_READY", "GRAPH_SHARD")
-"""A peer's `out` may be written; its shard is here. Counted by the host, and apart from that inside of CUDA graphs."""
+COPY_FLAGS = ("READY", "SHARD")
+"""A peer's `out` may be written; its shard is here."""
 
 _records = Records(abi.records)
 
@@ -66,7 +66,7 @@ CollectiveArgs = _records.declare(
     ("map", "CollectiveMap", "equal on all ranks"),
     ("signature", "u64", "what all ranks must have in common: see transports/nvlink/signature.py"),
     ("words", "u64*", "[2] device words of this operation, which nobody reads"),
-    ("num_elements", "u64", "of this rank's x: for the latency record"),
+    ("x_bytes", "u64", "of this rank's x: `tokens` of the latency record"),
     ("x", "u8*", "reductions: [num_bytes], or chunks of num_bytes that are `stride` apart"),
     ("out", "u8*", "reductions: [num_bytes]; may be (a chunk of) x itself"),
     ("out_offset", "u64", "all-reduce: of `out` in every rank's region, a multiple of 16; ~0 = not registered"),
@@ -125,7 +125,7 @@ def collective_map(sizes: CollectiveSizes) -> Any:
     arrays = (
         ("arrivals", 2 * MAX_BLOCKS * size * 8),
         ("signatures", SLOTS * size * 16),
-        ("copy_flags", len(COPY_FLAGS) * size * 8),
+        ("copy_flags", len(COPY_FLAGS) * size * 16),
         ("lines", SLOTS * size * lines_row),
         ("reduce", SLOTS * size * row),
         ("gather", SLOTS * stride),

@@ -6,8 +6,6 @@ constexpr i32 MAX_PARTS = 16, MAX_BLOCKS = 128, COLLECTIVE_SLOTS = 2;
 constexpr u64 NO_OFFSET = 18446744073709551615ull;
 constexpr u32 COPY_FLAG_READY = 0;
 constexpr u32 COPY_FLAG_SHARD = 1;
-constexpr u32 COPY_FLAG_GRAPH_READY = 2;
-constexpr u32 COPY_FLAG_GRAPH_SHARD = 3;
 struct CollectiveMap {
   u64 arrivals;  // byte offset in the region
   u64 signatures;  // byte offset in the region
@@ -37,7 +35,7 @@ struct CollectiveArgs {
   CollectiveMap map;  // equal on all ranks
   u64 signature;  // what all ranks must have in common: see transports/nvlink/signature.py
   u64* words;  // [2] device words of this operation, which nobody reads
-  u64 num_elements;  // of this rank's x: for the latency record
+  u64 x_bytes;  // of this rank's x: `tokens` of the latency record
   u8* x;  // reductions: [num_bytes], or chunks of num_bytes that are `stride` apart
   u8* out;  // reductions: [num_bytes]; may be (a chunk of) x itself
   u64 out_offset;  // all-reduce: of `out` in every rank's region, a multiple of 16; ~0 = not registered

@@ -65,6 +65,8 @@ LOOPBACK = (
     "tests/gpu/test_loopback.py",
     "tests/gpu/test_loopback_faults.py",
     "tests/gpu/test_loopback_left_out.py",
+    "tests/gpu/test_loopback_collectives.py",
+    "tests/gpu/test_loopback_copies.py",
     "tests/unit?",
 )
 GPUS = ("tests/gpu/test_losses.py", "tests/gpu/test_lives.py", "tests/gpu/test_torchrun.py", "tests/gpu")

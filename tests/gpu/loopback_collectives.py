@@ -16,6 +16,8 @@ from tests.gpu.loopback import Bytes, Machine
 from tests.gpu.loopback_group import LoopGroup
 
 POOL_BYTES = 1 << 20
+BOTH = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 1e-8, 3.0])
 
 
 class LoopbackCollectives:
@@ -27,16 +29,23 @@ class LoopbackCollectives:
         blocks: blocks of a rank that may be resident; None fills the machine.
         timeout_s: deadline of a wait.
         staging_bytes: of a slot.
+        pool_bytes: registered memory of a rank.
     """
 
     def __init__(
-        self, size: int, machine: Machine, blocks: int | None = None, timeout_s: float = 60.0, staging_bytes: int = 4096
+        self,
+        size: int,
+        machine: Machine,
+        blocks: int | None = None,
+        timeout_s: float = 60.0,
+        staging_bytes: int = 4096,
+        pool_bytes: int = POOL_BYTES,
     ) -> None:
         self.size, self._machine = size, machine
         room = blocks or max(1, machine.num_sms // size)
         groups = [LoopGroup(rank, size) for rank in range(size)]
         self.engines = [
-            CollectiveEngine(group, timeout_s, POOL_BYTES, staging_bytes, machine.device, room) for group in groups
+            CollectiveEngine(group, timeout_s, pool_bytes, staging_bytes, machine.device, room) for group in groups
         ]
         self.memory = [Bytes(e.region_bytes, e.blank_bytes, machine.device) for e in self.engines]
         for engine in self.engines:
@@ -164,3 +173,49 @@ class LoopbackCollectives:
             memory.data[: int(engine.map.arrivals)].view(torch.int64).fill_(value)
             start = abi.FLAGS.index("LEFT_OUT") * self.size
             memory.data[: int(engine.map.arrivals)].view(torch.int64)[start : start + self.size] = 0
+
+
+def numbers(shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random values of many magnitudes, special ones among them."""
+    x = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-4, 4, (shape,), generator=generator)
+    marked = torch.rand(shape, generator=generator) < 0.1
+    x[marked] = SPECIAL[torch.randint(0, len(SPECIAL), (int(marked.sum()),), generator=generator)]
+    return x.to(dtype)
+
+
+def rows(size: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
+    return [numbers(n, dtype, generator) for _ in range(size)]
+
+
+def step(loop: LoopbackCollectives, kind: int, generator: torch.Generator) -> None:
+    """One operation of kind 0..3, of a random size."""
+    n = int(torch.randint(1, 1500, (), generator=generator))
+    if kind == 0:
+        loop.all_gather([rows(loop.size, n, torch.float16, generator)], ("plain", "registered")[n % 2])
+    elif kind == 1:
+        loop.reduce_scatter(rows(loop.size, n * loop.size, torch.bfloat16, generator))
+    else:
+        loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], ("plain", "registered")[n % 2])
+
+
+def begun(loop: LoopbackCollectives, kind: int, n: int = 600) -> list[list[Call]]:
+    """The calls of one operation on all ranks; 1.0 everywhere."""
+    calls = []
+    for rank, engine in enumerate(loop.engines):
+        x = loop.put(torch.ones(loop.size * n, dtype=torch.float32))
+        if kind == 0:
+            out = torch.empty(loop.size * x.nbytes, dtype=torch.uint8, device=x.device)
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype)], False, None))
+        elif kind == 1:
+            offset = int(engine.map.pool)
+            out = loop.pool(rank, 0, (loop.size * x.nbytes,), torch.uint8)
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype)], True, None))
+        elif kind == 2:
+            calls.append(engine.reduce_scatter(x, torch.empty(n, device=x.device), None))
+        else:
+            calls.append(engine.all_reduce(x, torch.empty_like(x), None, BOTH[kind - 3], None))
+    return calls
+
+
+KINDS = range(5)
+"""Of `begun`."""

@@ -83,14 +83,34 @@ def take_steps() -> int:
             check(loop, case, mode)
             check(loop, case, mode, phases=SPLIT, backward=len(overrides) == 1)
             count += 2
-    return count
+    return count + take_collective_steps()
+
+
+def take_collective_steps() -> int:
+    """Each of the collectives' kernels, whole vectors and parts of them; the number of steps."""
+    from types import SimpleNamespace
+
+    from tests.gpu.loopback import Gpu
+    from tests.gpu.loopback_collectives import BOTH, LoopbackCollectives, rows
+
+    config: Any = SimpleNamespace(kernel_cache_dir=None)
+    loop = LoopbackCollectives(NUM_RANKS, Gpu(config), BLOCKS_PER_RANK)
+    draw = torch.Generator().manual_seed(draw_seed())
+    for n in (8, 515):
+        for place in ("plain", "registered", "in place"):
+            loop.all_gather([rows(NUM_RANKS, n, torch.bfloat16, draw)], place, n % 16)
+        for algorithm in BOTH:
+            loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "plain", 2 * (n % 3))
+            loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "registered")
+        loop.reduce_scatter(rows(NUM_RANKS, NUM_RANKS * n, torch.bfloat16, draw), n == 8, 2 * (n % 3))
+    return 2 * 8
 
 
 def command(tool: str) -> list[str]:
     """The tool over this module's steps; only our kernels are watched, except where all writes have to be known."""
     sanitizer = shutil.which("compute-sanitizer")
     assert sanitizer is not None, "compute-sanitizer is not on PATH"
-    scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier")]
+    scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier", "all_", "reduce_")]
     if tool == "initcheck":
         scope = ["--check-api-memory-access", "no"]
     return [sanitizer, "--tool", tool, *OPTIONS, *scope, sys.executable, "-m", "tests.gpu.sanitize", "--steps"]

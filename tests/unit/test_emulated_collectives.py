@@ -17,21 +17,18 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import collective_plan
 from ep_kernels.transports.nvlink.collective_engine import Shard
 from ep_kernels.transports.nvlink.engine import Call
-from ep_kernels.transports.nvlink.signature import describe
+from ep_kernels.transports.nvlink.signature import difference
 from tests.cases import draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
-from tests.gpu.loopback_collectives import LoopbackCollectives
+from tests.gpu.loopback_collectives import BOTH, KINDS, LoopbackCollectives, begun, rows, step
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(600),
 ]
-ONE_SHOT, TWO_SHOT = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT
-BOTH = [ONE_SHOT, TWO_SHOT]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 1e-8, 3.0])
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +42,6 @@ def _kernels() -> None:
     """Compiled side by side, before the clock of any test runs."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, (replace(v, loopback=True) for v in jit.collective_variants())))
-
-
-def numbers(shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Random values of many magnitudes, special ones among them."""
-    x = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-4, 4, (shape,), generator=generator)
-    marked = torch.rand(shape, generator=generator) < 0.1
-    x[marked] = SPECIAL[torch.randint(0, len(SPECIAL), (int(marked.sum()),), generator=generator)]
-    return x.to(dtype)
-
-
-def rows(size: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
-    return [numbers(n, dtype, generator) for _ in range(size)]
 
 
 @pytest.fixture
@@ -95,17 +80,6 @@ def test_all_reduce(size: int, dtype: torch.dtype, algorithm: Algorithm, generat
             loop.all_reduce(rows(size, n, dtype, generator), algorithm, place, dtype.itemsize * (n % 3))
 
 
-def step(loop: LoopbackCollectives, kind: int, generator: torch.Generator) -> None:
-    """One operation of kind 0..3, of a random size."""
-    n = int(torch.randint(1, 1500, (), generator=generator))
-    if kind == 0:
-        loop.all_gather([rows(loop.size, n, torch.float16, generator)], ("plain", "registered")[n % 2])
-    elif kind == 1:
-        loop.reduce_scatter(rows(loop.size, n * loop.size, torch.bfloat16, generator))
-    else:
-        loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], ("plain", "registered")[n % 2])
-
-
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_many_operations_in_any_order(size: int, generator: torch.Generator) -> None:
     """Each leaves its bytes in slots that another kind uses two operations later; numbers of operations pass 32
@@ -118,29 +92,6 @@ def test_many_operations_in_any_order(size: int, generator: torch.Generator) -> 
         seqs = [int(e.tables.sequence()[1]) for e in loop.engines]
         assert seqs[0] >= start + 20
         assert len(set(seqs)) == 1
-
-
-def begun(loop: LoopbackCollectives, kind: int, n: int = 600) -> list[list[Call]]:
-    """The calls of one operation on all ranks; 1.0 everywhere."""
-    calls = []
-    for rank, engine in enumerate(loop.engines):
-        x = loop.put(torch.ones(loop.size * n, dtype=torch.float32))
-        if kind == 0:
-            out = torch.empty(loop.size * x.nbytes, dtype=torch.uint8)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype)], False, None))
-        elif kind == 1:
-            offset = int(engine.map.pool)
-            out = loop.pool(rank, 0, (loop.size * x.nbytes,), torch.uint8)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype)], True, None))
-        elif kind == 2:
-            calls.append(engine.reduce_scatter(x, torch.empty(n), None))
-        else:
-            calls.append(engine.all_reduce(x, torch.empty_like(x), None, BOTH[kind - 3], None))
-    return calls
-
-
-KINDS = range(5)
-"""Of `begun`."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +159,7 @@ def test_ranks_in_different_operations_are_told(first: int) -> None:
             found = engine.tables.host.mismatch()
             assert found is not None, (rank, other)
             assert found.peer == 1 - rank
-            assert describe(found.mine) != describe(found.theirs)
+            assert difference(found.mine, found.theirs) != "nothing else"
             assert engine.tables.host.mismatch() is None, "told once"
 
 

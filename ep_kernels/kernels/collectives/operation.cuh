@@ -133,7 +133,7 @@ __device__ __forceinline__ void finish_send(const CollectiveArgs& args, Team tea
   if (threadIdx.x != 0 || !arrive(args.world, team, DONE_COMBINE_SEND)) return;
   args.world.state->combine_seq = op.seq;
   const u64 most = 0x7FFFFFFF;
-  note_sent(args.world, op.op, op.mode, static_cast<i32>(min(args.num_elements, most)), op.seq, op.start, args.words,
+  note_sent(args.world, op.op, op.mode, static_cast<i32>(min(args.x_bytes, most)), op.seq, op.start, args.words,
             team.num_blocks);
 }
 

@@ -60,7 +60,7 @@ class CollectiveEngine:
         self.map: Any = collective_abi.collective_map(self.sizes)
         self.tables = RankTables(group, timeout_s, device)
         self.active = [True] * group.size
-        self._words = torch.zeros(abi.OP_WORDS + 1, dtype=torch.int64, device=device)
+        self._words = torch.zeros(abi.OP_WORDS + 2, dtype=torch.int64, device=device)
 
     @property
     def region_bytes(self) -> int:
@@ -79,7 +79,7 @@ class CollectiveEngine:
 
     @property
     def copy_word(self) -> int:
-        """Address of a device word that copy engines' flags are copied from."""
+        """Address of two device words that copy engines' flags are copied from; aligned to 16 bytes."""
         return self._words.data_ptr() + 8 * abi.OP_WORDS
 
     def copy_slot(self, seq: int) -> int:
@@ -95,10 +95,10 @@ class CollectiveEngine:
         self.active = list(mask)
         self.tables.set_active(mask)
 
-    def _record(self, word: int, num_elements: int) -> Any:
+    def _record(self, word: int, x_bytes: int) -> Any:
         return CollectiveArgs(
             world=self.tables.world, map=self.map, signature=word, words=self._words.data_ptr(),
-            num_elements=num_elements, out_offset=NO_OFFSET,
+            x_bytes=x_bytes, out_offset=NO_OFFSET,
         )  # fmt: skip
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
@@ -109,11 +109,10 @@ class CollectiveEngine:
     def all_gather(self, shards: Sequence[Shard], push: bool, num_sms: int | None) -> list[Call]:
         """Launches of an all-gather, in order. push: every out is registered."""
         lengths = [shard.x.numel() for shard in shards]
-        word = signature(
-            CollectiveOp.ALL_GATHER, Algorithm.KERNEL_PUSH if push else Algorithm.KERNEL_PULL, shards[0].dtype,
-            sum(lengths), [(shard.dtype, length, push and shard.offset)
-                           for shard, length in zip(shards, lengths, strict=True)],
-        )  # fmt: skip
+        algorithm = Algorithm.KERNEL_PUSH if push else Algorithm.KERNEL_PULL
+        more = [(shard.dtype, length) for shard, length in zip(shards[1:], lengths[1:], strict=True)]
+        places = [push and shard.offset for shard in shards]
+        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), (more, places))
         calls = []
         for ranges in plan.gather_rounds(lengths, None if push else int(self.map.gather_stride)):
             moved = sum(each.num_bytes for each in ranges)
@@ -135,7 +134,7 @@ class CollectiveEngine:
         word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, x.numel() * x.itemsize, None)
         calls = []
         for begin, length in plan.reduce_rounds(num_bytes, self.sizes.reduce_row):
-            args = self._record(word, length // x.itemsize * self.group.size)
+            args = self._record(word, length * self.group.size)
             args.x, args.out = x.data_ptr() + begin, out.data_ptr() + begin
             args.stride, args.num_bytes = num_bytes, length
             blocks = self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms)
@@ -155,7 +154,7 @@ class CollectiveEngine:
         variant = plan.reduce_variant("all_reduce", x.dtype, plan.ONE_SHOT if one_shot else plan.TWO_SHOT)
         calls = []
         for begin, length in plan.reduce_rounds(num_bytes, most):
-            args = self._record(word, length // x.itemsize)
+            args = self._record(word, length)
             args.x, args.out, args.num_bytes = x.data_ptr() + begin, out.data_ptr() + begin, length
             if direct and offset is not None:
                 args.out_offset = offset + begin

@@ -154,4 +154,4 @@ class DoneWork:
 def require_epoch(then: int, now: int) -> None:
     """Raise HandleError where `set_active` came between."""
     if then != now:
-        raise HandleError(f"this work is of epoch {then}; the group is in epoch {now}")
+        raise HandleError(f"this work was begun in epoch {then}; the group is in epoch {now}")

@@ -31,7 +31,7 @@ from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.plan import Launch
-from ep_kernels.transports.nvlink.signature import describe, signature
+from ep_kernels.transports.nvlink.signature import difference, signature
 
 COPY_MIN_BYTES = 16 << 20
 """Shard from which copy engines are chosen. Copy engines beat stores at 39 MB a peer and lost at 8 on 4 H200."""
@@ -164,11 +164,10 @@ class NvlinkCollectives(NvlinkMember):
     def _raise_fault(self) -> None:
         found = self._tables.host.mismatch()
         if found is not None:
-            mine, theirs = describe(found.mine), describe(found.theirs)
-            raise TransportError(f"{found.op}: this rank began {mine}; rank {found.peer} began {theirs}")
+            raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
         copied = self._copies.mismatch()
         if copied is not None:
-            raise TransportError(f"all_gather: rank {copied[0]} brought other sizes or tensors than this rank")
+            raise TransportError(f"all_gather: rank {copied.peer} brought {difference(copied.mine, copied.theirs)}")
         super()._raise_fault()
 
     def check_results(self) -> None:
@@ -242,7 +241,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
         lengths = [part.x.numel() for part in parts]
-        more = [(part.dtype, length) for part, length in zip(parts, lengths, strict=True)]
+        more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
         return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places))
 
     def _own(self, part: GatherPart) -> torch.Tensor:

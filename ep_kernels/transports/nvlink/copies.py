@@ -24,7 +24,7 @@ from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.nvlink import copy_schedule, launch
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep
-from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.host_page import HostPage, Mismatch
 
 _SEEN_SLOTS = 64
 _NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
@@ -36,7 +36,7 @@ class _Open:
     """An operation that the stream has not ended, as far as the host knows."""
 
     seq: int
-    value: int
+    signature: int
     pushes: bool
     keep: Any
     since: float | None = None  # when the stream was first seen to have begun it
@@ -55,21 +55,21 @@ class FlagMemory:
         from ep_kernels.transports.nvlink import driver
 
         self._size, self._address, self._aborted = size, address, aborted
-        self._words = torch.zeros(4 * size + 1, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(8 * size + 1, dtype=torch.int64, pin_memory=True)
         self._reader = driver.Reader(self._words)
 
     def read(self) -> tuple[list[int], list[int]] | None:
         """(READY, SHARD); None where the device does not get to it in time."""
-        num_bytes = 2 * self._size * copy_schedule.WORD_BYTES
+        num_bytes = 2 * self._size * copy_schedule.FLAG_BYTES
         if not self._reader.read(self._words.data_ptr(), self._address, num_bytes, _PATIENCE_S):
             return None
-        words = self._words[: 2 * self._size].tolist()
-        return words[: self._size], words[self._size :]
+        seqs = self._words[: 4 * self._size : 2].tolist()
+        return seqs[: self._size], seqs[self._size :]
 
-    def fill(self, value: int) -> None:
-        """All of them."""
-        words = self._words[2 * self._size : 4 * self._size]
-        words.fill_(value)
+    def fill(self, seq: int) -> None:
+        """All of them, without signatures."""
+        words = self._words[4 * self._size : 8 * self._size]
+        words[::2] = seq
         self._reader.write(self._address, words.data_ptr(), words.nbytes, _PATIENCE_S)
 
     def stop(self) -> None:
@@ -100,10 +100,10 @@ class CopyEngines:
         self._places, self._host, self._timeout_s = places, host, timeout_s
         self._stream, self._library, self._flags = stream, library, flags
         size = len(places.active)
-        self._pinned = torch.zeros(_SEEN + _SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.zeros(_SEEN + 2 * _SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
         self._words = (ctypes.c_int64 * self._pinned.numel()).from_address(self._pinned.data_ptr())
         self._active, self.seq, self.has_pushed = places.active, 0, False
-        self._found: tuple[int, int] | None = None
+        self._found: Mismatch | None = None
         self._open: deque[_Open] = deque()
         self._lock = threading.Condition()
         self._storing = threading.Lock()  # of whoever stores into this rank's flags
@@ -115,7 +115,7 @@ class CopyEngines:
     def places(self, seq: int) -> CopyPlaces:
         """The addresses of operation `seq`."""
         base, size = self._pinned.data_ptr(), len(self._active)
-        seen = base + copy_schedule.WORD_BYTES * (_SEEN + seq % _SEEN_SLOTS * size)
+        seen = base + copy_schedule.WORD_BYTES * (_SEEN + 2 * (seq % _SEEN_SLOTS) * size)
         return replace(
             self._places, active=self._active, begun=base + copy_schedule.WORD_BYTES * _BEGUN,
             ended=base + copy_schedule.WORD_BYTES * _ENDED, seen=seen,
@@ -125,11 +125,10 @@ class CopyEngines:
         """Put an all-gather on the stream; its number. `keep`: what holds the memory until it has ended. Raises
         TransportError."""
         seq, steps_of = self.seq + 1, copy_schedule.push if pushes else copy_schedule.pull
-        value = copy_schedule.value_of(seq, signature)
-        steps = steps_of(self.places(seq), seq, value, parts)
+        steps = steps_of(self.places(seq), seq, signature, parts)
         with self._lock:
             self._forget_ended()
-            self._open.append(_Open(seq, value, pushes, keep))
+            self._open.append(_Open(seq, signature, pushes, keep))
             self.seq, self.has_pushed = seq, self.has_pushed or pushes
             self._lock.notify()
         if self._thread is None:
@@ -153,8 +152,8 @@ class CopyEngines:
         """Whether the stream is through with it. Any thread."""
         return self._words[_ENDED] >= seq
 
-    def mismatch(self) -> tuple[int, int] | None:
-        """(peer, its flag) of the first operation that has ended in which a peer brought something else; told once."""
+    def mismatch(self) -> Mismatch | None:
+        """The first operation that has ended in which a peer brought something else; told once."""
         with self._lock:
             self._forget_ended()
             found, self._found = self._found, None
@@ -166,11 +165,11 @@ class CopyEngines:
         ended, size = self._words[_ENDED], len(self._active)
         while self._open and self._open[0].seq <= ended:
             done = self._open.popleft()
-            start = _SEEN + done.seq % _SEEN_SLOTS * size
-            for peer, said in enumerate(self._words[start : start + size]):
-                same_seq = said >> copy_schedule.SIGNATURE_BITS == done.seq
-                if self._active[peer] and peer != self._places.rank and same_seq and said != done.value:
-                    self._found = self._found or (peer, said)
+            start = _SEEN + 2 * (done.seq % _SEEN_SLOTS) * size
+            for peer in self._peers():
+                seq, theirs = self._words[start + 2 * peer : start + 2 * peer + 2]
+                if seq == done.seq and theirs not in (0, done.signature):
+                    self._found = self._found or Mismatch("all_gather", peer, done.signature, theirs)
 
     def _watch(self) -> None:
         while True:
@@ -191,7 +190,7 @@ class CopyEngines:
                 return
             first.since = first.since or time.monotonic()
         waited = time.monotonic() - first.since
-        lost = [peer for peer in self._places_of_peers() if self._host.is_given_up(peer)]
+        lost = [peer for peer in self._peers() if self._host.is_given_up(peer)]
         fault = self._host.fault()
         if fault is None and waited <= self._timeout_s and not lost:
             return
@@ -202,7 +201,7 @@ class CopyEngines:
             self._host.fail(error)
         self._release()
 
-    def _places_of_peers(self) -> list[int]:
+    def _peers(self) -> list[int]:
         return [peer for peer, active in enumerate(self._active) if active and peer != self._places.rank]
 
     def _error_of(self, open_: _Open, waited: float, lost: Sequence[int]) -> PeerTimeout | None:
@@ -211,19 +210,18 @@ class CopyEngines:
             rows = self._flags.read()
         if rows is None or self.has_ended(open_.seq):
             return None
-        want = copy_schedule.awaited(open_.seq)
         ready, shard = rows
         for phase, row in (("credit", ready), ("shards", shard)):
             if phase == "credit" and not open_.pushes:
                 continue
-            missing = [peer for peer in self._places_of_peers() if row[peer] < want]
+            missing = [peer for peer in self._peers() if row[peer] < open_.seq]
             silent = [peer for peer in missing if peer in lost] if waited <= self._timeout_s else missing
             if silent:
                 peer = silent[0]
                 gone = self._host.is_gone(peer)
                 return PeerTimeout(
                     peer=peer, op="all_gather", phase=phase, expected=open_.seq,
-                    seen=row[peer] >> copy_schedule.SIGNATURE_BITS, waited_s=waited, gone=gone,
+                    seen=row[peer], waited_s=waited, gone=gone,
                     given_up=peer in lost and not gone,
                 )  # fmt: skip
         return None
@@ -238,7 +236,7 @@ class CopyEngines:
                 try:
                     if first:
                         self._flags.stop()
-                    self._flags.fill(copy_schedule.awaited(self.seq + 1))
+                    self._flags.fill(self.seq)
                 except TransportError:  # the device is lost: so are the waits
                     return
             first = False
@@ -257,7 +255,7 @@ class CopyEngines:
             self._open.clear()
             self._active, self.seq, self._found = tuple(mask), seq, None
             self._words[_BEGUN] = self._words[_ENDED] = seq
-            self._flags.fill(copy_schedule.awaited(seq))
+            self._flags.fill(seq)
 
     def close(self) -> None:
         """End the thread, once nothing is under way. Idempotent."""
@@ -279,4 +277,4 @@ def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
 
 def flag_row(map_: Any, name: str, size: int) -> int:
     """Offset of a row of `collective_abi.COPY_FLAGS` in the region of one of `size` ranks."""
-    return int(map_.copy_flags) + collective_abi.COPY_FLAGS.index(name) * size * copy_schedule.WORD_BYTES
+    return int(map_.copy_flags) + collective_abi.COPY_FLAGS.index(name) * size * copy_schedule.FLAG_BYTES

@@ -3,7 +3,7 @@
 Push (outs registered), rank r of R, operation `seq`:
 
     begun = seq                                         this rank's host hears that its stream has come here
-    word = value; READY[r] of r + 1, r + 2, ... <- word "my outs are free", 8 bytes each
+    word = seq, signature; READY[r] of r + 1, r + 2, ... <- word "my outs are free"
     for p in r + 1, r + 2, ...:  wait READY[p]; out of p, shard r <- x, part by part; SHARD[r] of p <- word
     for p in r - 1, r - 2, ...:  wait SHARD[p]
     seen <- SHARD; ended = seq
@@ -15,19 +15,18 @@ Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of 
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
 why.
 
-A flag's value is seq << 16 | 16 bits of the operation's signature; waits are for `seq << 16` or more.
+A flag is 16 bytes: seq, which is waited for, and the operation's signature (0: not known), which hosts compare when the
+operation has ended.
 """
 
 from __future__ import annotations
 
 import enum
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SIGNATURE_BITS = 16
-WORD_BYTES = 8
+FLAG_BYTES, WORD_BYTES = 16, 8
 
 
 class StepKind(enum.IntEnum):
@@ -76,9 +75,9 @@ class CopyPlaces:
         active: [R], who takes part.
         regions: [R], base of every rank's region as mapped here.
         ready, shard: of the rows of flags, from the base of a region.
-        word: a word of this rank's device memory.
+        word: two words of this rank's device memory.
         begun, ended: words of pinned host memory.
-        seen: [R] words of pinned host memory, for this operation.
+        seen: [R, 2] words of pinned host memory, for this operation.
     """
 
     rank: int
@@ -98,24 +97,14 @@ class CopyPlaces:
         return [peer for peer in order if self.active[peer]]
 
 
-def value_of(seq: int, signature: int) -> int:
-    """Of an operation's flags."""
-    return seq << SIGNATURE_BITS | zlib.crc32(signature.to_bytes(8, "little")) & (1 << SIGNATURE_BITS) - 1
-
-
-def awaited(seq: int) -> int:
-    """The least value of a flag of operation `seq`."""
-    return seq << SIGNATURE_BITS
-
-
 def arrival(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
     """Wait for a peer's shard (push), or for its slot (pull)."""
     return _wait(places, places.shard, peer, seq)
 
 
-def push(places: CopyPlaces, seq: int, value: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def push(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
     """The steps of operation `seq`, in order."""
-    steps = [_write(places.begun, seq), _write(places.word, value)]
+    steps = _begin(places, seq, signature)
     steps += [_flag(places, places.ready, peer) for peer in places.others(1)]
     for peer in places.others(1):
         steps.append(_wait(places, places.ready, peer, seq))
@@ -127,9 +116,9 @@ def push(places: CopyPlaces, seq: int, value: int, parts: Sequence[CopyPart]) ->
     return steps + _end(places, seq)
 
 
-def pull(places: CopyPlaces, seq: int, value: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def pull(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
     """The steps of operation `seq`, in order, once the shard lies in the slot."""
-    steps = [_write(places.begun, seq), _write(places.word, value)]
+    steps = _begin(places, seq, signature)
     steps += [_flag(places, places.shard, peer) for peer in places.others(1)]
     for peer in places.others(1):
         steps.append(arrival(places, peer, seq))
@@ -137,6 +126,10 @@ def pull(places: CopyPlaces, seq: int, value: int, parts: Sequence[CopyPart]) ->
             to = part.out + peer * part.stride
             steps += _copy(to, places.regions[peer] + part.slot, part.num_bytes)
     return steps + _end(places, seq)
+
+
+def _begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
+    return [_write(places.begun, seq), _write(places.word, seq), _write(places.word + WORD_BYTES, signature)]
 
 
 def _copy(to: int, source: int, num_bytes: int) -> list[CopyStep]:
@@ -148,16 +141,16 @@ def _write(to: int, value: int) -> CopyStep:
 
 
 def _flag(places: CopyPlaces, row: int, peer: int) -> CopyStep:
-    to = places.regions[peer] + row + WORD_BYTES * places.rank
-    return CopyStep(StepKind.COPY, to, places.word, WORD_BYTES)
+    to = places.regions[peer] + row + FLAG_BYTES * places.rank
+    return CopyStep(StepKind.COPY, to, places.word, FLAG_BYTES)
 
 
 def _wait(places: CopyPlaces, row: int, peer: int, seq: int) -> CopyStep:
-    at = places.regions[places.rank] + row + WORD_BYTES * peer
-    return CopyStep(StepKind.WAIT, at, 0, awaited(seq))
+    at = places.regions[places.rank] + row + FLAG_BYTES * peer
+    return CopyStep(StepKind.WAIT, at, 0, seq)
 
 
 def _end(places: CopyPlaces, seq: int) -> list[CopyStep]:
     shards = places.regions[places.rank] + places.shard
-    seen = CopyStep(StepKind.COPY, places.seen, shards, WORD_BYTES * len(places.active))
+    seen = CopyStep(StepKind.COPY, places.seen, shards, FLAG_BYTES * len(places.active))
     return [seen, _write(places.ended, seq)]

@@ -9,29 +9,54 @@ import torch
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 
 _OPS, _ALGORITHMS = tuple(CollectiveOp), tuple(Algorithm)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Others have the number behind: what is gathered may be of any."""
-_BYTES, _HASH = 40, 12
-_BYTES_MASK, _HASH_MASK = (1 << _BYTES) - 1, (1 << _HASH) - 1
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+_BITS = {"op": 2, "algorithm": 4, "dtype": 6, "bytes": 40, "more": 11}
+"""Fields of a word, the lowest first. `op` counts from 1, so that no word is 0."""
 
 
 def signature(op: CollectiveOp, algorithm: Algorithm, dtype: torch.dtype, num_bytes: int, more: object) -> int:
-    """A number that is not 0.
+    """A number of 63 bits that is not 0.
 
     Args:
         num_bytes: of one rank's x.
-        more: what else must be equal: sizes of parts, offsets of registered tensors, blocks.
+        more: what else must be equal: sizes of parts, offsets of registered tensors.
     """
-    number = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
-    word = zlib.crc32(repr((dtype, more)).encode()) & _HASH_MASK
-    word = word << _BYTES | num_bytes & _BYTES_MASK
-    word = word << 2 | number
-    return (word << 4 | _ALGORITHMS.index(algorithm)) << 3 | _OPS.index(op) + 1
+    values = (
+        _OPS.index(op) + 1, _ALGORITHMS.index(algorithm), _DTYPES.index(dtype), num_bytes,
+        zlib.crc32(repr(more).encode()),
+    )  # fmt: skip
+    word, at = 0, 0
+    for value, bits in zip(values, _BITS.values(), strict=True):
+        word |= (value & (1 << bits) - 1) << at
+        at += bits
+    return word
 
 
-def describe(word: int) -> str:
-    """The same in words."""
-    op, algorithm, number = _OPS[(word & 7) - 1], _ALGORITHMS[word >> 3 & 15], word >> 7 & 3
-    num_bytes, more = word >> 9 & _BYTES_MASK, word >> (9 + _BYTES)
-    name = str(_DTYPES[number]).removeprefix("torch.") if number < len(_DTYPES) else "another dtype"
-    return f"{op.value} of {num_bytes} bytes as {name} by {algorithm.value} (places and parts: {more:03x})"
+def difference(mine: int, theirs: int) -> str:
+    """The first thing in which two signatures differ: "bytes 16, this rank 32"."""
+    for name, one, other in zip(_BITS, _fields(theirs), _fields(mine), strict=True):
+        if one != other:
+            return f"{_NAMES[name]} {_told(name, one)}, this rank {_told(name, other)}"
+    return "nothing else"
+
+
+_NAMES = {"op": "operation", "algorithm": "algorithm", "dtype": "dtype", "bytes": "bytes"}
+_NAMES["more"] = "sizes of parts or places of registered tensors"
+
+
+def _fields(word: int) -> list[int]:
+    found = []
+    for bits in _BITS.values():
+        found.append(word & (1 << bits) - 1)
+        word >>= bits
+    return found
+
+
+def _told(name: str, value: int) -> str:
+    if name == "op":
+        return _OPS[value - 1].value if 0 < value <= len(_OPS) else "unknown"
+    if name == "algorithm":
+        return _ALGORITHMS[value].value if value < len(_ALGORITHMS) else "unknown"
+    if name == "dtype":
+        return str(_DTYPES[value]) if value < len(_DTYPES) else "unknown"
+    return str(value) if name == "bytes" else f"{value:03x}"
