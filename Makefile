@@ -120,11 +120,12 @@ attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compa
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)
 
-bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll for low latency alone)
+bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll, ht or collectives)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'
 	NCCL_NVLS_ENABLE=0 $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
-	  -m benchmarks.run --device cuda --note NCCL_NVLS_ENABLE=0 $(if $(CASES),--cases $(CASES)) $(ARGS)
+	  -m $(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,benchmarks.run --device cuda \
+	  $(if $(CASES),--cases $(CASES))) --note NCCL_NVLS_ENABLE=0 $(ARGS)
 
 # PYTHON: of an environment that has vLLM and Crossdock.
 bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS="--tokens mixtral": do they say the same?)
