@@ -17,13 +17,17 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.cpu import region
-from tests.collectives.steps import BYTES, SUMS, Seat, Store, check_all, everyone, same_bits, values
+from tests.collectives.steps import BYTES, SUMS, Seat, Store, check_all, everyone, on_device, same_bits, values
 
 
 @contextmanager
 def gloo(rank: int, size: int, store: Store) -> Iterator[None]:
-    """A default process group."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    """A default process group; NCCL's for GPU tensors, where each rank has a GPU."""
+    has_gpus = torch.cuda.device_count() >= size
+    backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+    if has_gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
@@ -128,12 +132,12 @@ def single_operations(rank: int, size: int, store: Store, transport: str) -> lis
         warnings.simplefilter("always")
         with Collectives(Seat(rank, size, store, transport).config(group=TorchGroup())) as coll:
             for seed in range(3):
-                ints = [exact((size * 2,), torch.int64, r, seed) for r in range(size)]
+                ints = [on_device(coll, exact((size * 2,), torch.int64, r, seed)) for r in range(size)]
                 stacked = torch.stack(ints)
                 assert torch.equal(coll.all_reduce(ints[rank]).wait(), stacked.sum(0))
                 got = coll.reduce_scatter(ints[rank]).wait()
                 assert torch.equal(got, stacked.sum(0)[rank * 2 : rank * 2 + 2])
-                floats = [values((5,), torch.float32, r, seed) for r in range(size)]
+                floats = [on_device(coll, values((5,), torch.float32, r, seed)) for r in range(size)]
                 assert torch.equal(coll.all_reduce(floats[rank], op="max").wait(), torch.stack(floats).amax(0))
                 assert torch.equal(coll.all_reduce(floats[rank], op="min").wait(), torch.stack(floats).amin(0))
                 doubles = [x.double() for x in floats]
@@ -153,7 +157,7 @@ def not_while_a_rank_is_left_out(rank: int, size: int, store: Store, transport: 
         if rank < 2:
             coll.set_active([r < 2 for r in range(size)], 1)
             with pytest.raises(ArgumentError, match="while a rank is left out"):
-                coll.all_reduce(torch.ones(2, dtype=torch.int32))
+                coll.all_reduce(on_device(coll, torch.ones(2, dtype=torch.int32)))
             check_all(coll, 1, 1)
             coll.barrier()
         coll.abort("over")

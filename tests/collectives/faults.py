@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ep_kernels import AbortedError, ClosedError, PeerTimeout
 from ep_kernels.collectives import Collectives
 from ep_kernels.errors import TransportError
-from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, values
+from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, settle, values
 from tests.transports.lives import holdings
 
 PATIENCE_S = 3.0
@@ -54,20 +54,22 @@ def lose(call: Callable[[], Any]) -> Loss:
     return Loss(fault.peer, fault.gone, fault.given_up, fault.op, fault.phase, time.monotonic() - begin)
 
 
-def begun(coll: Collectives, op: str) -> Callable[[], Any]:
+def given(coll: Collectives, op: str) -> torch.Tensor:
+    """x of an operation."""
+    n = ELEMENTS * coll.size if op == "reduce_scatter" else ELEMENTS
+    x = values((n,), torch.float32, coll.rank, 1)
+    return coll.empty((n,), torch.float32).copy_(x) if "registered" in op else on_device(coll, x)
+
+
+def begun(coll: Collectives, op: str, x: torch.Tensor | None = None) -> Callable[[], Any]:
     """Begin an operation; what finishes it."""
     if op == "barrier":
         return coll.barrier
-    n = ELEMENTS * coll.size if op == "reduce_scatter" else ELEMENTS
-    given = values((n,), torch.float32, coll.rank, 1)
-    x = coll.empty((n,), torch.float32).copy_(given) if "registered" in op else on_device(coll, given)
-    work = getattr(coll, op.split(" ", maxsplit=1)[0])(x)
+    work = getattr(coll, op.split(" ", maxsplit=1)[0])(given(coll, op) if x is None else x)
 
     def finish() -> None:
         work.wait()
-        if coll.capabilities.device_type == "cuda":
-            torch.cuda.synchronize()
-        coll.check()
+        settle(coll)
 
     return finish
 
@@ -120,9 +122,10 @@ def one_dies(rank: int, size: int, store: Store, transport: str, op: str) -> Los
     coll = Seat(rank, size, store, transport).collectives(timeout_s=30.0)
     check_all(coll, 1, 1)
     kept = coll.empty((100,), torch.float32)
-    if rank == victim and op == "barrier":
-        os.kill(os.getpid(), signal.SIGKILL)
-    finish = begun(coll, op)
+    x = given(coll, op)
+    if rank == victim and (op == "barrier" or coll.capabilities.device_type == "cuda"):
+        os.kill(os.getpid(), signal.SIGKILL)  # a kernel that was launched does its part
+    finish = begun(coll, op, x)
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)  # it has published what needs no peer, and will read nothing
     seen = lose(finish)

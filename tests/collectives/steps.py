@@ -48,6 +48,13 @@ class Seat:
         return Collectives(self.config(name, **fields))
 
 
+def settle(coll: Collectives) -> None:
+    """Raise what the operations so far have met: GPUs say it only once they have come there."""
+    if coll.capabilities.device_type == "cuda":
+        torch.cuda.synchronize()
+    coll.check()
+
+
 def values(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int) -> torch.Tensor:
     """A rank's x, the same wherever it is made; sums of it round."""
     draw = torch.Generator().manual_seed(1000 * seed + rank)

@@ -27,6 +27,7 @@ from tests.collectives.steps import (
     on_device,
     poisoned,
     same_bits,
+    settle,
     values,
 )
 from tests.transports.lives import holdings
@@ -223,6 +224,7 @@ def differing(rank: int, size: int, store: Store, transport: str, what: str) -> 
         }
         with pytest.raises(TransportError) as error:
             calls[what]().wait()
+            settle(coll)
         with pytest.raises(TransportError):
             coll.all_reduce(x)
         coll.set_active([True] * size, 1)
@@ -269,10 +271,10 @@ def inactive(rank: int, size: int, store: Store, transport: str) -> None:
         coll.barrier()
         if rank == 1:
             return
+        same_bits(begun.wait(), torch.full((3,), float(size)), "begun before the barrier")
         late = coll.all_gather(on_device(coll, torch.ones(3)))
         coll.set_active([r != 1 for r in range(size)], 5)
         assert (coll.epoch, coll.active[1]) == (5, False)
-        same_bits(begun.wait(), torch.full((3,), float(size)), "begun before the barrier")
         with pytest.raises(HandleError, match="begun in epoch 0"):
             late.wait()
         for number in range(8):
