@@ -222,9 +222,13 @@ def differing(rank: int, size: int, store: Store, transport: str, what: str) -> 
             "operation": lambda: coll.all_reduce(x) if odd else coll.all_gather(x),
             "parts": lambda: coll.all_gather_coalesced([x[:2], x[2:]] if odd else [x[:6], x[6:]]),
         }
-        with pytest.raises(TransportError) as error:
+
+        def brought() -> None:
             calls[what]().wait()
             settle(coll)
+
+        with pytest.raises(TransportError) as error:
+            brought()
         with pytest.raises(TransportError):
             coll.all_reduce(x)
         coll.set_active([True] * size, 1)
