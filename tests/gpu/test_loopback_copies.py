@@ -152,9 +152,7 @@ def lost(rank: int, size: int, store: Any, way: str, dies: bool) -> tuple[int, b
     begin = time.monotonic()
     work, _ = gather_registered_alone(coll, way)
     with pytest.raises(PeerTimeout) as error:
-        work.wait()
-        torch.cuda.synchronize()
-        coll.check()
+        finish(coll, work)
     took = time.monotonic() - begin
     with pytest.raises(PeerTimeout):
         coll.all_reduce(torch.zeros(4, device="cuda"))
@@ -170,6 +168,13 @@ def lost(rank: int, size: int, store: Any, way: str, dies: bool) -> tuple[int, b
     coll.close()
     assert time.monotonic() - begin < 5.0
     return error.value.peer, error.value.gone, took
+
+
+def finish(coll: Collectives, work: Any) -> None:
+    """Raise what the device finds, too."""
+    work.wait()
+    torch.cuda.synchronize()
+    coll.check()
 
 
 def gather_registered_alone(coll: Collectives, way: str) -> tuple[Any, Any]:
@@ -210,9 +215,7 @@ def differing(rank: int, size: int, store: Any) -> str:
         out = torch.empty(size * n, device="cuda")
         work = coll.all_gather(torch.ones(n, device="cuda"), out=out, num_sms=0)
         with pytest.raises(TransportError) as error:
-            work.wait()
-            torch.cuda.synchronize()
-            coll.check()
+            finish(coll, work)
         coll.abort("over")
     return str(error.value)
 

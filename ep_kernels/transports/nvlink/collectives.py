@@ -108,6 +108,9 @@ class NvlinkCollectives(NvlinkMember):
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
         )  # fmt: skip
+        stride = int(self._engine.map.copies_stride)
+        slots = (self._engine.copy_slot(seq) for seq in range(collective_abi.SLOTS))
+        self._slots = [self._domain.region.mapping.view(slot, (stride,), torch.uint8) for slot in slots]
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
@@ -117,6 +120,7 @@ class NvlinkCollectives(NvlinkMember):
     def _detach(self) -> None:
         if hasattr(self, "_copies"):
             self._copies.close()
+            self._slots = []
 
     def _barrier_call(self, left_out_epoch: int) -> Call:
         return self._engine.barrier(left_out_epoch)
@@ -213,7 +217,8 @@ class NvlinkCollectives(NvlinkMember):
             raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
         if args.algorithm in _COPIES and not torch.cuda.is_current_stream_capturing():
             return self._push_copies(moved) if pushes else self._pull_copies(moved)
-        return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
+        num_sms = None if args.algorithm in _COPIES else args.num_sms  # under capture
+        return self._run(self._engine.all_gather(shards, pushes, num_sms))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
@@ -269,17 +274,17 @@ class NvlinkCollectives(NvlinkMember):
         return self._copy_work(parts, seq, len(rounds) == 1)
 
     def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
-        slot = self._engine.copy_slot(self._copies.seq + 1)
-        listed = []
+        seq = self._copies.seq + 1
+        slot, staged = self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS]
+        listed, at = [], 0
         with torch.cuda.stream(self._copy_stream):
             for each in ranges:
                 part = parts[each.index]
                 source = part.x[each.begin :][: each.num_bytes]
-                staged = self._domain.region.mapping.view(slot, (each.num_bytes,), torch.uint8)
-                copies.copy_by_kernel(staged, source)
+                copies.copy_by_kernel(staged[at : at + each.num_bytes], source)
                 out = part.out.data_ptr() + each.begin
-                listed.append(CopyPart(0, out, slot, each.num_bytes, part.x.numel()))
-                slot += -(-each.num_bytes // 16) * 16
+                listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.x.numel()))
+                at += -(-each.num_bytes // 16) * 16
         return self._copies.all_gather(listed, word, False, list(parts))
 
     def _copy_work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
@@ -289,7 +294,7 @@ class NvlinkCollectives(NvlinkMember):
             copies.copy_by_kernel(self._own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
         return CopyWork(
-            self, end, seq, self._config.group.rank, self._copies.arrivals(seq), splits, placed, self._copies.has_ended
+            self, end, seq, self._config.group.rank, self._copies.arrivals(), splits, placed, self._copies.has_ended
         )
 
     def await_shard(self, seq: int, peer: int) -> None:

@@ -135,8 +135,8 @@ class NvlinkMember:
                     self._tables.stop()
                     torch.cuda.synchronize(self._device)
                     _kept_for_graphs.append((self._tables, self._domain.region.mapping))
-            self._domain.close()
             self._detach()
+            self._domain.close()
             self._domain.free_returned()
 
     def forsake(self) -> None:
