@@ -1,7 +1,7 @@
 """Everything the data plane can refuse or lose, as one tree.
 
     EpError
-    ├── ConfigError        a MoEConfig that can never work; raised before anything is allocated
+    ├── ConfigError        a configuration that can never work; raised before anything is allocated
     ├── ArgumentError      a call's argument is wrong: shape, dtype, stride, device, value
     ├── HandleError        a handle or view from another communicator, or whose buffer was recycled
     ├── CapacityError      more rows arrived than the receive buffer holds, and overflow is RAISE
@@ -25,7 +25,7 @@ class ConfigError(EpError, ValueError):
     """A configuration that can never work.
 
     Args:
-        field: name of the MoEConfig field.
+        field: name of its field.
         expected: what the field may be.
         got: what it was.
     """
@@ -88,7 +88,8 @@ class PeerTimeout(TransportError, TimeoutError):
 
     Attributes:
         peer: rank of the silent peer.
-        op: "dispatch", "combine", "barrier", "exchange", "set_active", or "connect" (to a rank of another host).
+        op: "dispatch", "combine", "all_gather", "reduce_scatter", "all_reduce", "barrier", "exchange", "set_active", or
+            "connect" (to a rank of another host).
         phase: what was waited for, e.g. "counts", "payload", "credit".
         expected: sequence number waited for.
         seen: sequence number last seen from that peer.

@@ -15,11 +15,11 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """What a tensor must fit.
+class OwnRank:
+    """Whose arguments these are.
 
     Attributes:
-        rank, size: of the caller; R.
+        rank, size: in the group; R.
         device_type: of the transport.
         inactive: whether some rank takes no part.
     """
@@ -42,38 +42,38 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
     return value.detach()
 
 
-def gathered(index: str, x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, ...] and its out [R * n, ...], made where the caller gave none (zeros for inactive ranks)."""
-    shard = contiguous(f"x{index}", x, caller.device_type)
+    shard = contiguous(f"x{index}", x, own.device_type)
     lead = shard.shape[0] if shard.ndim else 1
-    shape = (caller.size * lead, *shard.shape[1:])
+    shape = (own.size * lead, *shard.shape[1:])
     if out is None:
-        make = torch.zeros if caller.inactive else torch.empty
+        make = torch.zeros if own.inactive else torch.empty
         return shard, make(shape, dtype=shard.dtype, device=shard.device)
-    whole = _like(f"out{index}", out, shape, shard, caller)
-    _apart(f"out{index}", shard, whole, caller.rank * num_bytes(shard))
+    whole = _like(f"out{index}", out, shape, shard, own)
+    _apart(f"out{index}", shard, whole, own.rank * num_bytes(shard))
     return shard, whole
 
 
-def scattered(x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+def scattered(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R * n, ...] and its out [n, ...]."""
-    whole = contiguous("x", x, caller.device_type)
-    if whole.ndim == 0 or whole.shape[0] % caller.size:
-        raise ArgumentError("x", f"a first dimension that {caller.size} ranks divide", list(whole.shape))
-    shape = (whole.shape[0] // caller.size, *whole.shape[1:])
+    whole = contiguous("x", x, own.device_type)
+    if whole.ndim == 0 or whole.shape[0] % own.size:
+        raise ArgumentError("x", f"a first dimension that {own.size} ranks divide", list(whole.shape))
+    shape = (whole.shape[0] // own.size, *whole.shape[1:])
     if out is None:
         return whole, torch.empty(shape, dtype=whole.dtype, device=whole.device)
-    shard = _like("out", out, shape, whole, caller)
-    _apart("out", shard, whole, caller.rank * num_bytes(shard))
+    shard = _like("out", out, shape, whole, own)
+    _apart("out", shard, whole, own.rank * num_bytes(shard))
     return whole, shard
 
 
-def reduced(x: object, out: object, caller: Caller) -> tuple[torch.Tensor, torch.Tensor]:
+def reduced(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.Tensor]:
     """x [...] and its out [...], which may be x."""
-    given = contiguous("x", x, caller.device_type)
+    given = contiguous("x", x, own.device_type)
     if out is None:
         return given, torch.empty_like(given)
-    total = _like("out", out, tuple(given.shape), given, caller)
+    total = _like("out", out, tuple(given.shape), given, own)
     _apart("out", total, given, 0)
     return given, total
 
@@ -117,8 +117,8 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _like(name: str, out: object, shape: tuple[int, ...], x: torch.Tensor, caller: Caller) -> torch.Tensor:
-    given = contiguous(name, out, caller.device_type)
+def _like(name: str, out: object, shape: tuple[int, ...], x: torch.Tensor, own: OwnRank) -> torch.Tensor:
+    given = contiguous(name, out, own.device_type)
     if tuple(given.shape) != shape:
         raise ArgumentError(name, f"shape {list(shape)}", list(given.shape))
     if given.dtype != x.dtype:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ep_kernels.collectives import collective_checks as checks
+from ep_kernels.collectives import collective_ops as ops
 from ep_kernels.collectives import matmul
 from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_config import CollectiveConfig
@@ -57,6 +58,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._warned: list[str] = []
         if transport.capabilities.reason:
             warn_once(self._warned, transport.capabilities.reason)
+        self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
+        ops.register(self._site.name, self)
 
     @property
     def capabilities(self) -> CollectiveCapabilities:
@@ -93,6 +96,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         Returns a Work whose `wait()` gives out. Raises ArgumentError (nothing was sent), PeerTimeout, AbortedError,
         ClosedError, TransportError.
         """
+        if torch.compiler.is_compiling():
+            return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
         gathered, pending = self._gather([x], None if out is None else [out], num_sms)
         return Work(gathered[0], self._finisher(pending), pending.is_completed)
 
@@ -105,6 +110,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     ) -> Work[list[torch.Tensor]]:
         """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
         between ranks; any of them may be empty."""
+        if torch.compiler.is_compiling():
+            return ops.done(ops.all_gather(self, xs, outs, num_sms))
         gathered, pending = self._gather(xs, outs, num_sms)
         return Work(gathered, self._finisher(pending), pending.is_completed)
 
@@ -122,8 +129,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns and raises as `all_gather`; `num_sms` is at least 1.
         """
+        if torch.compiler.is_compiling():
+            return ops.done(ops.reduce_scatter(self, x, out, op, num_sms))
         self._ready("reduce_scatter")
-        given, made = checks.scattered(x, out, self._caller())
+        given, made = checks.scattered(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
         return Work(made, self._finisher(pending), pending.is_completed)
 
@@ -136,8 +145,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             x: [...], contiguous, of the same shape and dtype on all ranks.
             out: [...] to write into, or None. May be x itself.
         """
+        if torch.compiler.is_compiling():
+            return ops.done(ops.all_reduce(self, x, out, op, num_sms))
         self._ready("all_reduce")
-        given, made = checks.reduced(x, out, self._caller())
+        given, made = checks.reduced(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
         return Work(made, self._finisher(pending), pending.is_completed)
 
@@ -160,6 +171,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
         Raises as `all_gather`.
         """
+        if torch.compiler.is_compiling():
+            return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
         gathered, pending = self._gather([x], None if out is None else [out], num_sms)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
@@ -177,6 +190,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns [n, N]: the product in the dtype of x, summed as `reduce_scatter` says. Raises as `all_gather`.
         """
+        if torch.compiler.is_compiling():
+            return ops.matmul_reduce_scatter(self, x, w, chunks, num_sms)
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         if given.shape[0] % self.size:
@@ -199,6 +214,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns [T, N]: the product in the dtype of x, summed as `all_reduce` says. Raises as `all_gather`.
         """
+        if torch.compiler.is_compiling():
+            return ops.matmul_all_reduce(self, x, w, chunks, num_sms)
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
@@ -210,8 +227,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
     # Inside.
 
-    def _caller(self) -> checks.Caller:
-        return checks.Caller(self.rank, self.size, self.capabilities.device_type, not all(self._active))
+    def _own_rank(self) -> checks.OwnRank:
+        return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
     def _gather(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, num_sms: int | None
@@ -219,10 +236,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
         places = [None] * len(shards) if outs is None else checks.sequence("outs", outs, len(shards))
-        caller = self._caller()
+        own = self._own_rank()
         alone = len(shards) == 1
         pairs = [
-            checks.gathered("" if alone else f"s[{i}]", x, out, caller)
+            checks.gathered("" if alone else f"s[{i}]", x, out, own)
             for i, (x, out) in enumerate(zip(shards, places, strict=True))
         ]
         given, made = [x for x, _ in pairs], [out for _, out in pairs]

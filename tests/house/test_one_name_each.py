@@ -20,6 +20,7 @@ CLASSES = {
     "DeadlineExceeded": "a client's error, and the services' own of the same status, which callers do not see",
     "Unavailable": "likewise",
     "Group": "who the ranks are, for the data plane; the control plane's record of one",
+    "Work": "a collective under way, named as in torch.distributed; a request as the worker knows it",
     "Shape": "a record of the region's byte map, named as in C++; what is to be placed",
 }
 """Two of a name, and why."""

@@ -71,7 +71,9 @@ CD_API int cd_attach_network(cd::Member* m, uint8_t* landing) { return moe(m).at
 CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
 CD_API void cd_set_outbox(cd::Member* m, cd::Outbox* outbox) { moe(m).outbox = outbox; }
 CD_API void cd_set_hosts(cd::Member* m, const int32_t* host) { moe(m).set_hosts(host); }
-CD_API int cd_attach_landing(cd::Member* m, int rank, int landing_fd) { return moe(m).attach_landing(rank, landing_fd); }
+CD_API int cd_attach_landing(cd::Member* m, int rank, int landing_fd) {
+  return moe(m).attach_landing(rank, landing_fd);
+}
 CD_API void cd_sent(cd::Member* m, cd::Sent* out) {
   for (int i = 0; i < 3; ++i) out[i] = moe(m).traffic[i];
 }

@@ -1,9 +1,9 @@
 // Collectives: ranks write their own region, readers pull.
 //
 // An operation moves in rounds. In each, a rank stages the next chunk of its x and publishes the round's number; reads
-// the chunk of every peer, in the order in which they come; and publishes that it has consumed the round. An x that lies
-// in the pool is not staged: all its rounds are published at once and peers read it where it lies; then the operation
-// ends only when all peers have consumed it, for x is the caller's again.
+// the chunk of every peer, in the order in which they come; and publishes that it has consumed the round. An x in the
+// pool is not staged: all its rounds are published at once and peers read it where it lies; then the operation ends
+// only when all peers have consumed it, for x is the caller's again.
 //
 //   all_gather       one slice. Peers copy it into their out.
 //   reduce_scatter   R slices, one for each rank. Each reads its slice of every x, and sums.
@@ -15,10 +15,11 @@
 // publishes 2; copies bytes 0-3 of rank 1 when rank 1 has published 1, publishes consumed 1; half 0 is free when rank 1
 // has consumed 1: then bytes 8-9 go there.
 //
-// Memory order: contents, then `published` or `reduced` (release); the reader's acquire makes them visible. The reader's
-// loads, then `consumed` (release); the owner's acquire of it comes before it writes the half, the slot or a registered
-// x again. In place: out is written at a place only after all who read x there have published something that they sent
-// after reading it (two-shot), or x is staged (one-shot).
+// Memory order: contents, then `published` or `reduced` (release); the reader's acquire makes them visible. The
+// reader's loads, then `consumed` (release); the owner's acquire of it comes before it writes the half, the slot or a
+// registered x again. In place, out is written only where no peer reads x any more: two-shot, the one that reads a
+// slice has published its sums by then; one-shot, x is staged; in the others, peers read other slices than the one
+// written.
 #include "collectives.hpp"
 
 #include <algorithm>
@@ -84,7 +85,7 @@ void plan(const CollectiveMember& m, Collective& op) {
   op.rounds = std::max<int64_t>(op.rounds, 1);
 }
 
-// Calls fn(part, first byte within it, byte of the chunk, bytes) for the parts that a chunk of the joined shard touches.
+// Calls fn(part, first byte within it, byte of the chunk, bytes) for the parts that a chunk of the joined shard has.
 template <typename Fn>
 void for_each_part(const Collective& op, Chunk chunk, Fn fn) {
   int64_t begin = 0;

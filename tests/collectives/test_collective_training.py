@@ -1,0 +1,48 @@
+"""FSDP2 with our all-gather: the same losses, bit for bit. Collectives inside torch.compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.collectives import training
+from tests.worlds import World
+
+Worlds = Callable[[int], World]
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"mixed": True},
+    "prefetch": {"prefetch": True},
+    "kept after forward": {"reshard": False},
+    "async unshard": {"async": True, "mixed": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_losses_are_bit_identical(world: Worlds, transport: str, how: str) -> None:
+    for calls, registered in world(2).run(training.with_and_without, transport, HOW[how], 16 << 20):
+        assert calls >= 80
+        assert registered == calls
+
+
+def test_three_ranks(world: Worlds, transport: str) -> None:
+    world(3).run(training.with_and_without, transport, {}, 16 << 20)
+
+
+def test_a_pool_that_is_too_small(world: Worlds, transport: str) -> None:
+    for calls, registered in world(2).run(training.with_and_without, transport, {}, 8 << 10):
+        assert 0 < registered < calls
+
+
+def test_ranks_of_another_group(world: Worlds, transport: str) -> None:
+    world(2).run(training.wrong_group, transport)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(world: Worlds, transport: str, dynamic: bool) -> None:
+    world(2).run(training.compiled, transport, "aot_eager", dynamic)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(world: Worlds, transport: str) -> None:
+    world(2).run(training.compiled, transport, "inductor", False, timeout_s=300)

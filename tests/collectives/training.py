@@ -1,0 +1,146 @@
+"""FSDP2 training steps over a gloo world, with our all-gather and without, and compiled functions. On every rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ep_kernels import TorchGroup
+from ep_kernels.collectives import CollectiveConfig, Collectives
+from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.fsdp import AllGather
+from ep_kernels.errors import ArgumentError
+from tests.collectives.fallback_stories import gloo
+from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, values
+
+WIDTH = 33
+"""Rows that ranks do not divide."""
+
+
+class Model(nn.Module):
+    """Three blocks with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x)) + x
+        return self.head(x)
+
+
+class Counting(AllGather):
+    """How many gathers ran, how many of them in registered memory."""
+
+    def __init__(self, coll: Collectives) -> None:
+        super().__init__(coll)
+        self.calls = self.registered = 0
+
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.registered += self._coll._transport.offset_of(output_tensor) is not None  # type: ignore[attr-defined]
+        return super().__call__(output_tensor, *args, **kwargs)
+
+
+def losses(rank: int, size: int, gather: AllGather | None, steps: int, how: dict[str, Any]) -> list[float]:
+    """Of a model that is the same on all ranks; data differ."""
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.get("mixed") else MixedPrecisionPolicy()
+    model = Model()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=how.get("reshard", True))
+        if gather is not None:
+            module.set_custom_all_gather(gather)
+    if how.get("prefetch"):
+        for first, second in zip(model.blocks, model.blocks[1:], strict=False):
+            first.set_modules_to_forward_prefetch([second])
+            second.set_modules_to_backward_prefetch([first])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(steps):
+        x = values((5, WIDTH), torch.float32, rank, step)
+        if how.get("async"):
+            for block in model.blocks:
+                block.unshard(async_op=True)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def with_and_without(
+    rank: int, size: int, store: Store, transport: str, how: dict[str, Any], pool_bytes: int
+) -> tuple[int, int]:
+    """20 steps: bit-identical losses; (gathers, those in registered memory)."""
+    with gloo(rank, size, store), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = losses(rank, size, None, 20, how)
+        config = CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes)
+        with Collectives(config) as coll:
+            gather = Counting(coll)
+            ours = losses(rank, size, gather, 20, how)
+            coll.barrier()
+        assert ours == plain
+        assert len(set(plain)) == 20, "the model learns"
+        return gather.calls, gather.registered
+
+
+def wrong_group(rank: int, size: int, store: Store, transport: str) -> None:
+    """Collectives of other ranks than the module's are refused."""
+    with gloo(rank, size, store):
+        alone = [dist.new_group([r]) for r in range(size)][rank]
+        with Seat(rank, size, store, transport).collectives() as coll:
+            x = torch.zeros(4)
+            with pytest.raises(ArgumentError, match=f"group: expected rank {rank} of {size}, as the collectives"):
+                AllGather(coll)(torch.zeros(4), x, alone)
+
+
+def compiled(rank: int, size: int, store: Store, transport: str, backend: str, dynamic: bool) -> None:
+    """All operations in one function, traced whole; every call is right, beside eager operations."""
+    torch._dynamo.reset()
+    with Seat(rank, size, store, transport).collectives() as coll:
+
+        def step(x: torch.Tensor, w: torch.Tensor, room: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            whole = coll.all_gather(x).wait()
+            pair = coll.all_gather_coalesced([x, x[:1].contiguous()]).wait()
+            coll.all_reduce(x)  # nobody reads it
+            row = coll.reduce_scatter(whole * 2).wait()
+            total = coll.all_reduce(row, out=room).wait()
+            ys, _ = coll.all_gather_matmul(x, [w])
+            return (
+                whole, *pair, row, total + 0, ys[0], coll.matmul_reduce_scatter(whole, w), coll.matmul_all_reduce(x, w)
+            )  # fmt: skip
+
+        run = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic or None)
+        w = on_device(coll, torch.eye(6))
+        for number in range(3):
+            rows = 3 + number if dynamic else 3
+            xs = everyone(coll, (rows, 6), torch.float32, number)
+            room = on_device(coll, torch.empty(rows, 6))
+            got = run(on_device(coll, xs[rank]), w, room)
+            whole = torch.cat(xs)
+            rowed = reference.reduce_scatter([whole * 2] * size)
+            total = reference.all_reduce([row for row in rowed if row is not None])[rank]
+            same_bits(got[0], whole, "all_gather")
+            same_bits(got[1], whole, "coalesced")
+            same_bits(got[2], torch.cat([x[:1] for x in xs]), "coalesced")
+            same_bits(got[3], rowed[rank], "reduce_scatter")
+            same_bits(got[4], total, "all_reduce")
+            same_bits(room, total, "out")
+            same_bits(got[5], whole, "all_gather_matmul")
+            same_bits(got[6], reference.reduce_scatter([whole] * size)[rank], "matmul_reduce_scatter")
+            same_bits(got[7], reference.all_reduce(xs)[rank], "matmul_all_reduce")
+            check_all(coll, number, number)
+        coll.barrier()
