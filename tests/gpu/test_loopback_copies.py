@@ -225,3 +225,33 @@ def test_ranks_that_bring_different_sizes(world: World) -> None:
     for rank in (0, 2, 3):
         assert "rank 1 brought bytes 256, this rank 128" in said[rank]
     assert "brought bytes 128, this rank 256" in said[1]
+
+
+def graphed(rank: int, size: int, store: Any, way: str) -> None:
+    """Replays of a graph, between operations outside of it; its branch runs beside other work of the graph. The two
+    warps that wait take turns with the other processes' on the device."""
+    with seated(rank, size, store) as coll:
+        n = 30_000
+        out = coll.empty((size * n,), torch.float32) if way == PUSH else torch.empty(size * n, device="cuda")
+        mine = out[rank * n :][:n] if way == PUSH else torch.empty(n, device="cuda")
+        twice, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work = coll.all_gather(mine, out=out, num_sms=0)
+            torch.mul(work.wait(), 2.0, out=twice)
+        for turn in range(10):
+            mine.fill_(rank * 100 + turn)
+            graph.replay()
+            want = torch.arange(size).repeat_interleave(n).float() * 100 + turn
+            assert torch.equal(twice.cpu(), 2 * want), turn
+            assert torch.equal(out.cpu(), want), turn
+            coll.check()
+            other, told = gather(coll, 777, torch.bfloat16, turn, way)
+            same_bits(other.wait(), told, f"between replays {turn}")
+        coll.barrier()
+    graph.replay()
+    torch.cuda.synchronize()  # of a closed object: nothing waits, nothing faults
+
+
+@pytest.mark.parametrize("way", [PUSH, PULL])
+def test_graphs(world: World, way: str) -> None:
+    world.run(graphed, way, timeout_s=100)

@@ -177,6 +177,15 @@ def test_the_order_of_a_pull() -> None:
     ]  # fmt: skip
 
 
+def test_the_copies_of_a_graph() -> None:
+    """Rank 1 of 3: from slots, and from registered outs."""
+    parts = [CopyPart(0, 70, 400, 16, 40), CopyPart(0, 90, 500, 8, 8, 8), CopyPart(0, 1, 2, 0, 0)]
+    assert copy_schedule.graph_copies(places(1, (True,) * 3), parts) == [
+        (COPY, 70 + 80, 3000 + 400, 16), (COPY, 90 + 16, 3000 + 500 + 16, 8),
+        (COPY, 70, 1000 + 400, 16), (COPY, 90, 1000 + 500, 8),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("pushes", [True, False])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_everybody_gets_everything(ranks: Callable[..., Ranks], size: int, pushes: bool) -> None:
@@ -288,5 +297,5 @@ def test_flag_rows_are_where_peers_look() -> None:
     sizes = collective_abi.CollectiveSizes(3, 1, 4096, 0)
     found = collective_abi.collective_map(sizes)
     rows = [copies.flag_row(found, name, 3) for name in collective_abi.COPY_FLAGS]
-    assert rows == [found.copy_flags, found.copy_flags + 48]
+    assert rows == [found.copy_flags + 48 * i for i in range(4)]
     assert rows[-1] + 48 <= found.lines

@@ -130,6 +130,10 @@ class CopyEngines:
         launch.run_steps(steps, self._stream, self._library)
         return seq
 
+    def graph_copies(self, parts: Sequence[CopyPart]) -> None:
+        """Put the copies of a pull on the stream, which is being captured."""
+        self._run(copy_schedule.graph_copies(self._places, parts), self._stream)
+
     def await_shard(self, seq: int, peer: int, stream: int) -> None:
         """Let another CUstream wait for a peer's shard."""
         self._run([copy_schedule.arrival(self._places, peer, seq)], stream)

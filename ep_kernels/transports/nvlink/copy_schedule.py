@@ -15,6 +15,9 @@ Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of 
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
 why.
 
+In a CUDA graph a pull whose waits are those of kernels/collectives/copy_wait.cuh, from registered outs where x is in
+place, so nothing is staged.
+
 A flag is 16 bytes: seq, which is waited for, and the operation's signature (0: not known), which hosts compare when the
 operation has ended.
 """
@@ -47,6 +50,7 @@ class CopyPart:
         slot: pull: where the shard lies, from the base of every rank's region.
         num_bytes: of the shard that move.
         stride: bytes from one shard of `out` to the next.
+        slot_stride: pull: the shard of rank p lies p times so many bytes behind `slot`.
     """
 
     x: int
@@ -54,6 +58,7 @@ class CopyPart:
     slot: int
     num_bytes: int
     stride: int
+    slot_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +120,22 @@ def pull(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]
     steps += [(COPY, places.regions[peer] + places.shard + own, places.word, FLAG_BYTES) for peer in after]
     for peer in after:
         steps.append(arrival(places, peer, seq))
-        for part in parts:
-            if part.num_bytes:
-                source = places.regions[peer] + part.slot
-                steps.append((COPY, part.out + peer * part.stride, source, part.num_bytes))
+        steps += _pulled(places, peer, parts)
     return steps + _end(places, seq)
+
+
+def graph_copies(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    """The copies of a pull in a CUDA graph, between the two launches of kernels/collectives/copy_wait.cuh."""
+    return [step for peer in places.others(1) for step in _pulled(places, peer, parts)]
+
+
+def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    region = places.regions[peer]
+    return [
+        (COPY, part.out + peer * part.stride, region + part.slot + peer * part.slot_stride, part.num_bytes)
+        for part in parts
+        if part.num_bytes
+    ]
 
 
 def _begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
