@@ -40,7 +40,7 @@ from ep_kernels.transports.collective_base import (
 class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     """All-gather, reduce-scatter and all-reduce among the ranks of one group. Construction is collective; several
     objects may live at once, over groups that overlap. As in `GroupMember`, all ranks call the same operations in the
-    same order, from one thread.
+    same order, from one thread. Results have no gradient.
 
     Where the transport cannot serve the group, torch.distributed does (`config.fallback`): one RuntimeWarning and
     `capabilities.reason` say why. Single operations that the transport does not have go there, too, with one warning.
@@ -56,9 +56,14 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
-        if transport.capabilities.reason:
-            warn_once(self._warned, transport.capabilities.reason)
-        self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
+        try:
+            with torch.inference_mode(False):
+                self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
+            if transport.capabilities.reason:
+                warn_once(self._warned, transport.capabilities.reason)
+        except BaseException:
+            self._leave()
+            raise
         ops.register(self._site.name, self)
 
     @property
