@@ -24,6 +24,8 @@ from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi, collective_abi
 
 ROOT = Path(__file__).parent
+FEW_THREADS = 64
+"""A thread for each rank."""
 NUM_THREADS = 256
 WIDE_THREADS = 512
 """Of LL, and of HT combine with a warp for each of its tasks: one block fills a multiprocessor's registers."""
@@ -42,6 +44,7 @@ KERNELS: Mapping[str, str] = {
     "all_gather": "collectives/all_gather.cuh",
     "reduce_scatter": "collectives/reduce_scatter.cuh",
     "all_reduce": "collectives/all_reduce.cuh",
+    "copy_wait": "collectives/copy_wait.cuh",
 }
 """Entry point -> its file."""
 _INCLUDE = re.compile(r'#include "([^"]+)"')
@@ -71,6 +74,8 @@ class Variant:
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
+        if self.kernel == "copy_wait":
+            return FEW_THREADS
         return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier") else WIDE_THREADS
 
     @property
@@ -109,6 +114,7 @@ def shipped_variants() -> Iterator[Variant]:
 def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Iterator[Variant]:
     """Those of collectives, for sums of these types."""
     yield Variant("all_gather")
+    yield Variant("copy_wait")
     for dtype in dtypes:
         yield Variant("reduce_scatter", (("X", dtype),))
         for kind in (0, 1):  # one-shot, two-shot

@@ -85,12 +85,12 @@ def reduction(op: object) -> str:
     return str(op)
 
 
-def num_sms(value: int | None, default: int | None) -> int | None:
-    """Multiprocessors, 0 for copy engines alone, None for a choice of ours."""
+def num_sms(value: int | None, default: int | None, least: int) -> int | None:
+    """Multiprocessors, None for a choice of ours. `least`: 0 where copy engines alone can do it."""
     if value is None:
-        return default
-    if type(value) is not int or not 0 <= value < 1 << 16:
-        raise ArgumentError("num_sms", "None or an int in 0..65535", repr(value))
+        return None if default is not None and default < least else default
+    if type(value) is not int or not least <= value < 1 << 16:
+        raise ArgumentError("num_sms", f"None or an int in {least}..65535", repr(value))
     return value
 
 

@@ -19,7 +19,7 @@ import torch
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
 from ep_kernels.collectives import matmul
-from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
+from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
@@ -40,7 +40,7 @@ from ep_kernels.transports.collective_base import (
 class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     """All-gather, reduce-scatter and all-reduce among the ranks of one group. Construction is collective; several
     objects may live at once, over groups that overlap. As in `GroupMember`, all ranks call the same operations in the
-    same order, from one thread.
+    same order, from one thread. Results have no gradient.
 
     Where the transport cannot serve the group, torch.distributed does (`config.fallback`): one RuntimeWarning and
     `capabilities.reason` say why. Single operations that the transport does not have go there, too, with one warning.
@@ -56,9 +56,14 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
-        if transport.capabilities.reason:
-            warn_once(self._warned, transport.capabilities.reason)
-        self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
+        try:
+            with torch.inference_mode(False):
+                self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
+            if transport.capabilities.reason:
+                warn_once(self._warned, transport.capabilities.reason)
+        except BaseException:
+            self._leave()
+            raise
         ops.register(self._site.name, self)
 
     @property
@@ -244,43 +249,40 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         ]
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
-        sms = checks.num_sms(num_sms, self._config.num_sms)
-        algorithm = self._algorithm(CollectiveOp.ALL_GATHER, given, made, sms)
-        transport = self._served("all_gather") if algorithm is Algorithm.TORCH else self._transport
-        return made, self._run(transport.all_gather, GatherArgs(parts, algorithm, sms))
+        sms = checks.num_sms(num_sms, self._config.num_sms, 0)
+        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms)
+        torched = choice.algorithm is Algorithm.TORCH
+        transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
+        return made, self._run(transport.all_gather, GatherArgs(parts, choice.algorithm, sms))
 
     def _reduce(
         self, kind: CollectiveOp, x: torch.Tensor, out: torch.Tensor, op: str, num_sms: int | None
     ) -> PendingCollective:
-        sms = checks.num_sms(num_sms, self._config.num_sms)
-        name, why = kind.value, checks.why_not_summed(checks.reduction(op), x.dtype)
-        algorithm = Algorithm.TORCH if why else self._algorithm(kind, [x], [out], sms)
-        args = ReduceArgs(x.reshape(-1), out.reshape(-1), algorithm, sms)
-        if algorithm is Algorithm.TORCH:
-            served = self._served(name, why)
-            call: Any = served.reduce_scatter if kind is CollectiveOp.REDUCE_SCATTER else served.all_reduce
-            return self._run(call, args, op)  # type: ignore[no-any-return]
-        call = self._transport.reduce_scatter if kind is CollectiveOp.REDUCE_SCATTER else self._transport.all_reduce
-        return self._run(call, args)  # type: ignore[no-any-return]
+        sms = checks.num_sms(num_sms, self._config.num_sms, 1)
+        why = checks.why_not_summed(checks.reduction(op), x.dtype)
+        choice = Choice(Algorithm.TORCH, why) if why else self._choose(kind, [x], [out], sms)
+        args = ReduceArgs(x.reshape(-1), out.reshape(-1), choice.algorithm, sms)
+        scattered = kind is CollectiveOp.REDUCE_SCATTER
+        if choice.algorithm is Algorithm.TORCH:
+            served = self._by_torch(kind.value, choice.reason)
+            return self._run(served.reduce_scatter if scattered else served.all_reduce, args, op)
+        transport = self._transport
+        return self._run(transport.reduce_scatter if scattered else transport.all_reduce, args)
 
-    def _algorithm(
+    def _choose(
         self, op: CollectiveOp, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], num_sms: int | None
-    ) -> Algorithm:
+    ) -> Choice:
         total = sum(checks.num_bytes(x) for x in xs)
         shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs))
-        choice = choose(shape, self.capabilities)
-        if choice.algorithm is Algorithm.TORCH:
-            self._served(op.value, choice.reason)
-        return choice.algorithm
+        return choose(shape, self.capabilities)
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:
         offset_of = self._transport.offset_of
         registered = all(offset_of(tensor) is not None for tensor in tensors if tensor.numel())
         return BufferPlace.REGISTERED if registered else BufferPlace.PLAIN
 
-    def _served(self, op: str, why: str = "") -> TorchCollectives:
+    def _by_torch(self, op: str, why: str) -> TorchCollectives:
         """torch.distributed, for an operation that the transport leaves to it; says why, once."""
-        reason = f"{op}: {why}"
         if self._torch is None:
             group = self._config.group
             if not self._config.fallback or process_group_of(group) is None:
@@ -289,8 +291,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             self._torch = TorchCollectives(group, self.capabilities.device_type, "")
         if not all(self._active):
             raise ArgumentError("x", "what the transport can do while a rank is left out", why)
-        if why:
-            warn_once(self._warned, reason)
+        warn_once(self._warned, f"{op}: {why}")
         return self._torch
 
     def _finisher(self, pending: PendingCollective) -> Any:

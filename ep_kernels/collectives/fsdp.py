@@ -9,7 +9,7 @@ parameters have been copied out. Here the buffer is registered memory, so the ga
 buffer it lets its streams wait for the copy-out, so a buffer that is used again is free in the order of streams.
 
 The pool holds what FSDP keeps at once: two units, and one for each that is prefetched. Where it is full, a buffer is
-ordinary memory, on all ranks alike. `torch.distributed.fsdp` calls this interface since torch 2.8.
+ordinary memory, on all ranks alike.
 """
 
 from __future__ import annotations

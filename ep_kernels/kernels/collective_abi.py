@@ -9,7 +9,7 @@ A rank's region, which its peers write (each array 256-byte aligned; S = 2 slots
     lines           [S, R, packets]      one-shot all-reduce, by source: LL128 packets; zero before anybody writes
     reduce          [S, R, reduce_row]   by source: a chunk to be summed here
     gather          [S, gather_stride]   this rank's shard, which peers read; or the sums of a two-shot all-reduce
-    copies          [S, copies_stride]   this rank's shard for copy engines of peers
+    copies          [S + 1, stride]      this rank's shard for copy engines of peers; the last slot is for CUDA graphs
     pool            bytes                registered tensors
 
 Why two slots suffice: every operation waits for data of every active peer, so a rank that begins operation n has
@@ -31,8 +31,8 @@ MAX_BLOCKS = 128
 SLOTS = 2
 NO_OFFSET = (1 << 64) - 1
 """A tensor that is not registered."""
-COPY_FLAGS = ("READY", "SHARD")
-"""A peer's `out` may be written; its shard is here."""
+COPY_FLAGS = ("READY", "SHARD", "GRAPH_READY", "GRAPH_SHARD")
+"""A peer's `out` may be written; its shard is here. The host counts operations; in CUDA graphs the device does."""
 
 _records = Records(abi.records)
 
@@ -73,7 +73,7 @@ CollectiveArgs = _records.declare(
     ("stride", "u64", "reduce-scatter: bytes from one rank's chunk of x to the next"),
     ("num_bytes", "u64", "reductions: see x"),
     ("push", "i32", "all-gather: 1 = shards go to registered outs; 0 = peers read them from `gather`"),
-    ("num_parts", "i32", "all-gather"),
+    ("num_parts", "i32", "all-gather; copy_wait: its phase"),
     ("parts", f"GatherRange[{MAX_PARTS}]", "all-gather"),
 )
 
@@ -129,7 +129,7 @@ def collective_map(sizes: CollectiveSizes) -> Any:
         ("lines", SLOTS * size * lines_row),
         ("reduce", SLOTS * size * row),
         ("gather", SLOTS * stride),
-        ("copies", SLOTS * stride),
+        ("copies", (SLOTS + 1) * stride),
         ("pool", sizes.pool_bytes),
     )
     result = CollectiveMap(lines_row=lines_row, reduce_row=row, gather_stride=stride, copies_stride=stride)

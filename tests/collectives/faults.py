@@ -190,6 +190,33 @@ def closes_at_once(rank: int, size: int, store: Store, transport: str) -> None:
             coll.barrier() if turn == 2 else None
 
 
+def closes_with_a_dead_peer(rank: int, size: int, store: Store, transport: str) -> float:
+    """A work that can never end is under way: `close` returns, and long before the deadline."""
+    coll = Seat(rank, size, store, transport).collectives(timeout_s=30.0)
+    coll.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun(coll, "all_gather")
+    begin = time.monotonic()
+    coll.close()
+    return time.monotonic() - begin
+
+
+def closed_by_another_thread(rank: int, size: int, store: Store, transport: str) -> None:
+    """`close` in a second thread lets the work that the first waits for end well."""
+    coll = Seat(rank, size, store, transport).collectives()
+    if rank == 1:
+        time.sleep(0.5)
+    xs = everyone(coll, (100_000,), torch.bfloat16, 1)
+    work = coll.all_gather(on_device(coll, xs[rank]))
+    closing = threading.Timer(0.2, coll.close)
+    closing.start()
+    same_bits(work.wait(), torch.cat(xs), "while another thread closes")
+    closing.join()
+    with pytest.raises(ClosedError):
+        coll.barrier()
+
+
 def crashes(rank: int, size: int, store: Store, transport: str, folder: str, times: int) -> list[str]:
     """Children come as the second rank and are killed in the middle; what this process holds afterwards, more than
     after the first few."""

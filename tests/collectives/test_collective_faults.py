@@ -55,6 +55,16 @@ def test_close_finishes_what_peers_need(world: Worlds, transport: str) -> None:
     world(3).run(faults.closes_at_once, transport)
 
 
+def test_close_with_a_dead_peer(transport: str) -> None:
+    first, *others = World(3).run(faults.closes_with_a_dead_peer, transport, may_die=(0,))
+    assert isinstance(first, RankDied)
+    assert max(others) < SLACK_S
+
+
+def test_closed_by_another_thread(world: Worlds, transport: str) -> None:
+    world(2).run(faults.closed_by_another_thread, transport)
+
+
 def test_nothing_leaks_in_a_hundred_crashes(world: Worlds, transport: str, tmp_path: Path) -> None:
     if needs_gpu(transport):
         pytest.skip("a process that uses CUDA cannot be forked")

@@ -152,9 +152,7 @@ def lost(rank: int, size: int, store: Any, way: str, dies: bool) -> tuple[int, b
     begin = time.monotonic()
     work, _ = gather_registered_alone(coll, way)
     with pytest.raises(PeerTimeout) as error:
-        work.wait()
-        torch.cuda.synchronize()
-        coll.check()
+        finish(coll, work)
     took = time.monotonic() - begin
     with pytest.raises(PeerTimeout):
         coll.all_reduce(torch.zeros(4, device="cuda"))
@@ -170,6 +168,13 @@ def lost(rank: int, size: int, store: Any, way: str, dies: bool) -> tuple[int, b
     coll.close()
     assert time.monotonic() - begin < 5.0
     return error.value.peer, error.value.gone, took
+
+
+def finish(coll: Collectives, work: Any) -> None:
+    """Raise what the device finds, too."""
+    work.wait()
+    torch.cuda.synchronize()
+    coll.check()
 
 
 def gather_registered_alone(coll: Collectives, way: str) -> tuple[Any, Any]:
@@ -210,9 +215,7 @@ def differing(rank: int, size: int, store: Any) -> str:
         out = torch.empty(size * n, device="cuda")
         work = coll.all_gather(torch.ones(n, device="cuda"), out=out, num_sms=0)
         with pytest.raises(TransportError) as error:
-            work.wait()
-            torch.cuda.synchronize()
-            coll.check()
+            finish(coll, work)
         coll.abort("over")
     return str(error.value)
 
@@ -222,3 +225,33 @@ def test_ranks_that_bring_different_sizes(world: World) -> None:
     for rank in (0, 2, 3):
         assert "rank 1 brought bytes 256, this rank 128" in said[rank]
     assert "brought bytes 128, this rank 256" in said[1]
+
+
+def graphed(rank: int, size: int, store: Any, way: str) -> None:
+    """Replays of a graph, between operations outside of it; its branch runs beside other work of the graph. The two
+    warps that wait take turns with the other processes' on the device."""
+    with seated(rank, size, store) as coll:
+        n = 30_000
+        out = coll.empty((size * n,), torch.float32) if way == PUSH else torch.empty(size * n, device="cuda")
+        mine = out[rank * n :][:n] if way == PUSH else torch.empty(n, device="cuda")
+        twice, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work = coll.all_gather(mine, out=out, num_sms=0)
+            torch.mul(work.wait(), 2.0, out=twice)
+        for turn in range(10):
+            mine.fill_(rank * 100 + turn)
+            graph.replay()
+            want = torch.arange(size).repeat_interleave(n).float() * 100 + turn
+            assert torch.equal(twice.cpu(), 2 * want), turn
+            assert torch.equal(out.cpu(), want), turn
+            coll.check()
+            other, told = gather(coll, 777, torch.bfloat16, turn, way)
+            same_bits(other.wait(), told, f"between replays {turn}")
+        coll.barrier()
+    graph.replay()
+    torch.cuda.synchronize()  # of a closed object: nothing waits, nothing faults
+
+
+@pytest.mark.parametrize("way", [PUSH, PULL])
+def test_graphs(world: World, way: str) -> None:
+    world.run(graphed, way, timeout_s=100)

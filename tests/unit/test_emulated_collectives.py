@@ -15,7 +15,6 @@ from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import collective_plan
-from ep_kernels.transports.nvlink.collective_engine import Shard
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.signature import difference
 from tests.cases import draw_seed
@@ -173,6 +172,49 @@ def test_a_left_out_rank_is_told() -> None:
     found = loop.engines[2].tables.host.fault()
     assert isinstance(found, TransportError)
     assert "has gone on in epoch 4 without this rank" in str(found)
+
+
+def copy_waits(loop: LoopbackCollectives, phase: int, words: list[int]) -> list[list[Call]]:
+    return [[engine.copy_wait(words[rank], phase)] for rank, engine in enumerate(loop.engines)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_waits_between_the_copies_of_a_graph(size: int) -> None:
+    """Nobody is past a phase before all have come to it; a replay, of the same records, counts on."""
+    loop, words = LoopbackCollectives(size, Emulated(size)), [7] * size
+    calls = [copy_waits(loop, phase, words) for phase in (0, 1)]
+    for turn in (1, 2, 3):
+        for phase in (0, 1):
+            with ThreadPoolExecutor() as pool:
+                early = [pool.submit(loop.run, calls[phase][:-1])] if size > 1 else []
+                time.sleep(0.1)
+                assert not any(each.done() for each in early)
+                loop.run(calls[phase][-1:])
+                for each in early:
+                    each.result(60)
+        loop.check()
+        assert {engine.tables.sequence()[0] for engine in loop.engines} == {turn}
+        assert all(engine.tables.host.mismatch() is None for engine in loop.engines)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_silent_rank_in_a_graph_of_copies(phase: int) -> None:
+    loop = LoopbackCollectives(3, Emulated(3), timeout_s=0.05)
+    if phase:
+        loop.run(copy_waits(loop, 0, [7, 7, 7]))
+    loop.run(copy_waits(loop, phase, [7, 7, 7])[:2])
+    for engine in loop.engines[:2]:
+        found = engine.tables.host.fault()
+        assert isinstance(found, PeerTimeout)
+        assert (found.peer, found.op, found.phase) == (2, "all_gather", ("shards", "credit")[phase])
+        assert engine.tables.sequence()[0] == 0
+
+
+def test_graphs_of_copies_that_differ() -> None:
+    loop = LoopbackCollectives(3, Emulated(3))
+    loop.run(copy_waits(loop, 0, [7, 8, 7]))
+    told = [engine.tables.host.mismatch() for engine in loop.engines]
+    assert [(each.mine, each.theirs) for each in told if each] == [(7, 8), (8, 7), (7, 8)]
 
 
 def test_latency_records(generator: torch.Generator) -> None:

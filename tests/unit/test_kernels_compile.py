@@ -154,7 +154,7 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
 
 
 def test_all_collective_variants_are_all_that_can_be_launched() -> None:
-    wanted = {collective_plan.gather_variant()}
+    wanted = {collective_plan.gather_variant(), collective_plan.copy_wait_variant()}
     for dtype in SUM_DTYPES:
         wanted.add(collective_plan.reduce_variant("reduce_scatter", dtype))
         for kind in (collective_plan.ONE_SHOT, collective_plan.TWO_SHOT):

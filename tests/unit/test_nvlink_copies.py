@@ -18,7 +18,7 @@ from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.kernels import collective_abi
 from ep_kernels.transports.nvlink import copies, copy_schedule
 from ep_kernels.transports.nvlink.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, StepKind
+from ep_kernels.transports.nvlink.copy_schedule import COPY, WAIT, WRITE, CopyPart, CopyPlaces
 from ep_kernels.transports.nvlink.host_page import HostPage
 from tests.cases import draw_seed
 from tests.emulator.machine import without_driver
@@ -47,11 +47,11 @@ class Streams:
         while (step := self._steps.get()) is not None:
             kind, to, source, amount = step
             word = ctypes.c_int64.from_address(to)
-            if kind == StepKind.COPY:
+            if kind == COPY:
                 ctypes.memmove(to, source, amount)
-            elif kind == StepKind.WRITE:
+            elif kind == WRITE:
                 word.value = amount
-            while kind == StepKind.WAIT and word.value < amount and not self.is_stopped:
+            while kind == WAIT and word.value < amount and not self.is_stopped:
                 time.sleep(1e-4)
             if self.is_stopped:
                 return
@@ -155,25 +155,34 @@ def places(rank: int, active: tuple[bool, ...]) -> CopyPlaces:
 def test_the_order_of_a_push() -> None:
     """Rank 1 of 4 ranks, of which rank 3 is inactive; two parts, one of them empty."""
     parts = [CopyPart(50, 300, 0, 32, 32), CopyPart(60, 600, 0, 0, 0)]
-    copy, wait, write = StepKind
+    copy, wait, write = COPY, WAIT, WRITE
     assert copy_schedule.push(places(1, (True, True, True, False)), 9, 77, parts) == [
         (write, 6, 0, 9), (write, 5, 0, 9), (write, 13, 0, 77),
         (copy, 3000 + 100 + 16, 5, 16), (copy, 1000 + 100 + 16, 5, 16),
         (wait, 2000 + 100 + 32, 0, 9), (copy, 3000 + 300 + 32, 50, 32), (copy, 3000 + 200 + 16, 5, 16),
         (wait, 2000 + 100 + 0, 0, 9), (copy, 1000 + 300 + 32, 50, 32), (copy, 1000 + 200 + 16, 5, 16),
         (wait, 2000 + 200 + 0, 0, 9), (wait, 2000 + 200 + 32, 0, 9),
-        (copy, 8, 2000 + 200, 64), (write, 7, 0, 9),
+        (copy, 8 + 9 * 64, 2000 + 200, 64), (write, 7, 0, 9),
     ]  # fmt: skip
 
 
 def test_the_order_of_a_pull() -> None:
-    copy, wait, write = StepKind
+    copy, wait, write = COPY, WAIT, WRITE
     assert copy_schedule.pull(places(1, (True,) * 3), 9, 77, [CopyPart(0, 70, 400, 16, 40)]) == [
         (write, 6, 0, 9), (write, 5, 0, 9), (write, 13, 0, 77),
         (copy, 3000 + 200 + 16, 5, 16), (copy, 1000 + 200 + 16, 5, 16),
         (wait, 2000 + 200 + 32, 0, 9), (copy, 70 + 2 * 40, 3000 + 400, 16),
         (wait, 2000 + 200 + 0, 0, 9), (copy, 70, 1000 + 400, 16),
-        (copy, 8, 2000 + 200, 48), (write, 7, 0, 9),
+        (copy, 8 + 9 * 48, 2000 + 200, 48), (write, 7, 0, 9),
+    ]  # fmt: skip
+
+
+def test_the_copies_of_a_graph() -> None:
+    """Rank 1 of 3: from slots, and from registered outs."""
+    parts = [CopyPart(0, 70, 400, 16, 40), CopyPart(0, 90, 500, 8, 8, 8), CopyPart(0, 1, 2, 0, 0)]
+    assert copy_schedule.graph_copies(places(1, (True,) * 3), parts) == [
+        (COPY, 70 + 80, 3000 + 400, 16), (COPY, 90 + 16, 3000 + 500 + 16, 8),
+        (COPY, 70, 1000 + 400, 16), (COPY, 90, 1000 + 500, 8),
     ]  # fmt: skip
 
 
@@ -288,5 +297,5 @@ def test_flag_rows_are_where_peers_look() -> None:
     sizes = collective_abi.CollectiveSizes(3, 1, 4096, 0)
     found = collective_abi.collective_map(sizes)
     rows = [copies.flag_row(found, name, 3) for name in collective_abi.COPY_FLAGS]
-    assert rows == [found.copy_flags, found.copy_flags + 48]
+    assert rows == [found.copy_flags + 48 * i for i in range(4)]
     assert rows[-1] + 48 <= found.lines

@@ -14,7 +14,7 @@ from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, find_compiler, native_of
 from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.copy_schedule import CopyStep, StepKind
+from ep_kernels.transports.nvlink.copy_schedule import COPY, WAIT, WRITE
 
 FAKE_DRIVER = """
 #include <cstdint>
@@ -148,9 +148,9 @@ def test_one_kernel_in_several_shapes(library: ctypes.CDLL, driver: ctypes.CDLL)
 
 
 STEPS = [
-    CopyStep(StepKind.WRITE, 0x1000, 0, 7),
-    CopyStep(StepKind.WAIT, 0x2000, 0, 1 << 63),
-    CopyStep(StepKind.COPY, 0x3000, 0x4000, 5 << 32),
+    (WRITE, 0x1000, 0, 7),
+    (WAIT, 0x2000, 0, 1 << 63),
+    (COPY, 0x3000, 0x4000, 5 << 32),
 ]
 NOTED = [[9, 2, 0x1000, 7], [9, 1, 0x2000, 1 << 63], [9, 0x3000, 0x4000, 5 << 32]]
 

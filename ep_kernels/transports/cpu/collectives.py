@@ -5,8 +5,10 @@ Python allocates and keeps order; all waiting, moving and summing happens in the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -18,7 +20,7 @@ import torch
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
-from ep_kernels.errors import ConfigError, HandleError, TransportError
+from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
 from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
@@ -98,6 +100,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         self._pool = SymmetricPool(config.pool_bytes // _PAGE * _PAGE)
         self._pool_at = self._pool_address = 0
         self._pending: deque[CpuCollective] = deque()
+        self._moving = threading.RLock()  # `close` may drain in another thread than that of the operations
         sums = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
         self.capabilities = CollectiveCapabilities(
             device_type="cpu",
@@ -143,9 +146,9 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
     def drain(self) -> None:
-        """See `MemberTransport.drain`."""
-        while self._pending:
-            self.complete(self._pending[0])
+        """See `MemberTransport.drain`. What fails here would be raised by a `wait` that nobody makes."""
+        with contextlib.suppress(TransportError, ClosedError):
+            self._complete_all()
 
     def clear(self) -> None:
         """Forget what is under way."""
@@ -155,7 +158,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
 
     def barrier(self) -> None:
         """See `MemberTransport.barrier`."""
-        self.drain()
+        self._complete_all()
         super().barrier()
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
@@ -251,37 +254,53 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         return self._begin(collective, (args,))
 
     def _begin(self, op: Collective, kept: tuple[Any, ...]) -> CpuCollective:
-        while len(self._pending) >= self._config.max_in_flight:
-            self.complete(self._pending[0])
-        comm = self.native()
-        pending = CpuCollective(self, op, kept)
-        self.judge(comm.lib.cd_collective_begin(comm.pointer, ctypes.byref(op)))
-        self._pending.append(pending)
+        with self._moving:
+            while len(self._pending) >= self._config.max_in_flight:
+                self.complete(self._pending[0])
+            comm = self.native()
+            pending = CpuCollective(self, op, kept)
+            status = comm.lib.cd_collective_begin(comm.pointer, ctypes.byref(op))
+            if status == native.NOTHING:
+                raise ArgumentError("x", "at most 2^24 rounds through staging_bytes", f"{op.num_bytes} bytes")
+            self.judge(status)
+            self._pending.append(pending)
         return pending
 
     def complete(self, pending: CpuCollective) -> None:
         """Finish it and those before it."""
-        while not pending.done:
-            self._advance(self._next_of(pending), one_shard=False)
+        with self._moving:
+            while not pending.done:
+                self._advance(self._next_of(pending), one_shard=False)
 
     def one_shard(self, pending: CpuCollective) -> None:
         """Finish those before it, and go on with it until a shard has arrived."""
-        while not pending.done:
-            first = self._next_of(pending)
-            self._advance(first, one_shard=first is pending)
-            if first is pending:
-                break
+        with self._moving:
+            while not pending.done:
+                first = self._next_of(pending)
+                self._advance(first, one_shard=first is pending)
+                if first is pending:
+                    break
 
     def poll(self, pending: CpuCollective) -> bool:
         """Go on, without waiting, with it and those before it; whether it is done."""
-        comm = self.comm
-        while comm is not None and self.reason is None and self._pending and not pending.done:
-            first = self._pending[0]
-            if comm.lib.cd_collective_advance(comm.pointer, ctypes.byref(first.op), 0, 0) != native.OK:
-                break  # a failure is raised by `wait`, which meets it again
-            self._pending.popleft()
-            first.finish()
-        return pending.done
+        if not self._moving.acquire(blocking=False):
+            return pending.done
+        try:
+            comm = self.comm
+            while comm is not None and self.reason is None and self._pending and not pending.done:
+                first = self._pending[0]
+                if comm.lib.cd_collective_advance(comm.pointer, ctypes.byref(first.op), 0, 0) != native.OK:
+                    break  # a failure is raised by `wait`, which meets it again
+                self._pending.popleft()
+                first.finish()
+            return pending.done
+        finally:
+            self._moving.release()
+
+    def _complete_all(self) -> None:
+        with self._moving:
+            while self._pending:
+                self.complete(self._pending[0])
 
     def _next_of(self, pending: CpuCollective) -> CpuCollective:
         if pending.epoch != self.epoch:
@@ -298,9 +317,8 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         except BaseException:
             self.clear()
             raise
-        if not one_shard or first.op.phase == _DONE:
-            if self._pending and self._pending[0] is first:
-                self._pending.popleft()
+        if (not one_shard or first.op.phase == _DONE) and self._pending:
+            self._pending.popleft()
             first.finish()
 
 

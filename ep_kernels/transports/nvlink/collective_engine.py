@@ -82,6 +82,17 @@ class CollectiveEngine:
         """Address of two device words that copy engines' flags are copied from; aligned to 16 bytes."""
         return self._words.data_ptr() + 8 * abi.OP_WORDS
 
+    @property
+    def graph_slot(self) -> int:
+        """Offset in the region of the slot from which peers' copy engines read in CUDA graphs."""
+        return int(self.map.copies) + collective_abi.SLOTS * int(self.map.copies_stride)
+
+    def copy_wait(self, word: int, phase: int) -> Call:
+        """What stands before (phase 0) and behind (1) the copies of an all-gather in a CUDA graph."""
+        args = self._record(word, 0)
+        args.num_parts = phase
+        return Call(plan.copy_wait_variant(), plan.launch_of(plan.copy_wait_variant(), self.group.size), args)
+
     def copy_slot(self, seq: int) -> int:
         """Offset in the region of the slot from which peers' copy engines read in operation `seq`."""
         return int(self.map.copies) + seq % collective_abi.SLOTS * int(self.map.copies_stride)

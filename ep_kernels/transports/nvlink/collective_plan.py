@@ -113,6 +113,11 @@ def slot_bytes(sizes: CollectiveSizes) -> int:
     return int(collective_abi.collective_map(sizes).gather_stride)
 
 
+def copy_wait_variant() -> jit.Variant:
+    """What waits between copies in a CUDA graph."""
+    return jit.Variant("copy_wait")
+
+
 def barrier_variant() -> jit.Variant:
     """The barrier kernel."""
     return jit.Variant("barrier")
@@ -120,4 +125,6 @@ def barrier_variant() -> jit.Variant:
 
 def launch_of(variant: jit.Variant, size: int) -> Launch:
     """Of one block of a variant: its shared memory, which does not depend on the operation, is what loading needs."""
+    if variant.kernel == "copy_wait":
+        return Launch(1, 0, 0, 0, overlapped=False)
     return gather_launch(1, size) if variant.kernel == "all_gather" else reduce_launch(1, size)

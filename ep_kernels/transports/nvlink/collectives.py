@@ -1,8 +1,8 @@
 """Collectives of the transport (see `transports/collective_base.py`): registered memory, kernels on the current stream,
 copy engines on a stream of their own.
 
-A failed wait is raised by the next call, or by `check`. Under graph capture kernels do what copy engines would do: a
-replay could not count, nor be released at a deadline.
+A failed wait is raised by the next call, or by `check`. Under graph capture a kernel of two warps waits between the
+copies: a stream's own wait could not count at a replay, nor be released at a deadline.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class NvlinkCollectives(NvlinkMember):
         super().__init__(config, fingerprint)
         self.capabilities = _capabilities(fingerprint, config.group.size)
         self._pool = SymmetricPool(config.pool_bytes)
+        self._keeps_peers = False  # a graph reads their memory
 
     # Life.
 
@@ -108,6 +109,9 @@ class NvlinkCollectives(NvlinkMember):
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
         )  # fmt: skip
+        stride = int(self._engine.map.copies_stride)
+        slots = [self._engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [self._engine.graph_slot]
+        self._slots = [self._domain.region.mapping.view(slot, (stride,), torch.uint8) for slot in slots]
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
@@ -117,6 +121,10 @@ class NvlinkCollectives(NvlinkMember):
     def _detach(self) -> None:
         if hasattr(self, "_copies"):
             self._copies.close()
+            self._slots = []
+
+    def _kept_for_graphs(self) -> list[Any]:
+        return [self._domain.mappings] if self._keeps_peers else []
 
     def _barrier_call(self, left_out_epoch: int) -> Call:
         return self._engine.barrier(left_out_epoch)
@@ -211,7 +219,9 @@ class NvlinkCollectives(NvlinkMember):
         pushes = args.algorithm in (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
         if pushes and any(shard.offset is None for shard in shards):
             raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
-        if args.algorithm in _COPIES and not torch.cuda.is_current_stream_capturing():
+        if args.algorithm in _COPIES:
+            if torch.cuda.is_current_stream_capturing():
+                return self._graph_copies(moved)
             return self._push_copies(moved) if pushes else self._pull_copies(moved)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
 
@@ -269,18 +279,50 @@ class NvlinkCollectives(NvlinkMember):
         return self._copy_work(parts, seq, len(rounds) == 1)
 
     def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
-        slot = self._engine.copy_slot(self._copies.seq + 1)
-        listed = []
+        seq = self._copies.seq + 1
         with torch.cuda.stream(self._copy_stream):
-            for each in ranges:
-                part = parts[each.index]
-                source = part.x[each.begin :][: each.num_bytes]
-                staged = self._domain.region.mapping.view(slot, (each.num_bytes,), torch.uint8)
-                copies.copy_by_kernel(staged, source)
-                out = part.out.data_ptr() + each.begin
-                listed.append(CopyPart(0, out, slot, each.num_bytes, part.x.numel()))
-                slot += -(-each.num_bytes // 16) * 16
+            listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
         return self._copies.all_gather(listed, word, False, list(parts))
+
+    def _stage(
+        self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
+    ) -> list[CopyPart]:
+        """Copy this rank's shards into a slot, on the current stream."""
+        listed, at = [], 0
+        for each in ranges:
+            part = parts[each.index]
+            copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
+            out = part.out.data_ptr() + each.begin
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.x.numel()))
+            at += -(-each.num_bytes // 16) * 16
+        return listed
+
+    def _graph_copies(self, parts: Sequence[GatherPart]) -> KernelWork:
+        """Under capture: a pull, on a branch of the graph that `wait` joins."""
+        offsets = [self._region_offset(part.out) for part in parts]
+        in_place = all(self._own(part).data_ptr() == part.x.data_ptr() for part in parts)
+        direct = [
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.x.numel(), part.x.numel())
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
+        ]  # fmt: skip
+        whole = len(direct) == len(parts)
+        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None)
+        lengths, slot = [part.x.numel() for part in parts], int(self._engine.map.copies_stride)
+        rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, slot))
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            for each in rounds:
+                listed = each if whole else self._stage(parts, each, self._engine.graph_slot, self._slots[-1])
+                self._launch_copies(word, listed)
+            for part in parts:
+                copies.copy_by_kernel(self._own(part), part.x)
+        self._keeps_peers = True
+        return KernelWork(self, self._copy_stream, self._ranks())
+
+    def _launch_copies(self, word: int, parts: Sequence[CopyPart]) -> None:
+        self._launch_on(self._copy_stream, self._engine.copy_wait(word, 0))
+        self._copies.graph_copies(parts)
+        self._launch_on(self._copy_stream, self._engine.copy_wait(word, 1))
 
     def _copy_work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
         end = self._copy_stream.record_event()
@@ -289,7 +331,7 @@ class NvlinkCollectives(NvlinkMember):
             copies.copy_by_kernel(self._own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
         return CopyWork(
-            self, end, seq, self._config.group.rank, self._copies.arrivals(seq), splits, placed, self._copies.has_ended
+            self, end, seq, self._config.group.rank, self._copies.arrivals(), splits, placed, self._copies.has_ended
         )
 
     def await_shard(self, seq: int, peer: int) -> None:

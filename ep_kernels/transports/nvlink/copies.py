@@ -26,7 +26,6 @@ from ep_kernels.transports.nvlink import copy_schedule, launch
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep
 from ep_kernels.transports.nvlink.host_page import HostPage, Mismatch
 
-_SEEN_SLOTS = 64
 _NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
 _BEGUN, _ENDED, _SEEN = 0, 1, 2
 
@@ -86,7 +85,7 @@ class CopyEngines:
         has_pushed: whether any of them wrote to peers.
 
     Args:
-        places: everything but `active`, `seen` and the pinned words.
+        places: everything but the words of host memory.
         host: learns of failures, and knows who is gone.
         timeout_s: deadline of an operation, from when the stream has come to it.
         stream: CUstream of the copies.
@@ -97,12 +96,15 @@ class CopyEngines:
     def __init__(
         self, places: CopyPlaces, host: HostPage, timeout_s: float, stream: int, library: Any, flags: FlagMemory
     ) -> None:
-        self._places, self._host, self._timeout_s = places, host, timeout_s
+        self._host, self._timeout_s = host, timeout_s
         self._stream, self._library, self._flags = stream, library, flags
         size = len(places.active)
-        self._pinned = torch.zeros(_SEEN + 2 * _SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.zeros(_SEEN + 2 * copy_schedule.SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
         self._words = (ctypes.c_int64 * self._pinned.numel()).from_address(self._pinned.data_ptr())
-        self._active, self.seq, self.has_pushed = places.active, 0, False
+        base = self._pinned.data_ptr()
+        begun, ended, seen = (base + copy_schedule.WORD_BYTES * word for word in (_BEGUN, _ENDED, _SEEN))
+        self._places = replace(places, begun=begun, ended=ended, seen=seen)
+        self.seq, self.has_pushed = 0, False
         self._found: Mismatch | None = None
         self._open: deque[_Open] = deque()
         self._lock = threading.Condition()
@@ -112,20 +114,11 @@ class CopyEngines:
 
     # Operations; one thread calls these.
 
-    def places(self, seq: int) -> CopyPlaces:
-        """The addresses of operation `seq`."""
-        base, size = self._pinned.data_ptr(), len(self._active)
-        seen = base + copy_schedule.WORD_BYTES * (_SEEN + 2 * (seq % _SEEN_SLOTS) * size)
-        return replace(
-            self._places, active=self._active, begun=base + copy_schedule.WORD_BYTES * _BEGUN,
-            ended=base + copy_schedule.WORD_BYTES * _ENDED, seen=seen,
-        )  # fmt: skip
-
     def all_gather(self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any) -> int:
         """Put an all-gather on the stream; its number. `keep`: what holds the memory until it has ended. Raises
         TransportError."""
         seq, steps_of = self.seq + 1, copy_schedule.push if pushes else copy_schedule.pull
-        steps = steps_of(self.places(seq), seq, signature, parts)
+        steps = steps_of(self._places, seq, signature, parts)
         with self._lock:
             self._forget_ended()
             self._open.append(_Open(seq, signature, pushes, keep))
@@ -137,13 +130,17 @@ class CopyEngines:
         launch.run_steps(steps, self._stream, self._library)
         return seq
 
+    def graph_copies(self, parts: Sequence[CopyPart]) -> None:
+        """Put the copies of a pull on the stream, which is being captured."""
+        self._run(copy_schedule.graph_copies(self._places, parts), self._stream)
+
     def await_shard(self, seq: int, peer: int, stream: int) -> None:
         """Let another CUstream wait for a peer's shard."""
-        self._run([copy_schedule.arrival(self.places(seq), peer, seq)], stream)
+        self._run([copy_schedule.arrival(self._places, peer, seq)], stream)
 
-    def arrivals(self, seq: int) -> list[int]:
+    def arrivals(self) -> list[int]:
         """Active peers in the order in which their shards are expected."""
-        return self.places(seq).others(-1)
+        return self._places.others(-1)
 
     def _run(self, steps: Sequence[CopyStep], stream: int) -> None:
         launch.run_steps(steps, stream, self._library)
@@ -162,10 +159,10 @@ class CopyEngines:
     # The thread.
 
     def _forget_ended(self) -> None:
-        ended, size = self._words[_ENDED], len(self._active)
+        ended, size = self._words[_ENDED], len(self._places.active)
         while self._open and self._open[0].seq <= ended:
             done = self._open.popleft()
-            start = _SEEN + 2 * (done.seq % _SEEN_SLOTS) * size
+            start = _SEEN + 2 * (done.seq % copy_schedule.SEEN_SLOTS) * size
             for peer in self._peers():
                 seq, theirs = self._words[start + 2 * peer : start + 2 * peer + 2]
                 if seq == done.seq and theirs not in (0, done.signature):
@@ -202,7 +199,7 @@ class CopyEngines:
         self._release()
 
     def _peers(self) -> list[int]:
-        return [peer for peer, active in enumerate(self._active) if active and peer != self._places.rank]
+        return [peer for peer, active in enumerate(self._places.active) if active and peer != self._places.rank]
 
     def _error_of(self, open_: _Open, waited: float, lost: Sequence[int]) -> PeerTimeout | None:
         """Who is missing; None where nobody is, after all, or the one who is may still come."""
@@ -253,7 +250,8 @@ class CopyEngines:
         """Count on from `seq`, among the ranks in `mask`; nothing is under way."""
         with self._lock, self._storing:
             self._open.clear()
-            self._active, self.seq, self._found = tuple(mask), seq, None
+            self._places = replace(self._places, active=tuple(mask))
+            self.seq, self._found = seq, None
             self._words[_BEGUN] = self._words[_ENDED] = seq
             self._flags.fill(seq)
 

@@ -15,36 +15,29 @@ Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of 
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
 why.
 
+In a CUDA graph a pull whose waits are those of kernels/collectives/copy_wait.cuh, from registered outs where x is in
+place, so nothing is staged.
+
 A flag is 16 bytes: seq, which is waited for, and the operation's signature (0: not known), which hosts compare when the
 operation has ended.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 FLAG_BYTES, WORD_BYTES = 16, 8
+SEEN_SLOTS = 64
+"""Operations whose flags the host can still look at when they have ended."""
 
 
-class StepKind(enum.IntEnum):
-    """As in native/launch.cpp."""
+COPY, WAIT, WRITE = range(3)
+"""Kinds of steps, as in native/launch.cpp."""
 
-    COPY = 0
-    WAIT = 1
-    WRITE = 2
-
-
-class CopyStep(NamedTuple):
-    """COPY: `amount` bytes from `source` to `to`. WAIT: until the word at `to` is `amount` or more. WRITE: `amount`
-    into the word at `to`."""
-
-    kind: StepKind
-    to: int
-    source: int
-    amount: int
+CopyStep = tuple[int, int, int, int]
+"""(kind, to, source, amount). COPY: `amount` bytes from `source` to `to`. WAIT: until the word at `to` is `amount` or
+more. WRITE: `amount` into the word at `to`. Plain tuples: a call makes dozens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +50,7 @@ class CopyPart:
         slot: pull: where the shard lies, from the base of every rank's region.
         num_bytes: of the shard that move.
         stride: bytes from one shard of `out` to the next.
+        slot_stride: pull: the shard of rank p lies p times so many bytes behind `slot`.
     """
 
     x: int
@@ -64,6 +58,7 @@ class CopyPart:
     slot: int
     num_bytes: int
     stride: int
+    slot_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class CopyPlaces:
         ready, shard: of the rows of flags, from the base of a region.
         word: two words of this rank's device memory.
         begun, ended: words of pinned host memory.
-        seen: [R, 2] words of pinned host memory, for this operation.
+        seen: [SEEN_SLOTS, R, 2] words of pinned host memory, by seq modulo SEEN_SLOTS.
     """
 
     rank: int
@@ -99,58 +94,56 @@ class CopyPlaces:
 
 def arrival(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
     """Wait for a peer's shard (push), or for its slot (pull)."""
-    return _wait(places, places.shard, peer, seq)
+    return WAIT, places.regions[places.rank] + places.shard + FLAG_BYTES * peer, 0, seq
 
 
 def push(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
     """The steps of operation `seq`, in order."""
+    after, own, ready = places.others(1), FLAG_BYTES * places.rank, places.regions[places.rank] + places.ready
     steps = _begin(places, seq, signature)
-    steps += [_flag(places, places.ready, peer) for peer in places.others(1)]
-    for peer in places.others(1):
-        steps.append(_wait(places, places.ready, peer, seq))
+    steps += [(COPY, places.regions[peer] + places.ready + own, places.word, FLAG_BYTES) for peer in after]
+    for peer in after:
+        region = places.regions[peer]
+        steps.append((WAIT, ready + FLAG_BYTES * peer, 0, seq))
         for part in parts:
-            to = places.regions[peer] + part.out + places.rank * part.stride
-            steps += _copy(to, part.x, part.num_bytes)
-        steps.append(_flag(places, places.shard, peer))
+            if part.num_bytes:
+                steps.append((COPY, region + part.out + places.rank * part.stride, part.x, part.num_bytes))
+        steps.append((COPY, region + places.shard + own, places.word, FLAG_BYTES))
     steps += [arrival(places, peer, seq) for peer in places.others(-1)]
     return steps + _end(places, seq)
 
 
 def pull(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
     """The steps of operation `seq`, in order, once the shard lies in the slot."""
+    after, own = places.others(1), FLAG_BYTES * places.rank
     steps = _begin(places, seq, signature)
-    steps += [_flag(places, places.shard, peer) for peer in places.others(1)]
-    for peer in places.others(1):
+    steps += [(COPY, places.regions[peer] + places.shard + own, places.word, FLAG_BYTES) for peer in after]
+    for peer in after:
         steps.append(arrival(places, peer, seq))
-        for part in parts:
-            to = part.out + peer * part.stride
-            steps += _copy(to, places.regions[peer] + part.slot, part.num_bytes)
+        steps += _pulled(places, peer, parts)
     return steps + _end(places, seq)
 
 
+def graph_copies(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    """The copies of a pull in a CUDA graph, between the two launches of kernels/collectives/copy_wait.cuh."""
+    return [step for peer in places.others(1) for step in _pulled(places, peer, parts)]
+
+
+def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    region = places.regions[peer]
+    return [
+        (COPY, part.out + peer * part.stride, region + part.slot + peer * part.slot_stride, part.num_bytes)
+        for part in parts
+        if part.num_bytes
+    ]
+
+
 def _begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
-    return [_write(places.begun, seq), _write(places.word, seq), _write(places.word + WORD_BYTES, signature)]
-
-
-def _copy(to: int, source: int, num_bytes: int) -> list[CopyStep]:
-    return [CopyStep(StepKind.COPY, to, source, num_bytes)] if num_bytes else []
-
-
-def _write(to: int, value: int) -> CopyStep:
-    return CopyStep(StepKind.WRITE, to, 0, value)
-
-
-def _flag(places: CopyPlaces, row: int, peer: int) -> CopyStep:
-    to = places.regions[peer] + row + FLAG_BYTES * places.rank
-    return CopyStep(StepKind.COPY, to, places.word, FLAG_BYTES)
-
-
-def _wait(places: CopyPlaces, row: int, peer: int, seq: int) -> CopyStep:
-    at = places.regions[places.rank] + row + FLAG_BYTES * peer
-    return CopyStep(StepKind.WAIT, at, 0, seq)
+    word = places.word
+    return [(WRITE, places.begun, 0, seq), (WRITE, word, 0, seq), (WRITE, word + WORD_BYTES, 0, signature)]
 
 
 def _end(places: CopyPlaces, seq: int) -> list[CopyStep]:
-    shards = places.regions[places.rank] + places.shard
-    seen = CopyStep(StepKind.COPY, places.seen, shards, FLAG_BYTES * len(places.active))
-    return [seen, _write(places.ended, seq)]
+    num_bytes = FLAG_BYTES * len(places.active)
+    seen, shards = places.seen + seq % SEEN_SLOTS * num_bytes, places.regions[places.rank] + places.shard
+    return [(COPY, seen, shards, num_bytes), (WRITE, places.ended, 0, seq)]

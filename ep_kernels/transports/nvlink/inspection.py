@@ -156,7 +156,7 @@ class KernelReport:
     faults: tuple[str, ...]
 
 
-MOST_REGISTERS = {jit.NUM_THREADS: 252, jit.WIDE_THREADS: 128}
+MOST_REGISTERS = {jit.FEW_THREADS: 252, jit.NUM_THREADS: 252, jit.WIDE_THREADS: 128}
 """65536 registers of an SM / threads of its one block; where that is more, what fits an instruction, less a few."""
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"

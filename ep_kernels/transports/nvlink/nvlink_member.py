@@ -25,7 +25,7 @@ from ep_kernels.transports.nvlink.rank_tables import RankTables
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import LatencySample
 
-_kept_for_graphs: list[Any] = []
+_kept: list[Any] = []
 """What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
 
 
@@ -70,6 +70,10 @@ class NvlinkMember:
 
     def _attach(self) -> None:
         """All regions are mapped."""
+
+    def _kept_for_graphs(self) -> list[Any]:
+        """What graphs read beside this rank's own region and tables."""
+        return []
 
     def _detach(self) -> None:
         """No operation follows: let go of the region."""
@@ -134,9 +138,9 @@ class NvlinkMember:
                 if self._captured:
                     self._tables.stop()
                     torch.cuda.synchronize(self._device)
-                    _kept_for_graphs.append((self._tables, self._domain.region.mapping))
-            self._domain.close()
+                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs()))
             self._detach()
+            self._domain.close()
             self._domain.free_returned()
 
     def forsake(self) -> None:
@@ -148,14 +152,20 @@ class NvlinkMember:
 
     def _launch(self, call: Call, phases: int = BOTH) -> None:
         args = call.of_phases(phases) if hasattr(call.args, "work") else call.args
-        function, launch = self._functions[call.variant], call.launch
-        stream = self._streams.enter()
+        self._start(call, args, self._streams.enter())
+        self._streams.leave(call.keep)
+
+    def _launch_on(self, stream: torch.cuda.Stream, call: Call) -> None:
+        """On a stream of the rank's own, beside the order of its other operations."""
+        self._start(call, call.args, stream.cuda_stream)
+
+    def _start(self, call: Call, args: Any, stream: int) -> None:
+        launch = call.launch
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        function.launch(
+        self._functions[call.variant].launch(
             launch.num_blocks, call.variant.num_threads, stream, args, cooperative=launch.cooperative,
             overlapped=launch.overlapped,
         )  # fmt: skip
-        self._streams.leave(call.keep)
 
     def check(self, op: str = "check") -> None:
         """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to

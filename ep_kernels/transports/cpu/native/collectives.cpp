@@ -394,7 +394,10 @@ Status advance(CollectiveMember& m, Collective& op, bool block, bool one_shard) 
   }
   op.inside_ns += now_ns() - started;
   if (status == kOk && op.phase == kDone) record(m, op);
-  if (status != kOk && status != kNothing && op.zero_copy) m.publish(own_slot(m, op.seq).given_up, op.seq);
+  if (status != kOk && status != kNothing && op.zero_copy) {
+    m.publish(own_slot(m, op.seq).given_up, op.seq);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // before anything that the caller writes to x
+  }
   return status;
 }
 
