@@ -21,9 +21,11 @@ constexpr uint64_t abi_hash() {
                             sizeof(cd::Geometry),
                             offsetof(cd::Control, exchange),
                             offsetof(cd::Control, resync),
+                            offsetof(cd::Control, dispatch_arrived),
                             offsetof(cd::Control, dispatch_published),
                             offsetof(cd::SlotMeta, source),
                             offsetof(cd::SlotMeta, parts),
+                            cd::kChunks,
                             cd::kMaxRanks,
                             cd::kMaxSlots};
   uint64_t hash = 1469598103934665603ull;

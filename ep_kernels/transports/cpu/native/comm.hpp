@@ -46,6 +46,7 @@ struct Want {
   Op op;
   Phase phase;
   uint64_t seq;
+  int64_t since_ns = 0;  // from when the deadline counts; 0: from the first look
 };
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
@@ -91,8 +92,8 @@ enum class Kind : int32_t { rows = 0, records = 1, words = 2 };
 // How far the parts of one slot of one rank of another host have come.
 struct Landing {
   uint32_t seq;  // low bits of its number
-  int32_t parts;
   bool begun, head;
+  Parts parts;
 };
 
 struct Comm {
@@ -114,6 +115,7 @@ struct Comm {
   int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
   int num_rails = 0;
   Array<Landing> landings;                      // [2][R][F], of dispatch and combine; the proxy's
+  Array<uint64_t> goes_to;                      // [M], other hosts that a token of this rank goes to: bit of the lowest
   Sent traffic[3] = {};                         // by Kind
   std::atomic<uint64_t> down{0};                // bit per rank whose connection with this one has ended
   std::atomic<int64_t> down_ns[kMaxRanks] = {};
@@ -173,9 +175,13 @@ struct Comm {
   // A peer among these that has left this rank out, later than under `tag`; or -1.
   int leaver(uint64_t among, uint64_t tag) const;
 
-  // The one wait loop: until seen(peer) >= want.seq for each active peer.
+  // The one wait loop: until seen(peer) >= want.seq for each active peer. Meanwhile work(): false if there is none now.
+  template <typename Seen, typename Work>
+  Status wait(Want want, Seen seen, Work work);
   template <typename Seen>
-  Status wait(Want want, Seen seen);
+  Status wait(Want want, Seen seen) {
+    return wait(want, seen, [] { return false; });
+  }
   // kDiffers unless seen(peer) == want.seq for each active peer.
   template <typename Seen>
   Status agree(Want want, Seen seen);
@@ -191,10 +197,10 @@ constexpr int64_t kSpinNs = 3000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
 
-template <typename Seen>
-Status Comm::wait(Want want, Seen seen) {
+template <typename Seen, typename Work>
+Status Comm::wait(Want want, Seen seen, Work work) {
   uint64_t missing = peers();
-  int64_t started = 0, looked = 0;
+  int64_t started = want.since_ns, began = 0, looked = 0;
   for (;;) {
     const uint32_t bell_before = bell[g.rank]->bell.load(std::memory_order_acquire);
     int silent = -1;
@@ -209,13 +215,15 @@ Status Comm::wait(Want want, Seen seen) {
     if (silent < 0) return kOk;
     if (stop.load(std::memory_order_acquire)) return kAborted;
     const int64_t now = now_ns();
-    if (started == 0) started = looked = now;
+    if (began == 0) began = looked = now;
+    if (started == 0) started = now;
     // An operation that a lost rank takes part in will never end well, whoever else is waited for just now.
     if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
       const int r = __builtin_ctzll(out);
       return fail(want, r, seen(r), Why::given_up, started);
     }
-    if (now - started < kSpinNs) {
+    if (now - started < g.timeout_ns && work()) continue;
+    if (now - began < kSpinNs) {
       relax();
       continue;
     }
