@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ X86_VARIANTS = {
 OLDEST_GLIBC = "2.28"
 """What a library built with zig asks of the machine that runs it."""
 COMPILE_TIMEOUT_S = 600
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 CURE = "build it with `python build_backend.py` in the checkout, or reinstall the package"
 
 
@@ -67,7 +69,7 @@ class Native:
     Attributes:
         sources: folder of its .cpp and .hpp files.
         library: the shared library made of them.
-        included: other folders whose .hpp files they include.
+        included: other folders in which the .hpp files that they include are looked for.
     """
 
     sources: Path
@@ -77,10 +79,9 @@ class Native:
     def build_id(self) -> str:
         """Hash of every source and flag; the library carries it, so a stale one is noticed."""
         digest = hashlib.sha256(repr((COMMON, EXACT, X86_VARIANTS)).encode())
-        headers = [path for folder in self.included for path in sorted(folder.glob("*.hpp"))]
-        for path in [*sorted(self.sources.iterdir()), *headers]:
-            if path.suffix in (".cpp", ".hpp"):
-                digest.update(path.name.encode() + path.read_bytes())
+        own = [path for path in sorted(self.sources.iterdir()) if path.suffix in (".cpp", ".hpp")]
+        for path in [*own, *self._foreign(own)]:
+            digest.update(path.name.encode() + path.read_bytes())
         return "crossdock-build-" + digest.hexdigest()[:32]
 
     def is_current(self) -> bool:
@@ -110,6 +111,18 @@ class Native:
             shutil.copyfile(made, staged)
             os.replace(staged, self.library)
         return self.library
+
+    def _foreign(self, own: Sequence[Path]) -> list[Path]:
+        """Headers of other folders that are included, by others of them too."""
+        found: set[Path] = set()
+        unread = list(own)
+        while unread:
+            for name in _INCLUDE.findall(unread.pop().read_text(encoding="utf-8")):
+                if not (self.sources / name).exists():
+                    new = {folder / name for folder in self.included if (folder / name).exists()} - found
+                    found |= new
+                    unread += new
+        return sorted(found)
 
     def _units(self) -> list[Path]:
         x86 = platform.machine() in ("x86_64", "AMD64")

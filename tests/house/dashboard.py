@@ -98,6 +98,23 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Bytes between ranks", "Bps", _rate("crossdock_payload_bytes_total", "op"), width=12),
     ),
+    "Network": (
+        Panel("Sent to ranks of other hosts", "Bps", _rate("crossdock_network_sent_bytes_total", "instance")),
+        Panel(
+            "Messages",
+            "ops",
+            (
+                ("sum(rate(crossdock_network_sent_messages_total{}[$__rate_interval]))", "sent"),
+                ("sum(rate(crossdock_network_received_messages_total{}[$__rate_interval]))", "received"),
+            ),
+        ),
+        Panel(
+            "Links down",
+            "none",
+            (("crossdock_network_link_up{} == 0", "{{instance}} to rank {{peer}}"),),
+            meaning="Between active ranks of different hosts.",
+        ),
+    ),
     "Balance": (
         Panel(
             "Waiting for",

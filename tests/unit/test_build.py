@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -84,6 +85,23 @@ def test_build_and_staleness(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"older than its sources.*python build_backend\.py"):
         native.load(copied)
     native.load.cache_clear()
+
+
+def test_a_library_depends_on_the_headers_that_it_includes(tmp_path: Path) -> None:
+    shutil.copytree(build.NETWORK / "native", tmp_path / "network")
+    halves = {name: replace(build.native_of(name), included=(tmp_path / "network",)) for name in ("cpu", "nvlink")}
+
+    def changed_by(header: str) -> set[str]:
+        before = {name: half.build_id() for name, half in halves.items()}
+        with (tmp_path / "network" / header).open("a") as file:
+            file.write("\n")
+        return {name for name, half in halves.items() if half.build_id() != before[name]}
+
+    assert changed_by("ring.hpp") == {"cpu"}
+    assert changed_by("proxy.hpp") == set()
+    text = (tmp_path / "network" / "ring.hpp").read_text()
+    (tmp_path / "network" / "ring.hpp").write_text(f'#include "proxy.hpp"\n{text}')
+    assert changed_by("proxy.hpp") == {"cpu"}
 
 
 def test_every_transport_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from crossdock.demo.stage import Stage
 from crossdock.worker.device import choose, enter
 from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
-from ep_kernels import ConfigError
+from ep_kernels import CombineOrder, ConfigError
+from ep_kernels.bringup import fingerprint
 from tests.groups import LonelyGroup
 
 
@@ -103,17 +104,33 @@ class Counting(LonelyGroup):
         return super().all_gather(payload, timeout_s)
 
 
+def small_checkpoint() -> Any:
+    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
+    return SimpleNamespace(spec=spec)
+
+
 @pytest.mark.parametrize(("configured", "expected"), [(None, 128), (7, 7), (0, 0)])
 def test_the_crossover_of_a_worker_is_its_own_or_built_in(
     configured: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Counting, "asked", 0)
     monkeypatch.setattr("ep_kernels.tuning.recall", lambda *args: pytest.fail("a worker looks for no record"))
-    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
-    checkpoint: Any = SimpleNamespace(spec=spec)
     group: Any = Counting()
-    with Model(WorkerConfig(model="m", ll_max_tokens=configured), checkpoint).connect(group, 4) as comm:
+    with Model(WorkerConfig(model="m", ll_max_tokens=configured), small_checkpoint()).connect(group, 4) as comm:
         assert comm.ll_max_tokens == expected
     assert Counting.asked == 1
     with pytest.raises(ConfigFileError, match="ll_max_tokens"):
         load(WorkerConfig, None, ["model=m", "ll_max_tokens=-1"])
+
+
+def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
+    orders, prints = ("rank", "domain"), []
+    for order in orders:
+        config = load(WorkerConfig, None, ["model=m", f"combine_order={order}"])
+        with Model(config, small_checkpoint()).connect(LonelyGroup(), 4) as comm:
+            assert comm.config.combine_order is CombineOrder(order)
+            prints.append(fingerprint(comm.config))
+    assert {name for name in prints[0] if prints[0][name] != prints[1][name]} == {"combine_order"}
+    assert WorkerConfig(model="m").combine_order == CombineOrder.RANK.value
+    with pytest.raises(ConfigFileError, match="combine_order"):
+        load(WorkerConfig, None, ["model=m", "combine_order=host"])

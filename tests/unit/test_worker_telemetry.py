@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker import worker_telemetry as telemetry_module
 from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
-from ep_kernels import LatencySample
+from ep_kernels import LatencySample, PeerTraffic
 from ep_kernels.telemetry import MAX_RANKS, RECORD_BYTES, RING_SIZE, decode, quantile, slowest_peer
 from ep_kernels.transports.cpu import native
 
@@ -96,3 +97,53 @@ def test_a_thread_that_is_behind_costs_no_memory(monkeypatch: pytest.MonkeyPatch
     hold.set()
     telemetry.close()
     assert not telemetry.alive
+
+
+class TalkingComm:
+    """A communicator of four ranks, the last two on another host."""
+
+    def __init__(self) -> None:
+        self.active: tuple[bool, ...] = (True,) * 4
+        self.passed = {2: PeerTraffic(2, True, 0, 0, 0), 3: PeerTraffic(3, True, 0, 0, 0)}
+
+    def samples(self) -> list[LatencySample]:
+        return []
+
+    def traffic(self) -> list[PeerTraffic]:
+        return list(self.passed.values())
+
+
+def collected(telemetry: WorkerTelemetry, comm: Any) -> None:
+    telemetry._next_collect_s = 0.0
+    telemetry.collect(comm)
+
+
+def test_traffic_goes_on_over_communicators_and_links_are_those_of_active_ranks() -> None:
+    metrics, first, second = WorkerMetrics(), TalkingComm(), TalkingComm()
+    telemetry = WorkerTelemetry(metrics, (8, 8))
+    first.passed[2] = PeerTraffic(2, True, 3, 500, 4)
+    collected(telemetry, first)
+    first.passed[2] = PeerTraffic(2, True, 5, 700, 4)
+    first.active = (True, True, True, False)
+    collected(telemetry, first)
+    second.passed[2] = PeerTraffic(2, False, 6, 800, 9)
+    second.active = first.active
+    collected(telemetry, second)
+    telemetry.close()
+
+    def value(name: str, peer: int) -> float | None:
+        return metrics.registry.get_sample_value(f"crossdock_network_{name}", {"peer": str(peer)})
+
+    sent = [value(f"sent_{unit}_total", 2) for unit in ("messages", "bytes")]
+    assert [*sent, value("received_messages_total", 2)] == [11, 1500, 13]
+    assert (value("link_up", 2), value("link_up", 3), value("sent_bytes_total", 3)) == (0, None, 0)
+
+
+def test_no_link_is_expected_after_an_epoch() -> None:
+    metrics, comm = WorkerMetrics(), TalkingComm()
+    telemetry = WorkerTelemetry(metrics, (8, 8))
+    collected(telemetry, comm)
+    telemetry.parted()
+    telemetry.close()
+    assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
+    assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
+constexpr int64_t kAskNs = 2000;  // between questions to epoll while a lane is hot
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
 int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
@@ -109,8 +110,15 @@ void Proxy::run() {
       busy = turn();
       if (!busy) relax();
     }
+    bool came = false;
+    for (int i = 0; i < kHot; ++i) came |= happen(hot_[i], EPOLLIN);
     epoll_event events[64];
-    int n = epoll_wait(epoll_fd_, events, 64, 0);
+    int n = 0;
+    if (!hot_[0] || now_ - asked_ns_ >= kAskNs) {
+      asked_ns_ = now_;
+      n = epoll_wait(epoll_fd_, events, 64, 0);
+    }
+    busy |= came;
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
@@ -118,6 +126,7 @@ void Proxy::run() {
       pthread_mutex_unlock(&mutex_);
       continue;
     }
+    std::fill_n(hot_, kHot, 0);
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     const bool sleep = idle();
     const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
@@ -200,18 +209,29 @@ bool Proxy::flush(NetChannel& c) {
   return moved;
 }
 
-void Proxy::happen(uint64_t tag, uint32_t events) {
+// True: bytes came.
+bool Proxy::happen(uint64_t tag, uint32_t events) {
   if (tag == kEventTag) {
     uint64_t count;
     (void)!read(event_fd_, &count, sizeof count);
-    return;
+    return false;
   }
   NetChannel* c = channels_[tag >> 16 & 0xffff];
-  if (!c || c->generation != uint32_t(tag >> 32)) return;
+  if (!c || c->generation != uint32_t(tag >> 32)) return false;
   const int rank = int(tag >> 8 & 0xff), lane = int(tag & 0xff);
-  if (!c->peers[rank].up) return;
-  if (lane == kControlLane) return control(*c, rank);
-  if (c->provider->poll(rank, lane, events)) c->peers[rank].came_ns = now_;
+  if (!c->peers[rank].up) return false;
+  if (lane == kControlLane) {
+    control(*c, rank);
+    return false;
+  }
+  if (!c->provider->poll(rank, lane, events)) return false;
+  c->peers[rank].came_ns = now_;
+  for (int i = 0; i < kHot; ++i) {
+    if (hot_[i] == tag) return true;
+  }
+  for (int i = kHot - 1; i > 0; --i) hot_[i] = hot_[i - 1];
+  hot_[0] = tag;
+  return true;
 }
 
 bool Proxy::idle() const {

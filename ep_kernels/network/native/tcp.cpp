@@ -212,6 +212,7 @@ class Tcp final : public Provider {
       // After a long frame another one is likely: then its first bytes alone come by the way of the stage.
       const size_t room = l.in.bytes >= kLong ? std::max(kAhead, l.staged + sizeof(Header)) : kStage;
       parts[n++] = {l.stage + l.staged, room - l.staged};
+      const uint64_t wanted = l.left + (room - l.staged);
       msghdr message{};
       message.msg_iov = parts;
       message.msg_iovlen = size_t(n);
@@ -226,6 +227,7 @@ class Tcp final : public Provider {
         break;
       }
       budget -= got;
+      const bool all = uint64_t(got) < wanted;  // there was no more; what comes from now on is an event again
       const uint64_t placed = std::min(l.left, uint64_t(got));
       if (placed) {
         l.left -= placed;
@@ -233,6 +235,7 @@ class Tcp final : public Provider {
       }
       l.staged += size_t(uint64_t(got) - placed);
       if (!sort(peer, l)) end(peer, l, EPROTO);
+      if (all) break;
     }
     return budget < kTurnBytes;
   }

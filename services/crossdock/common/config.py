@@ -175,12 +175,13 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Dtype of rows on the combine path. Empty: float32 on a CPU; on GPUs `dtype`, which halves the bytes and rounds
     each rank's partial sum once more."""
+    combine_order: Literal["rank", "domain"] = "rank"
+    """Sums over hosts. rank: the same bits wherever ranks run; domain: each host's own first. Equal on all workers."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
     ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Steps of at most this many tokens per rank use LL, larger ones HT: `crossdock tune` prints it. Equal on all
-    workers.
-    Null: the transport's built-in crossover."""
+    workers. Null: the transport's built-in crossover."""
     step_timeout_s: Seconds = 10.0
     """Deadline of every wait for a peer inside a step."""
     request_timeout_s: Seconds = 60.0

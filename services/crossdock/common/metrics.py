@@ -125,6 +125,7 @@ class WorkerMetrics(GuardedMetrics):
     def __init__(self) -> None:
         super().__init__()
         self._declare_data_plane()
+        self._declare_network()
         self._declare_service()
         self._declare_membership()
         self._declare_guards()
@@ -149,6 +150,26 @@ class WorkerMetrics(GuardedMetrics):
             "bytes",
             "Payload of this rank's tokens sent to (dispatch) or received from (combine) other ranks",
             "op",
+        )
+
+    def _declare_network(self) -> None:
+        self.network_link_up = self._gauge(
+            "network_link_up",
+            "1",
+            "1 while the connections with that active rank of another host stand, 0 while they do not",
+            "peer",
+        )
+        self.network_sent_messages_total = self._counter(
+            "network_sent_messages_total", "messages", "Messages to that rank of another host", "peer"
+        )
+        self.network_sent_bytes_total = self._counter(
+            "network_sent_bytes_total",
+            "bytes",
+            "Bytes of rows and records to that rank of another host; a host gets each row once, through one rank",
+            "peer",
+        )
+        self.network_received_messages_total = self._counter(
+            "network_received_messages_total", "messages", "Messages from that rank of another host", "peer"
         )
 
     def _declare_service(self) -> None:

@@ -15,7 +15,7 @@ from crossdock.worker.data_network import network_of
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
-from ep_kernels import Capabilities, Layout, Mode, MoECommunicator, MoEConfig, Overflow
+from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.transports import create
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -162,6 +162,7 @@ class Model:
             ll_max_tokens=self._crossover,
             layout=Layout.GROUPED,
             dtype=self.dtype,
+            combine_order=CombineOrder(self._config.combine_order),
             timeout_s=self._config.step_timeout_s,
             transport=self._config.transport,
             network=self._network,

@@ -20,6 +20,7 @@ import torch
 from crossdock.common import log
 from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
 
 _log = log.get(__name__)
@@ -53,6 +54,16 @@ class StepRecord:
     experts: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """At a communicator's traffic; None: its epoch has ended."""
+
+    comm: MoECommunicator | None
+
+
+_Record = StepRecord | list[LatencySample] | _Look
+
+
 class WorkerTelemetry:
     """Counts of one worker over all its epochs.
 
@@ -64,7 +75,8 @@ class WorkerTelemetry:
     def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
         self._metrics = metrics
         self._row_bytes = row_bytes
-        self._queue: queue.Queue[StepRecord | list[LatencySample] | None] = queue.Queue(_MAX_RECORDS)
+        self._network = NetworkCounts(metrics)
+        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
         self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
@@ -113,11 +125,16 @@ class WorkerTelemetry:
         self._put(record)
 
     def collect(self, comm: MoECommunicator) -> None:
-        """Collect the communicator's latency samples, at intervals (engine's thread)."""
+        """Collect the communicator's latency samples and traffic, at intervals (engine's thread)."""
         now_s = time.monotonic()
         if now_s >= self._next_collect_s:
             self._next_collect_s = now_s + _COLLECT_S
             self._put(comm.samples())
+            self._put(_Look(comm))
+
+    def parted(self) -> None:
+        """The epoch has ended (engine's thread)."""
+        self._put(_Look(None))
 
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
         """Count a request that was answered (service)."""
@@ -159,7 +176,7 @@ class WorkerTelemetry:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def _put(self, record: StepRecord | list[LatencySample]) -> None:
+    def _put(self, record: _Record) -> None:
         """Queue a record, or drop it if the queue is full."""
         try:
             self._queue.put_nowait(record)
@@ -169,15 +186,22 @@ class WorkerTelemetry:
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
             try:
-                if isinstance(record, StepRecord):
-                    self._count_step(record)
-                else:
-                    self._count_samples(record)
+                self._count(record)
             except Exception:  # one faulty record must not end the thread
                 self._metrics.telemetry_records_dropped_total.inc()
                 if not self._failed:
                     self._failed = True
                     _log.exception("a record cannot be counted; further ones are counted as dropped")
+
+    def _count(self, record: _Record) -> None:
+        if isinstance(record, StepRecord):
+            self._count_step(record)
+        elif not isinstance(record, _Look):
+            self._count_samples(record)
+        elif record.comm is None:
+            self._network.parted()
+        else:
+            self._network.count(record.comm)
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()

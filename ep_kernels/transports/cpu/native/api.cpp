@@ -17,9 +17,11 @@ constexpr uint64_t abi_hash() {
                             sizeof(cd::Geometry),
                             offsetof(cd::Meeting, exchange),
                             offsetof(cd::Meeting, resync),
+                            offsetof(cd::Control, dispatch_arrived),
                             offsetof(cd::Control, dispatch_published),
                             offsetof(cd::SlotMeta, source),
                             offsetof(cd::SlotMeta, parts),
+                            cd::kChunks,
                             cd::kMaxRanks,
                             cd::kMaxSlots};
   return cd::hash_of(facts, sizeof(facts) / sizeof(facts[0]));

@@ -16,8 +16,8 @@ enum class Kind : int32_t { rows = 0, records = 1, words = 2 };
 // How far the parts of one slot of one rank of another host have come.
 struct Landing {
   uint32_t seq;  // low bits of its number
-  int32_t parts;
   bool begun, head;
+  Parts parts;
 };
 
 struct Comm : Member {
@@ -35,6 +35,7 @@ struct Comm : Member {
   int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
   int num_rails = 0;
   Array<Landing> landings;                      // [2][R][F], of dispatch and combine; the proxy's
+  Array<uint64_t> goes_to;                      // [M], other hosts that a token of this rank goes to: bit of the lowest
   Sent traffic[3] = {};                         // by Kind
   std::atomic<uint64_t> down{0};                // bit per rank whose connection with this one has ended
   std::atomic<int64_t> down_ns[kMaxRanks] = {};

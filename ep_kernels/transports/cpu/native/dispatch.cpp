@@ -11,6 +11,10 @@
 // Memory order: slot contents, then `published` (release); the reader's acquire of `published` makes them visible. The
 // reader's loads, then `consumed` (release); the owner's acquire of `consumed` comes before it writes the slot again,
 // max_in_flight dispatches later. Nobody but the owner ever writes a slot.
+//
+// Rows of other hosts come in chunks (remote.hpp). A rank needs the places of all tokens before it can place one row,
+// so a source sends those first; then each chunk is placed when it is there, whatever the order: every row has one
+// place, and no row is read by two chunks. Rows of this host are placed while nothing has come.
 #include <algorithm>
 #include <cstring>
 
@@ -19,6 +23,9 @@
 
 namespace cd {
 namespace {
+
+// What a rank receives of this size is not found in the caches by those who read it next.
+constexpr int64_t kCached = 4 << 20;
 
 // Copy number (source + token) % n of each expert's n active copies.
 void route(Comm& c, DispatchOp& op) {
@@ -61,13 +68,20 @@ void stage_row(Comm& c, const DispatchOp& op, int slot, int64_t t) {
   c.ops.quantize(row, reinterpret_cast<float*>(scales), wide, g.scales != Scales::fp32, g.hidden);
 }
 
-void stage(Comm& c, const DispatchOp& op, int slot) {
+void stage_routes(Comm& c, const DispatchOp& op, int slot) {
   const Routing& r = op.routing;
   const int64_t n = int64_t(r.tokens) * c.g.topk;
   memcpy(c.own.dest(slot), r.dest, n * 4);
   memcpy(c.own.weights(slot), r.weights, n * 4);
-  for (int64_t t = 0; t < r.tokens; ++t) {
-    const int32_t* dest = r.dest + t * c.g.topk;
+  SlotMeta& meta = *c.own.dispatch_meta(slot);
+  meta.tokens = r.tokens;
+  meta.origin = r.origin;
+  meta.seq = op.seq;
+}
+
+void stage_rows(Comm& c, const DispatchOp& op, int slot, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const int32_t* dest = op.routing.dest + t * c.g.topk;
     const bool needed = std::any_of(dest, dest + c.g.topk, [](int32_t place) { return place >= 0; });
     if (needed) stage_row(c, op, slot, t);
   }
@@ -192,30 +206,83 @@ void deliver_ids(const Comm& c, const DispatchOp& op, const int32_t* dest, const
   }
 }
 
-// Every row from its source's slot to its place.
-void deliver(Comm& c, const DispatchOp& op, int slot) {
+// The rows of tokens begin .. end of source s from its slot to their places.
+void deliver(Comm& c, const DispatchOp& op, int slot, int s, int64_t begin, int64_t end) {
   const Geometry& g = c.g;
-  const Routing& r = op.routing;
   const bool rank_wise = !per_expert(g.layout);
   const int width = rank_wise ? 1 : g.topk;
-  for (int s = 0; s < g.ranks; ++s) {
-    const RegionView<const uint8_t>& from = c.peer[s];
-    const int32_t* rows = r.rows + int64_t(s) * g.max_tokens * width;
-    for (int64_t t = 0; t < r.source_tokens[s]; ++t) {
-      for (int k = 0; k < width; ++k) {
-        const int64_t row = rows[t * width + k];
-        if (row < 0) continue;
-        c.ops.copy(op.tokens + row * g.row_bytes, from.rows(slot) + t * g.row_bytes, g.row_bytes);
-        if (g.scale_bytes) deliver_scales(c, op, from.scales(slot) + t * g.scale_bytes, row);
-        if (rank_wise) deliver_ids(c, op, from.dest(slot) + t * g.topk, from.weights(slot) + t * g.topk, row);
-      }
-    }
-    if (!rank_wise) {
-      const int64_t n = int64_t(r.source_tokens[s]) * g.topk;
-      memcpy(r.row_weights + int64_t(s) * g.max_tokens * g.topk, from.weights(slot), n * 4);
+  const auto copy = op.num_rows * g.row_bytes > kCached ? c.ops.stream : c.ops.copy;
+  const RegionView<const uint8_t>& from = c.peer[s];
+  const int32_t* rows = op.routing.rows + int64_t(s) * g.max_tokens * width;
+  for (int64_t t = begin; t < end; ++t) {
+    for (int k = 0; k < width; ++k) {
+      const int64_t row = rows[t * width + k];
+      if (row < 0) continue;
+      copy(op.tokens + row * g.row_bytes, from.rows(slot) + t * g.row_bytes, g.row_bytes);
+      if (g.scale_bytes) deliver_scales(c, op, from.scales(slot) + t * g.scale_bytes, row);
+      if (rank_wise) deliver_ids(c, op, from.dest(slot) + t * g.topk, from.weights(slot) + t * g.topk, row);
     }
   }
 }
+
+void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
+  const Routing& r = op.routing;
+  for (int s = 0; s < c.g.ranks; ++s) {
+    const int64_t n = int64_t(r.source_tokens[s]) * c.g.topk;
+    memcpy(r.row_weights + int64_t(s) * c.g.max_tokens * c.g.topk, c.peer[s].weights(slot), n * 4);
+  }
+}
+
+// Which chunks have been placed, and which can be.
+class Delivery {
+ public:
+  Delivery(Comm& c, const DispatchOp& op, int slot) : c_(c), op_(op), slot_(slot) {
+    for (int s = 0; s < c.g.ranks; ++s) {
+      const int64_t tokens = op.routing.source_tokens[s], step = chunk_tokens(tokens, c.g.row_bytes);
+      missing_[s] = (1u << (tokens + step - 1) / step) - 1;
+    }
+  }
+
+  // Places a chunk that is here: of another host first, since it was just written. False: none is here.
+  bool step() {
+    int local = -1;
+    for (int s = 0; s < c_.g.ranks; ++s) {
+      if (!missing_[s]) continue;
+      if (c_.is_here(s)) {
+        if (local < 0) local = s;
+      } else if (const uint32_t here = missing_[s] & arrived(s)) {
+        place(s, __builtin_ctz(here));
+        return true;
+      }
+    }
+    if (local >= 0) place(local, __builtin_ctz(missing_[local]));
+    return local >= 0;
+  }
+
+  // When all have published.
+  void finish() {
+    for (int s = 0; s < c_.g.ranks; ++s) {
+      while (missing_[s]) place(s, __builtin_ctz(missing_[s]));
+    }
+  }
+
+ private:
+  uint32_t arrived(int s) const {
+    const uint64_t word = c_.peer[s].control().dispatch_arrived[slot_].v.load(std::memory_order_acquire);
+    return word >> kChunks == op_.seq ? uint32_t(word & ((1u << kChunks) - 1)) : 0;
+  }
+
+  void place(int s, int chunk) {
+    const int64_t tokens = op_.routing.source_tokens[s], step = chunk_tokens(tokens, c_.g.row_bytes);
+    deliver(c_, op_, slot_, s, chunk * step, std::min(tokens, (chunk + 1) * step));
+    missing_[s] &= ~(1u << chunk);
+  }
+
+  Comm& c_;
+  const DispatchOp& op_;
+  const int slot_;
+  uint32_t missing_[kMaxRanks];
+};
 
 void record(Comm& c, const DispatchOp& op, int slot, int64_t receive_ns) {
   Sample sample{int32_t(Op::dispatch), op.routing.mode, op.routing.tokens, c.g.ranks, op.seq,
@@ -257,13 +324,15 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
     op.routing.origin = op.seq;
   }
   memcpy(op.routing.weights, op.weights, int64_t(op.routing.tokens) * c.g.topk * 4);
-  stage(c, op, slot);
-  SlotMeta& meta = *c.own.dispatch_meta(slot);
-  meta.tokens = op.routing.tokens;
-  meta.origin = op.routing.origin;
-  meta.seq = op.seq;
-  meta.published_ns = now_ns();
-  send_dispatch(c, op, slot);
+  stage_routes(c, op, slot);
+  send_routes(c, op, slot);
+  const int64_t tokens = op.routing.tokens, step = chunk_tokens(tokens, c.g.row_bytes);
+  for (int64_t begin = 0; begin < tokens; begin += step) {
+    const int64_t end = std::min(tokens, begin + step);
+    stage_rows(c, op, slot, begin, end);
+    send_rows(c, op, slot, int(begin / step), begin, end);
+  }
+  c.own.dispatch_meta(slot)->published_ns = now_ns();
   c.publish(c.own.control().dispatch_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
   return kOk;
@@ -272,10 +341,15 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
 Status dispatch_receive(Comm& c, DispatchOp& op) {
   const int64_t receive_ns = now_ns();
   const int slot = c.slot_of(op.seq);
-  const Status status = c.wait({Op::dispatch, Phase::payload, op.seq}, [&](int r) {
+  const Want want{Op::dispatch, Phase::payload, op.seq, receive_ns};
+  const auto published = [&](int r) {
     return c.peer[r].control().dispatch_published[slot].v.load(std::memory_order_acquire);
+  };
+  const Status routed = c.wait(want, [&](int r) {
+    if (c.is_here(r)) return published(r);
+    return c.peer[r].control().dispatch_arrived[slot].v.load(std::memory_order_acquire) >> kChunks;
   });
-  if (status != kOk) return status;
+  if (routed != kOk) return routed;
   const Status same = c.agree({Op::dispatch, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].dispatch_meta(slot)->origin; });
   if (same != kOk) return give_back(c, op, slot, same);
@@ -294,7 +368,11 @@ Status dispatch_receive(Comm& c, DispatchOp& op) {
                                                              : c.g.capacity;
     op.packed_stride = int32_t((plane + 3) / 4 * 4);
   }
-  deliver(c, op, slot);
+  if (per_expert(c.g.layout)) deliver_weights(c, op, slot);
+  Delivery delivery(c, op, slot);
+  const Status status = c.wait(want, published, [&] { return delivery.step(); });
+  if (status != kOk) return status;
+  delivery.finish();
   record(c, op, slot, receive_ns);
   return give_back(c, op, slot, kOk);
 }

@@ -64,12 +64,14 @@ struct Want {
   Op op;
   Phase phase;
   uint64_t seq;
+  int64_t since_ns = 0;  // from when the deadline counts; 0: from the first look
 };
 
 // A wait that may go on over several calls.
 struct Waiting {
   uint64_t missing;  // bit per peer that has not arrived
   int64_t started, looked;  // 0: it has not begun
+  int64_t began = 0;        // the first look, where the deadline counts from before it
 };
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
@@ -172,12 +174,20 @@ struct Member {
   int leaver(uint64_t among, uint64_t tag) const;
 
   // The one wait loop. Until seen(peer) >= want.seq for one of the missing peers, at least: those are then taken out.
-  // Where `block` is false, kNothing instead of waiting.
+  // Where `block` is false, kNothing instead of waiting. Meanwhile work(): false if there is none now.
+  template <typename Seen, typename Work>
+  Status wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work);
   template <typename Seen>
-  Status wait_any(Want want, Waiting& waiting, bool block, Seen seen);
+  Status wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
+    return wait_any(want, waiting, block, seen, [] { return false; });
+  }
   // Until seen(peer) >= want.seq for each active peer.
+  template <typename Seen, typename Work>
+  Status wait(Want want, Seen seen, Work work);
   template <typename Seen>
-  Status wait(Want want, Seen seen);
+  Status wait(Want want, Seen seen) {
+    return wait(want, seen, [] { return false; });
+  }
   // kDiffers unless seen(peer) == want.seq for each active peer.
   template <typename Seen>
   Status agree(Want want, Seen seen);
@@ -193,8 +203,8 @@ constexpr int64_t kSpinNs = 3000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
 
-template <typename Seen>
-Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
+template <typename Seen, typename Work>
+Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work) {
   const uint64_t missing = waiting.missing;
   for (;;) {
     const uint32_t bell_before = bell[rank]->bell.load(std::memory_order_acquire);
@@ -210,14 +220,18 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
     if (silent < 0 || waiting.missing != missing) return kOk;
     if (stop.load(std::memory_order_acquire)) return kAborted;
     const int64_t now = now_ns();
-    if (waiting.started == 0) waiting.started = waiting.looked = now;
+    if (waiting.started == 0) {
+      waiting.started = want.since_ns != 0 ? want.since_ns : now;
+      waiting.began = waiting.looked = now;
+    }
     // An operation that a lost rank takes part in will never end well, whoever else is waited for just now.
     if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
       const int r = __builtin_ctzll(out);
       return fail(want, r, seen(r), Why::given_up, waiting.started);
     }
     if (!block) return kNothing;
-    if (now - waiting.started < kSpinNs) {
+    if (now - waiting.started < timeout_ns && work()) continue;
+    if (now - waiting.began < kSpinNs) {
       relax();
       continue;
     }
@@ -240,11 +254,11 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
   }
 }
 
-template <typename Seen>
-Status Member::wait(Want want, Seen seen) {
+template <typename Seen, typename Work>
+Status Member::wait(Want want, Seen seen, Work work) {
   Waiting waiting{peers(), 0, 0};
   while (waiting.missing) {
-    if (const Status status = wait_any(want, waiting, true, seen); status != kOk) return status;
+    if (const Status status = wait_any(want, waiting, true, seen, work); status != kOk) return status;
   }
   return kOk;
 }

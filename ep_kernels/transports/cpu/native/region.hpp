@@ -18,8 +18,9 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 3;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 4;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxSlots = 64;
+constexpr int kChunks = 16;
 
 enum class Type : int32_t { bytes = 0, bf16 = 1, f16 = 2, f32 = 3, e4m3 = 4 };
 enum class Layout : int32_t { expert_major = 0, grouped = 1, rank_major = 2, flat = 3 };
@@ -50,11 +51,25 @@ constexpr bool per_expert(Layout l) { return l == Layout::expert_major || l == L
 
 struct Control {
   Meeting meeting;
+  // In a mirror: (seq << kChunks | bit per chunk of rows that is there), once the slot's head, places and weights are.
+  Word dispatch_arrived[kMaxSlots];
   Word dispatch_published[kMaxSlots], dispatch_consumed[kMaxSlots];
   Word combine_published[kMaxSlots], combine_consumed[kMaxSlots];
 };
 
 enum class Source : int32_t { staged = 0, outputs = 1 };
+
+// Messages of a slot to one other host: those with rows of a dispatch by chunk, all others together.
+struct Parts {
+  int32_t others;
+  int32_t rows[kChunks];
+};
+
+// A chunk: the tokens that one bit of `dispatch_arrived` stands for. At least 256 KiB of rows, the last one apart.
+constexpr int64_t chunk_tokens(int64_t tokens, int64_t row_bytes) {
+  const int64_t least = ((256 << 10) + row_bytes - 1) / row_bytes, even = (tokens + kChunks - 1) / kChunks;
+  return even > least ? even : least;
+}
 
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.
 struct alignas(64) SlotMeta {
@@ -65,8 +80,11 @@ struct alignas(64) SlotMeta {
   Source source;         // combine: rows lie in this slot, or in the owner's expert outputs (zero copy); other hosts
                          //   find them in this slot always
   int32_t outputs_slot;  // which expert output buffer
-  int32_t parts[kMaxRanks];  // messages to each other host, this one apart, by the lowest rank of the host
+  Parts parts[kMaxRanks];  // to each other host, by the lowest rank of the host; the head itself apart
 };
+
+// Bytes of a head that mean something in a group of so many ranks.
+constexpr int64_t head_bytes(int ranks) { return int64_t(offsetof(SlotMeta, parts) + ranks * sizeof(Parts)); }
 
 // Offsets of the parts; a pure function of Geometry.
 struct RegionMap {

@@ -57,27 +57,37 @@ int post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t im
   return messages;
 }
 
-// A message of its own for each run of marked tokens: rows first, then their scales.
-template <typename Needed>
-int send_rows(Comm& c, int to, int slot, int64_t tokens, uint32_t imm, Needed needed) {
+// Calls fn(offset in the region, bytes) for each run of tokens of begin .. end that go to the host: rows, then scales.
+template <typename Fn>
+void for_each_run(const Comm& c, int slot, int lowest, int64_t begin, int64_t end, Fn fn) {
   const Geometry& g = c.g;
   const uint64_t rows = uint64_t(c.own.d(slot) + c.map.d_rows), scales = uint64_t(c.own.d(slot) + c.map.d_scales);
-  int parts = 0;
-  for (int64_t t = 0; t < tokens;) {
-    if (!needed(t)) {
+  const auto goes = [&](int64_t t) { return c.goes_to[t] >> lowest & 1; };
+  for (int64_t t = begin; t < end;) {
+    if (!goes(t)) {
       ++t;
       continue;
     }
-    int64_t end = t + 1;
-    while (end < tokens && needed(end)) ++end;
-    parts += post(c, to, Kind::rows, rows + uint64_t(t * g.row_bytes), (end - t) * g.row_bytes, imm);
-    if (g.scale_bytes) {
-      parts += post(c, to, Kind::rows, scales + uint64_t(t * g.scale_bytes), (end - t) * g.scale_bytes, imm);
-    }
-    t = end;
+    const int64_t first = t;
+    while (t < end && goes(t)) ++t;
+    fn(rows + uint64_t(first * g.row_bytes), (t - first) * g.row_bytes);
+    if (g.scale_bytes) fn(scales + uint64_t(first * g.scale_bytes), (t - first) * g.scale_bytes);
   }
-  return parts;
 }
+
+// How many messages `post` makes of that.
+int messages_of(const Outbox& box, uint64_t offset, int64_t bytes) {
+  int messages = 0;
+  do {
+    const uint64_t n = box.most(offset, uint64_t(bytes));
+    ++messages;
+    offset += n;
+    bytes -= int64_t(n);
+  } while (bytes > 0);
+  return messages;
+}
+
+constexpr uint64_t kAllChunks = (1ull << kChunks) - 1;
 
 RegionView<uint8_t> mirror_of(Comm& c, int rank) { return {c.landing + int64_t(rank) * c.map.mirror, &c.map}; }
 
@@ -101,43 +111,74 @@ void grow(Word& word, uint64_t seq) {
   if (seq > word.v.load(std::memory_order_relaxed)) word.v.store(seq, std::memory_order_release);
 }
 
-// A part, or the head, of slot `slot` of `rank`. True: that was the last.
-bool count(Comm& c, Op op, int rank, int slot, uint32_t seq, bool head, const SlotMeta& meta) {
+// What has come of slot `slot` of `rank` under number `seq`. Null: the number is stale.
+Landing* landing_of(Comm& c, Op op, int rank, int slot, uint32_t seq) {
   Landing& l = c.landings[(int64_t(op) * c.g.ranks + rank) * c.g.in_flight + slot];
   if (!l.begun || l.seq != seq) {
-    if (l.begun && ahead(seq, l.seq) < 0) return false;
-    l = {seq, 0, true, false};
+    if (l.begun && ahead(seq, l.seq) < 0) return nullptr;
+    l = {seq, true, false, {}};
   }
-  head ? void(l.head = true) : void(++l.parts);
-  return l.head && l.parts == meta.parts[c.host[c.g.rank]] && (meta.seq & kSeqMask) == seq;
+  return &l;
+}
+
+// Whether head and all parts but rows of a dispatch have come.
+bool is_led(const Landing& l, const SlotMeta& meta, const Parts& all) {
+  return l.head && (meta.seq & kSeqMask) == l.seq && l.parts.others == all.others;
+}
+
+// A message of a dispatch. True: readers can go on.
+bool dispatch_came(Comm& c, int rank, Imm kind, int slot, int chunk, uint32_t seq) {
+  Landing* l = landing_of(c, Op::dispatch, rank, slot, seq);
+  if (!l) return false;
+  if (kind == Imm::dispatch_head) l->head = true;
+  if (kind == Imm::dispatch_part) ++l->parts.others;
+  if (kind == Imm::dispatch_rows) ++l->parts.rows[chunk];
+  const RegionView<uint8_t> mirror = mirror_of(c, rank);
+  SlotMeta& meta = *mirror.dispatch_meta(slot);
+  const Parts& all = meta.parts[c.host[c.g.rank]];
+  if (!is_led(*l, meta, all)) return false;
+  uint64_t here = 0;
+  for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
+  Word& word = mirror.control().dispatch_arrived[slot];
+  const uint64_t now = meta.seq << kChunks | here;
+  if (now <= word.v.load(std::memory_order_relaxed)) return false;
+  grow(word, now);
+  if (here == kAllChunks) {
+    meta.published_ns = now_ns();
+    grow(mirror.control().dispatch_published[slot], meta.seq);
+  }
+  return true;
+}
+
+// The same of a combine.
+bool combine_came(Comm& c, int rank, Imm kind, int slot, uint32_t seq) {
+  Landing* l = landing_of(c, Op::combine, rank, slot, seq);
+  if (!l) return false;
+  kind == Imm::combine_head ? void(l->head = true) : void(++l->parts.others);
+  const RegionView<uint8_t> mirror = mirror_of(c, rank);
+  SlotMeta& meta = *mirror.combine_meta(slot);
+  if (!is_led(*l, meta, meta.parts[c.host[c.g.rank]])) return false;
+  meta.published_ns = now_ns();
+  grow(mirror.control().combine_published[slot], meta.seq);
+  return true;
 }
 
 void arrived(Comm& c, int rank, uint32_t imm) {
   const Imm kind = Imm(imm >> 28);
-  const int slot = int(imm >> kSeqBits & 0x3ff);
+  const int place = int(imm >> kSeqBits & 0x3ff), slot = place & ((1 << kSlotBits) - 1), chunk = place >> kSlotBits;
   const uint32_t low = imm & kSeqMask;
-  const RegionView<uint8_t> mirror = mirror_of(c, rank);
-  Control& words = mirror.control();
-  if (kind < Imm::barrier && slot >= c.g.in_flight) return;
-  const auto publish = [&](Op op, bool head, SlotMeta& meta, Word& published) {
-    if (!count(c, op, rank, slot, low, head, meta)) return false;
-    meta.published_ns = now_ns();
-    grow(published, meta.seq);
-    return true;
-  };
+  Control& words = mirror_of(c, rank).control();
+  if (slot >= c.g.in_flight && (kind < Imm::barrier || kind == Imm::dispatch_rows)) return;
   switch (kind) {
     case Imm::dispatch_part:
-    case Imm::dispatch_head: {
-      const bool head = kind == Imm::dispatch_head;
-      if (!publish(Op::dispatch, head, *mirror.dispatch_meta(slot), words.dispatch_published[slot])) return;
+    case Imm::dispatch_head:
+    case Imm::dispatch_rows:
+      if (!dispatch_came(c, rank, kind, slot, chunk, low)) return;
       break;
-    }
     case Imm::combine_part:
-    case Imm::combine_head: {
-      const bool head = kind == Imm::combine_head;
-      if (!publish(Op::combine, head, *mirror.combine_meta(slot), words.combine_published[slot])) return;
+    case Imm::combine_head:
+      if (!combine_came(c, rank, kind, slot, low)) return;
       break;
-    }
     case Imm::dispatch_consumed:
       grow(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
       break;
@@ -214,23 +255,43 @@ static void send_resync(Comm& c, int index, uint64_t tag) {
   if (c.num_rails) wake(*c.outbox);
 }
 
-void send_dispatch(Comm& c, const DispatchOp& op, int slot) {
+void send_routes(Comm& c, const DispatchOp& op, int slot) {
   const int64_t tokens = op.routing.tokens, records = tokens * c.g.topk * 4;
-  const uint64_t at = uint64_t(c.own.d(slot));
+  if (c.num_rails == 0) return;
+  for (int64_t t = 0; t < tokens; ++t) {
+    uint64_t hosts = 0;
+    for (const int32_t *p = op.routing.dest + t * c.g.topk, *end = p + c.g.topk; p < end; ++p) {
+      if (*p >= 0) hosts |= 1ull << c.host[*p / c.g.stride];
+    }
+    c.goes_to[t] = hosts;
+  }
+  SlotMeta& meta = *c.own.dispatch_meta(slot);
+  const int64_t step = chunk_tokens(tokens, c.g.row_bytes);
+  const uint64_t at = uint64_t(c.own.d(slot)), places = at + uint64_t(c.map.d_dest);
+  const uint64_t weights = at + uint64_t(c.map.d_weights);
+  const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i], lowest = c.host[to];
-    const auto goes_there = [&](int64_t t) {
-      const int32_t* dest = op.routing.dest + t * c.g.topk;
-      return std::any_of(dest, dest + c.g.topk, [&](int32_t p) { return p >= 0 && c.host[p / c.g.stride] == lowest; });
-    };
-    const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
-    int parts = send_rows(c, to, slot, tokens, part, goes_there);
-    if (records) parts += post(c, to, Kind::records, at + uint64_t(c.map.d_dest), records, part);
-    if (records) parts += post(c, to, Kind::records, at + uint64_t(c.map.d_weights), records, part);
-    c.own.dispatch_meta(slot)->parts[lowest] = parts;
+    Parts& parts = meta.parts[lowest] = {};
+    for (int64_t t = 0; t < tokens; t += step) {
+      for_each_run(c, slot, lowest, t, std::min(tokens, t + step), [&](uint64_t offset, int64_t bytes) {
+        parts.rows[t / step] += messages_of(*c.outbox, offset, bytes);
+      });
+    }
+    if (records) parts.others = messages_of(*c.outbox, places, records) + messages_of(*c.outbox, weights, records);
+    post(c, to, Kind::records, at, head_bytes(c.g.ranks), imm_of(Imm::dispatch_head, slot, op.seq));
+    if (records) post(c, to, Kind::records, places, records, part);
+    if (records) post(c, to, Kind::records, weights, records, part);
   }
+  wake(*c.outbox);
+}
+
+void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin, int64_t end) {
+  const uint32_t imm = imm_of(Imm::dispatch_rows, chunk << kSlotBits | slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::records, at, sizeof(SlotMeta), imm_of(Imm::dispatch_head, slot, op.seq));
+    for_each_run(c, slot, c.host[c.rails[i]], begin, end, [&](uint64_t offset, int64_t bytes) {
+      post(c, c.rails[i], Kind::rows, offset, bytes, imm);
+    });
   }
   if (c.num_rails) wake(*c.outbox);
 }
@@ -255,10 +316,10 @@ void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) 
       send(Kind::records, c.map.c_table + begin, records);
       if (op.row_weights) send(Kind::records, c.map.c_row_weights + begin, records);
     }
-    c.own.combine_meta(slot)->parts[lowest] = parts;
+    c.own.combine_meta(slot)->parts[lowest].others = parts;
   }
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::records, at, sizeof(SlotMeta), imm_of(Imm::combine_head, slot, op.seq));
+    post(c, c.rails[i], Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
   }
   if (c.num_rails) wake(*c.outbox);
 }

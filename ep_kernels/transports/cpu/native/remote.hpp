@@ -6,12 +6,15 @@
 // rail's proxy stores them when everything that they promise has come, in whatever order, and rings the host's bells.
 //
 // An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
-// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped.
+// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows of a
+// dispatch carry their chunk, too, above the slot: a receiver places the rows of a chunk while others are under way, as
+// soon as it knows the places of all.
 //
 // Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens; 0, 1 and 3 have experts on ranks 2 or 3. It pushes for rank
-// 2, its rail there: rows 0-1, row 3, places, weights (a part each), then the meta (the head, which says 4 parts). A
-// head is one message; other runs may take several. Rank 2's proxy counts to 4, has the head, stores published[slot] of
-// rank 0's mirror, and rings ranks 2 and 3.
+// 2, its rail there: the meta (the head, which says 2 other parts and 2 of chunk 0), places, weights, then rows 0-1 and
+// row 3 when they are staged. A head is one message; other runs may take several. Rank 2's proxy has the head and
+// counts to 2: it stores arrived[slot] of rank 0's mirror and rings ranks 2 and 3, which compute places. It counts to 2
+// for chunk 0, and stores arrived[slot] and published[slot].
 #pragma once
 #include "args.hpp"
 
@@ -27,18 +30,23 @@ enum class Imm : uint32_t {
   barrier = 6,
   exchange = 7,  // slot: parity
   resync = 8,    // slot: index
+  dispatch_rows = 9,  // chunk << kSlotBits | slot
 };
 
 constexpr int kSeqBits = 18;
 constexpr uint32_t kSeqMask = (1u << kSeqBits) - 1;
+constexpr int kSlotBits = 6;
+static_assert(kMaxSlots <= 1 << kSlotBits && kChunks <= 1 << (10 - kSlotBits));
 
 // Which rank of each other host is this rank's rail, and through whose mirrors ranks of other hosts are read. Both ends
 // compute the same from `host` and `active`: the i-th active rank of a host takes the (i mod n)-th of the other's n.
 void set_rails(Comm& c);
 
 void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
+// Head, places and weights, when the slot has them; then each chunk, when the rows of its tokens are staged.
+void send_routes(Comm& c, const DispatchOp& op, int slot);
+void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin, int64_t end);
 // first [R+1]: where the staged partials of each source begin.
-void send_dispatch(Comm& c, const DispatchOp& op, int slot);
 void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
 
 // Called by the proxy. context: the Comm.

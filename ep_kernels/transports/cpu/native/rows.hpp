@@ -8,8 +8,11 @@
 namespace cd {
 
 struct RowOps {
-  // dst = src. Whole rows; large destinations may bypass the cache.
+  // dst = src. Whole rows.
   void (*copy)(void* dst, const void* src, int64_t bytes);
+  // The same past the caches, for more rows than they hold: no line of dst is read before it is written. dst: multiple
+  // of 16.
+  void (*stream)(void* dst, const void* src, int64_t bytes);
   // acc [n] fp32 = row; acc = acc + row.
   void (*load)(float* acc, const void* row, Type type, int64_t n);
   void (*add)(float* acc, const void* row, Type type, int64_t n);

@@ -1,5 +1,9 @@
 // The body of RowOps, compiled once per instruction set. Includers define CD_ROWS_TABLE, the table's name.
 // Plain loops over columns: the compiler vectorises across columns and never reorders the sum of one column.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "convert.hpp"
 #include "rows.hpp"
 
@@ -127,6 +131,41 @@ void copy(void* __restrict dst, const void* __restrict src, int64_t bytes) {
   memcpy(to + i, from + i, bytes - i);
 }
 
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+using Wide = __m512i;
+inline void put(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<Wide*>(to), _mm512_loadu_si512(from));
+}
+#elif defined(__AVX2__)
+using Wide = __m256i;
+inline void put(char* to, const char* from) {
+  _mm256_stream_si256(reinterpret_cast<Wide*>(to), _mm256_loadu_si256(reinterpret_cast<const Wide*>(from)));
+}
+#else
+using Wide = __m128i;
+inline void put(char* to, const char* from) {
+  _mm_stream_si128(reinterpret_cast<Wide*>(to), _mm_loadu_si128(reinterpret_cast<const Wide*>(from)));
+}
+#endif
+
+void stream(void* __restrict dst, const void* __restrict src, int64_t bytes) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  const int64_t apart = int64_t(-reinterpret_cast<uintptr_t>(to) % sizeof(Wide));
+  int64_t i = apart < bytes ? apart : bytes;
+  memcpy(to, from, i);
+  for (; i + int64_t(sizeof(Wide)) <= bytes; i += sizeof(Wide)) {
+    __builtin_prefetch(from + i + kAhead, 0);
+    put(to + i, from + i);
+  }
+  memcpy(to + i, from + i, bytes - i);
+  _mm_sfence();  // such stores are not ordered by a later release
+}
+#else
+void stream(void* __restrict dst, const void* __restrict src, int64_t bytes) { copy(dst, src, bytes); }
+#endif
+
 }  // namespace
 
-const cd::RowOps cd::CD_ROWS_TABLE = {copy, load, add, scale, scale_add, round, store, quantize, dequantize};
+const cd::RowOps cd::CD_ROWS_TABLE = {copy, stream, load, add, scale, scale_add, round, store, quantize, dequantize};
