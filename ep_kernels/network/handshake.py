@@ -1,15 +1,15 @@
-"""What two ranks say on a new connection before bytes of rows pass: pure, no sockets.
+"""Handshake of a data connection: mutual authentication of two ranks before the first row. Pure, no sockets.
 
-A connection belongs to a pair of ranks of one group; its role is the control connection, or one of the data lanes.
+A connection belongs to a pair of ranks of one group. Its role is control connection or data lane.
 
-    dialer                                  listener
-    hello (who, whom, role, nonce) ──────▶
-           ◀────── challenge: 16 random bytes
-    proof: HMAC(secret, challenge + hello) ▶  is it a member?
-           ◀────── answer: HMAC(secret, hello + challenge), proof that the listener is the right one
+    dialer                                          listener
+    hello (token, ranks, role, lanes, nonce) ─────▶
+                                             ◀───── challenge: 16 random bytes
+    proof = HMAC(secret, challenge + hello) ──────▶ checks that the dialer is a member
+    checks that the listener is its peer     ◀───── answer = HMAC(secret, hello + challenge)
 
-The secret is in the listener's ticket, which members of the group get from the control plane; it never crosses the data
-port. What follows on the connection is neither encrypted nor authenticated.
+The secret is part of the listener's ticket, which only members of the group receive; it is never sent over the data
+port. The bytes after the handshake are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ HELLO_BYTES = _HELLO.size
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """First words of the dialer.
+    """The hello: first message of the dialer.
 
     Attributes:
-        token: which communicator of the listener is meant.
+        token: identifies the communicator in the process of the listener.
         rank: of the dialer.
         peer: rank of the listener.
         role: CONTROL_ROLE, or number of the lane.
-        lanes: how many lanes the dialer makes.
-        nonce: random; so that no proof fits twice.
+        lanes: number of lanes of the dialer.
+        nonce: 16 random bytes, so that no proof can be replayed.
     """
 
     token: int
@@ -50,17 +50,17 @@ class Greeting:
     nonce: bytes
 
     def encode(self) -> bytes:
-        """HELLO_BYTES."""
+        """The message, HELLO_BYTES long."""
         return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce)
 
 
 def hello(token: int, rank: int, peer: int, role: int, lanes: int) -> Greeting:
-    """A fresh one."""
+    """A hello with a new nonce."""
     return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES))
 
 
 def decode(raw: bytes) -> Greeting:
-    """Raises ValueError: these are no words of this protocol and version."""
+    """Decode HELLO_BYTES bytes. Raises ValueError: another protocol or another version of the handshake."""
     magic, *fields = _HELLO.unpack(raw)
     if magic[:5] != MAGIC[:5]:
         raise ValueError(f"expected a hello of Crossdock's data port, got {raw[:8]!r}")
@@ -70,15 +70,15 @@ def decode(raw: bytes) -> Greeting:
 
 
 def proof(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
-    """Of the dialer: it knows the listener's secret."""
+    """The dialer's proof, PROOF_BYTES long, that it knows the listener's secret."""
     return hmac.digest(secret, b"dialer" + challenge + raw_hello, hashlib.sha256)
 
 
 def answer(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
-    """Of the listener: it knows its own secret, so it is the process of the ticket."""
+    """The listener's proof, PROOF_BYTES long, that it is the process that made the ticket."""
     return hmac.digest(secret, b"listener" + raw_hello + challenge, hashlib.sha256)
 
 
 def is_proof(given: bytes, expected: bytes) -> bool:
-    """In a time that tells nothing."""
+    """Compare in constant time."""
     return hmac.compare_digest(given, expected)

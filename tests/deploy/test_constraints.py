@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 from packaging.markers import Marker
@@ -57,3 +59,47 @@ def test_the_images_install_nothing_else() -> None:
         assert re.search(rf"pip --python /app/bin/python install --require-hashes --requirement /{part}\.txt", text)
     installs = re.findall(r"pip --python /app/bin/python install (.*)", text)
     assert all("--require-hashes" in one or "--no-deps" in one or "${PIP_ARGS}" in one for one in installs), installs
+
+
+CONTROL_MB, BASE_MB, OTHER_MB = 250, 126, 9
+"""Unpacked: the limit of the control plane's image; its base with Python, tini and certificates; our own code, and the
+folders and scripts of an environment."""
+
+
+def left_out() -> tuple[str, set[str]]:
+    """The folder and the packages that the image of the control plane removes after pip has installed them."""
+    stage = re.search(r"AS control-dependencies\n(.*?)\nFROM", (ROOT / "Dockerfile").read_text(), re.DOTALL)
+    assert stage is not None
+    folder = re.search(r"rm -r /app/lib/python3\.\*/site-packages/(\S+)", stage[1])
+    names = re.search(r"uninstall --quiet --yes \\\n(.*)", stage[1])
+    assert folder is not None
+    assert names is not None
+    return f"{folder[1]}/", {canonicalize_name(name) for name in names[1].split()}
+
+
+def test_the_image_of_the_control_plane_has_room_for_its_dependencies() -> None:
+    """Measured on the packages of this environment; tests/deploy/live builds the image and measures that."""
+    folder, names = left_out()
+    pins = [(name, one.marker) for name, versions in pinned("control").items() for one in versions]
+    wanted = {name for name, marker in pins if marker is None or marker.evaluate()}
+    assert names <= wanted
+    files = [
+        Path(str(file.locate()))
+        for name in wanted - names
+        for file in distribution(name).files or ()
+        if not str(file).startswith(folder)
+    ]
+    num_bytes = sum(path.stat().st_size for path in files if path.exists())
+    assert 60 < num_bytes / 1e6 < CONTROL_MB - BASE_MB - OTHER_MB
+
+
+def test_nothing_that_stays_in_that_image_needs_what_it_leaves_out() -> None:
+    """But for Kubernetes' client, whose part for asyncio is left out, too."""
+    _, names = left_out()
+    needing = {
+        name
+        for name in set(pinned("control")) - names - {"kubernetes", "colorama"}
+        for line in distribution(name).requires or ()
+        if (one := Requirement(line)).name in names and not one.marker
+    }
+    assert not needing

@@ -31,6 +31,12 @@ from tests.services.control_world import (
     watch_until,
 )
 
+
+def settings(*pairs: tuple[str, str]) -> list[pb.CommunicatorSetting]:
+    """Of a communicator, as a registration has them."""
+    return [pb.CommunicatorSetting(name=name, value=value) for name, value in pairs]
+
+
 METHODS = ("Register", "PublishRegion", "Ready", "Heartbeat", "Leave")
 
 
@@ -228,6 +234,20 @@ async def test_metrics_follow_the_group(control: InProcess) -> None:
         ({"network": topology_pb2.Network()}, "network.provider: expected a name, got none"),
         ({"network": topology_pb2.Network(provider="\x1b[2J")}, "network.provider: expected printable"),
         ({"network": topology_pb2.Network(provider="tcp", domain="x" * 257)}, "network.domain: expected at most 256"),
+        ({"communicator": settings(("topk", "8\n"))}, "communicator.value: expected printable"),
+        ({"communicator": settings(("\x1b[2J", "8"))}, "communicator.name: expected printable"),
+        ({"communicator": settings(("topk", "x" * 257))}, "communicator.value: expected at most 256"),
+        ({"communicator": settings(("topk", ""))}, "communicator: expected names and values, got 'topk' = ''"),
+        ({"communicator": settings(("", "8"))}, "communicator: expected names and values, got '' = '8'"),
+        ({"communicator": settings(("topk", "8"), ("topk", "8"))}, "communicator: expected different names"),
+        (
+            {"communicator": settings(*((f"a{n}", "1") for n in range(65)))},
+            "communicator: expected at most 64 settings, got 65",
+        ),
+        (
+            {"communicator": settings(*((f"a{n}", "x" * 200) for n in range(20)))},
+            "communicator: expected at most 4096 bytes, got 41",
+        ),
         ({"prior": pb.PriorMembership(epoch=0)}, "prior.epoch: expected 1"),
         ({"prior": pb.PriorMembership(epoch=(1 << 64) - 1)}, "prior.epoch: expected 1"),
         ({"prior": pb.PriorMembership(epoch=1, region=bytes(70_000))}, "prior.region: expected at most 65536 bytes"),

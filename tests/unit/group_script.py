@@ -5,7 +5,7 @@ run `python -m tests.unit.group_script FILE...` to fill the output in, or to rew
 
     > group world=4 lease=3 form=600 recover=5 [elastic=1] [leap=]      a fresh control plane at time 0
     > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [network=]
-        [prior=EPOCH:RANK[:idle]] [active=0,1]
+        [prior=EPOCH:RANK[:idle]] [active=0,1] [communicator=topk:2,mode:AUTO]
       a worker that finds the group full waits as a spare
     > cordon NAME [drain=1] / > uncordon NAME      an operator; NAME: a uid, a rank or a host
     > region UID epoch= [bytes=]                   PublishRegion
@@ -125,7 +125,9 @@ class Replay:
             active = frozenset(int(one) for one in named["active"].split(",")) if "active" in named else None
             prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle, active)
         network = NetworkPlace(named["network"]) if "network" in named else None
-        worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, network=network)
+        pairs = [tuple(one.split(":")) for one in named.get("communicator", "").split(",") if one]
+        settings = {"network": network, "communicator": tuple((name, value) for name, value in pairs)}
+        worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, **settings)  # type: ignore[arg-type]
         self.group, effects = step(self.group, Register(worker, prior), self.now)
         lines = [self._render(effect) for effect in effects]
         full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)

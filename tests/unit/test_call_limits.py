@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from crossdock.common.call_limits import (
@@ -9,6 +11,8 @@ from crossdock.common.call_limits import (
     MIN_READING_PER_PEER,
     UNFINISHED_BYTES_PER_PEER,
     CallLimits,
+    CallPermits,
+    LimitReached,
     Permit,
     PermitPool,
 )
@@ -90,3 +94,32 @@ def test_unfinished_messages_of_one_peer_are_bounded(size: int) -> None:
     assert (
         limits.reading_per_peer * size <= UNFINISHED_BYTES_PER_PEER or limits.reading_per_peer == MIN_READING_PER_PEER
     )
+
+
+async def test_few_calls_of_a_peer_wait_to_be_read_and_one_connection_does_not_fill_the_queue() -> None:
+    """The rest is refused at once: each call that waits holds a part of its request."""
+    opened, reading, waiting = PermitPool(100, 100), PermitPool(1, 1), PermitPool(8, 2)
+
+    def call(connection: str) -> asyncio.Task[CallPermits]:
+        async def run() -> CallPermits:
+            permits = CallPermits(opened, reading, waiting, "peer", connection)
+            await permits.acquire_reading()
+            return permits
+
+        return asyncio.create_task(run())
+
+    first = await call("a")
+    queued = [call("a"), call("a")]
+    await asyncio.sleep(0)
+    assert len(waiting) == 2
+    async with asyncio.timeout(0.5):
+        with pytest.raises(LimitReached, match="expected at most 1 requests under way"):
+            await call("a")
+    other = call("b")
+    await asyncio.wait(queued, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.cancelled() for task in queued] == [True, False], "the oldest of the connection that has most"
+    first.release()
+    done, _ = await asyncio.wait([queued[1], other], return_when=asyncio.FIRST_COMPLETED)
+    done.pop().result().release()
+    await asyncio.wait([queued[1], other])
+    assert len(waiting) == 0

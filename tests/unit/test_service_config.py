@@ -187,6 +187,7 @@ def test_a_worker_that_listens_everywhere_registers_an_address_that_others_reach
             device=SimpleNamespace(type="cpu"),
             capabilities=SimpleNamespace(abi="v1"),
             spec=SimpleNamespace(fingerprint="f", num_experts=4, moe_layers=(0,)),
+            communicator_settings=dict,
         )
         identity = SimpleNamespace(pod_name="", hostname="node-a")
         config = WorkerConfig(model="m", listen="0.0.0.0:7500", advertise=advertise)

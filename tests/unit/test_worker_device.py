@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import ANY
 
+import msgspec
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ from crossdock.demo.stage import Stage
 from crossdock.worker.device import choose, enter
 from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
-from ep_kernels import CombineOrder, ConfigError
-from ep_kernels.bringup import fingerprint
+from ep_kernels import CombineOrder, ConfigError, MoEConfig
+from ep_kernels.bringup import Hello, fingerprint
 from tests.groups import LonelyGroup
 
 
@@ -134,3 +136,42 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
     assert WorkerConfig(model="m").combine_order == CombineOrder.RANK.value
     with pytest.raises(ConfigFileError, match="combine_order"):
         load(WorkerConfig, None, ["model=m", "combine_order=host"])
+
+
+class Pair:
+    """Rank 0 of two; the other one has another configuration."""
+
+    rank, size, epoch = 0, 2, 3
+
+    other: MoEConfig
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        hello = msgspec.msgpack.decode(payload, type=Hello)
+        return [payload, msgspec.msgpack.encode(msgspec.structs.replace(hello, fields=fingerprint(self.other)))]
+
+
+def made(config: WorkerConfig) -> Model:
+    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
+    return Model(config, SimpleNamespace(spec=spec))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"max_tokens_per_step": 64}, "max_tokens_per_rank"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"combine_dtype": "bfloat16"}, "combine_dtype"),
+        ({"step_timeout_s": 3.0}, "timeout_s"),
+        ({"ll_max_tokens": 9}, "ll_max_tokens"),
+    ],
+)
+def test_what_bring_up_would_refuse_is_in_the_registration(change: dict[str, Any], name: str) -> None:
+    """The same names and values, so that a worker with another configuration is refused before it has a rank."""
+    one, other = made(WorkerConfig(model="m")), made(WorkerConfig(model="m", **change))
+    group: Any = Pair()
+    group.other = other._communicator_config(group, 4)
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        one.connect(group, 4)
+    mine, others = one.communicator_settings(), other.communicator_settings()
+    assert next(field for field in mine if mine[field] != others[field]) == name
+    assert fingerprint(group.other) == {**others, "num_experts": "4", "expert_map": ANY}

@@ -1,5 +1,5 @@
-// The `shuffle` provider: another one whose writes are delayed and reordered by a seed, as networks with several paths
-// do it; and, if so wished, lanes that drop. What holds over it holds over any order of arrival.
+// The `shuffle` provider, for tests: wraps another provider, delays and reorders its writes by a seeded generator, as a
+// network with several paths does, and can drop lanes. Code that is right over it is right for any order of arrival.
 #include <sys/socket.h>
 
 #include <cstdlib>
@@ -11,7 +11,7 @@
 namespace cd {
 namespace {
 
-constexpr int kHeld = 64;  // writes kept back for one peer
+constexpr int kHeld = 64;  // maximum delayed writes of one peer
 
 struct Held {
   Write write;
@@ -38,7 +38,7 @@ class Shuffle final : public Provider {
 
   bool write(int peer, int lane, const Write& w) override {
     if (counts_[peer] == kHeld) return false;
-    // One of 16 is late by far more than its successors take.
+    // One of 16 is delayed by more than its successors take, so that they overtake it.
     const int64_t delay_ns = random() % 16 ? int64_t(random() % 100'000) : int64_t(random() % 3'000'000);
     held_[peer][counts_[peer]++] = {w, lane, now_ + delay_ns};
     return true;

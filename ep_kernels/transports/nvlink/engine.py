@@ -1,5 +1,5 @@
-"""One rank's operations on the device: outputs, argument records, launches. Knows tensors and the byte map; knows
-neither processes nor how regions came to be mapped (see `transport`), so that tests can run many ranks on one GPU."""
+"""Device operations of one rank: outputs, argument records, launches. Depends on tensors and the byte map, not on
+processes nor on how regions are mapped (`transport`), so that tests can run many ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Call:
     Attributes:
         variant: kernel.
         launch: grid and shared memory.
-        args: its argument record; `args.work.phases`: those that run.
-        keep: what holds the tensors that the kernel reads or writes.
+        args: its argument record; `args.work.phases` selects the phases.
+        keep: keeps the tensors alive that the kernel reads or writes.
     """
 
     variant: jit.Variant
@@ -55,7 +55,7 @@ class DispatchState:
         routing_id: the `carried` of the dispatch that made the routing; its first word is that dispatch's seq.
         carried: words of the operation, then weights, by `plan.StateMap`.
         topk_weights: float32 [T, K]; a copy where combine reads it (exact), since callers may overwrite theirs.
-        num_rows: rows delivered, where the host has read it.
+        num_rows: rows delivered; None: the host has not read it.
     """
 
     routing: torch.Tensor
@@ -71,7 +71,7 @@ class DispatchState:
 
 @dataclass(slots=True)
 class Dispatch:
-    """A dispatch under way: its call and what it writes."""
+    """A dispatch in progress: its call and its output tensors."""
 
     call: Call
     outputs: dict[str, torch.Tensor | None]
@@ -114,7 +114,7 @@ class LaunchEngine:
         self._memory: Memory | None = None
         self._num_dispatches = self._num_combines = 0
 
-    # What it needs.
+    # Region.
 
     @property
     def region_bytes(self) -> int:
@@ -128,23 +128,23 @@ class LaunchEngine:
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """[begin, end) of what must be zero before peers write: flags, and arrays with flags in their data."""
+        """Byte ranges [begin, end) that must be zero before peers write: flags, and arrays with flags in their data."""
         byte_map = self.tables.world.map
         return ((0, int(byte_map.routing_ids)), (int(byte_map.row_lines), int(byte_map.num_bytes)))
 
     def attach(self, memory: Memory, addresses: list[int]) -> None:
-        """This rank's region, and the address of every rank's."""
+        """Set this rank's region, and the address of every rank's region as mapped here."""
         self._memory = memory
         self._outputs.attach(memory)
         self.tables.set_peers(addresses)
 
     def detach(self) -> None:
-        """Let go of the region: no operation follows."""
+        """Release the region; no operation may follow."""
         self._memory = None
         self._outputs.attach(None)
 
     def restart_slots(self) -> None:
-        """All ranks choose slots from the first one again."""
+        """Start again with the first slots, on all ranks alike."""
         self._num_dispatches = self._num_combines = 0
 
     def _flags(self) -> torch.Tensor:
@@ -154,13 +154,13 @@ class LaunchEngine:
         return self._memory.view(self.tables.world.map.flags, shape, torch.int64)
 
     def unsent(self, mask: Sequence[bool]) -> list[Unsent]:
-        """What ranks outside `mask` have begun and not sent, as the last `barrier` with an epoch has read it; dead
-        ranks aside. Synchronises."""
+        """Operations that live ranks outside `mask` have started but not sent, as read by the last `barrier` with an
+        epoch. Synchronises."""
         return unsent_in(self._flags().tolist(), mask, self.tables.host.is_gone)
 
     def restart_flags(self, dispatch: int, combine: int) -> None:
-        """Arrival counters, which broken operations leave in between, as if so many operations were complete; and
-        nobody has left this rank out."""
+        """Set the arrival counters, which broken operations leave between two values, to those after `dispatch` and
+        `combine` complete operations; clear LEFT_OUT."""
         flags = self._flags()
         flags[abi.FLAGS.index("METADATA")] = flags[abi.FLAGS.index("PAYLOAD")] = dispatch * abi.ARRIVAL_TOTAL
         flags[abi.FLAGS.index("COMBINE")] = combine
@@ -184,14 +184,15 @@ class LaunchEngine:
         )
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
-        """All ranks meet; or, with an epoch, those that take no part are left out: the others go on in it."""
+        """A barrier of all ranks; with an epoch > 0, leave out the inactive ranks instead: the active ones continue in
+        that epoch."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(jit.Variant("barrier"), plan.Launch(1, 0, 0, 0), args)
 
     # Dispatch.
 
     def dispatch(self, args: DispatchArgs) -> Dispatch:
-        """Everything but the launch."""
+        """Prepare a dispatch up to its launch."""
         shape = self.sizes.shape
         assert args.mode is Mode.HT or args.x.shape[0] <= shape.ll_tokens, "lines have no room for it"
         slot, seq = self._num_dispatches % shape.dispatch_slots, self._num_dispatches + 1
@@ -236,7 +237,7 @@ class LaunchEngine:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def blank_state(self, num_tokens: int) -> DispatchState:
-        """Room for a routing."""
+        """Buffers for a new routing."""
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         routing = self._empty((self._state_map.routing_bytes,), torch.uint8)
         return DispatchState(routing, carried, carried, self._empty((num_tokens, self._config.topk), torch.float32))
@@ -247,7 +248,7 @@ class LaunchEngine:
         return replace(handle, state=DispatchState(routing, routing_id, carried, topk_weights))
 
     def _state(self, args: DispatchArgs) -> DispatchState:
-        """Room for a routing, or for what a routing used again does not share."""
+        """Buffers for a new routing; with `previous`, only those that are not shared with it."""
         previous: DispatchState | None = None if args.previous is None else args.previous.state
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         own_weights = args.topk_weights.clone() if self._config.exact_combine else args.topk_weights
@@ -256,7 +257,7 @@ class LaunchEngine:
         return DispatchState(self._empty((self._state_map.routing_bytes,), torch.uint8), carried, carried, own_weights)
 
     def _addresses(self, state: DispatchState) -> dict[str, int]:
-        """What a combine wants of it too, by the names in both argument records."""
+        """Pointers that dispatch and combine have in common, by their names in both argument records."""
         where, base = self._state_map, state.routing.data_ptr()
         return {
             "routing_id": state.routing_id.data_ptr(),
@@ -270,7 +271,8 @@ class LaunchEngine:
     # Combine.
 
     def combine(self, args: CombineArgs) -> tuple[Call, Callable[[torch.Tensor | None], Any]]:
-        """(the call, receive(out) -> (z, weights), which completes its arguments for the receive phase)."""
+        """Prepare a combine. Returns (call, receive); `receive(out) -> (z, weights)` sets the arguments of the receive
+        phase."""
         c, handle = self._config, args.handle
         state: DispatchState = handle.state
         if args.topk_weights is not None:
@@ -305,13 +307,11 @@ class LaunchEngine:
         return call, receive
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
-        """Rows in the shape of the handle's tokens; kernels read expert rows wherever they lie, so any memory will
-        do.
-        """
+        """Rows in the shape of the handle's tokens, in any memory: kernels read expert rows by address."""
         return self._empty((*handle.rows_shape, self._config.hidden_size), self._config.resolved_output_dtype)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """float32 [L, slots] | [N], 0 for rows that serve nobody."""
+        """float32 [L, slots] | [N], 0 for rows of no token."""
         state: DispatchState = handle.state
         c, shape, where = self._config, torch.Size(handle.rows_shape), self._state_map
         positions = (c.group.size, c.max_tokens_per_rank, c.topk)
@@ -331,13 +331,13 @@ class LaunchEngine:
 
 
 def _part(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor inside a buffer of bytes."""
+    """A view of a byte buffer as a tensor."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return buffer[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The copy engine wants 16-byte addresses; a view that starts elsewhere is copied."""
+    """The rows, copied if they do not start at a multiple of 16 bytes, which the copy engine requires."""
     return rows if rows.data_ptr() % _ROW == 0 else rows.clone()
 
 

@@ -186,6 +186,7 @@ class CallAuthorizer:
         limits = limits or CallLimits.of(1 << 20, 1024)
         self.calls, self.others = PermitPool(limits.calls, limits.calls_per_peer), PermitPool(_OTHERS, _OTHERS // 4)
         self.reading = PermitPool(limits.reading, limits.reading_per_peer)
+        self._waiting = PermitPool(limits.waiting, limits.waiting_per_peer)
         self._refused = refused or (lambda why: None)
         self._said_at = float("-inf")
 
@@ -202,7 +203,7 @@ class CallAuthorizer:
                 self._check_role(method, caller)
             self._count(self._hosts if ours else self._others, (caller.host, caller.names))
             pool = self.calls if ours else self.others
-            permits = CallPermits(pool, self.reading, (caller.host, caller.names), str(context.peer()))
+            permits = CallPermits(pool, self.reading, self._waiting, (caller.host, caller.names), str(context.peer()))
         except CallError as error:
             self._refuse(method, error, context)
             raise

@@ -20,6 +20,8 @@ IDLE_S = 1.0
 UNFINISHED_BYTES_PER_PEER = 48 << 20
 MIN_READING_PER_PEER = 12
 """Enough for a host of eight engines and its monitoring."""
+WAITING_PER_PEER = 64
+"""Calls that wait for a permit to read: each holds up to 64 KiB of its request, the window of its stream."""
 _WAIT_S, _POLL_S = 2 * IDLE_S, 0.02
 """Longest wait for a permit to read a request, and the polling interval."""
 
@@ -33,18 +35,22 @@ class CallLimits:
         calls_per_peer: open at once for one peer.
         reading: open calls whose request may be incomplete; each can hold one message of the largest size.
         reading_per_peer: the same for one peer.
+        waiting: open calls that wait to become `reading`.
+        waiting_per_peer: the same for one peer.
     """
 
     calls: int
     calls_per_peer: int
     reading: int
     reading_per_peer: int
+    waiting: int = 4 * WAITING_PER_PEER
+    waiting_per_peer: int = WAITING_PER_PEER
 
     @staticmethod
-    def of(max_message_bytes: int, calls: int) -> CallLimits:
+    def of(max_message_bytes: int, calls: int, waiting_per_peer: int = WAITING_PER_PEER) -> CallLimits:
         """One peer gets a quarter of the calls, and as many unfinished messages as fit UNFINISHED_BYTES_PER_PEER."""
         reading = max(MIN_READING_PER_PEER, min(calls // 4, UNFINISHED_BYTES_PER_PEER // max_message_bytes))
-        return CallLimits(calls, max(1, calls // 4), 4 * reading, reading)
+        return CallLimits(calls, max(1, calls // 4), 4 * reading, reading, 4 * waiting_per_peer, waiting_per_peer)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +148,7 @@ class CallPermits:
     Args:
         open_pool: for the whole call.
         reading: for its request, until that is complete.
+        waiting: until it has a permit of `reading`.
         peer: of the call.
         connection: of the call.
 
@@ -149,11 +156,13 @@ class CallPermits:
         LimitReached: too many calls are open.
     """
 
-    def __init__(self, open_pool: PermitPool, reading: PermitPool, peer: Hashable, connection: str) -> None:
+    def __init__(
+        self, open_pool: PermitPool, reading: PermitPool, waiting: PermitPool, peer: Hashable, connection: str
+    ) -> None:
         self._task = asyncio.current_task()
         self._peer, self._connection = peer, connection
         self._permits: dict[PermitPool, Permit] = {}
-        self._open, self._reading = open_pool, reading
+        self._open, self._reading, self._waiting = open_pool, reading, waiting
         if not self._acquire(open_pool):
             limit = open_pool.max_per_peer
             raise LimitReached(f"calls: expected at most {limit} open at once of one caller, got one more")
@@ -165,14 +174,11 @@ class CallPermits:
 
     async def acquire_reading(self) -> None:
         """Wait until the request may be read. Raises LimitReached."""
-        last_at = time.monotonic() + _WAIT_S
-        while not self._acquire(self._reading):
-            if time.monotonic() > last_at:
-                limit = self._reading.max_per_peer
-                raise LimitReached(
-                    f"calls: expected at most {limit} requests under way at once of one caller, got one more"
-                )
-            await asyncio.sleep(_POLL_S)
+        if not self._acquire(self._reading) and not (self._acquire(self._waiting) and await self._wait()):
+            limit = self._reading.max_per_peer
+            raise LimitReached(
+                f"calls: expected at most {limit} requests under way at once of one caller, got one more"
+            )
 
     def release_reading(self) -> None:
         """The request is complete."""
@@ -189,8 +195,17 @@ class CallPermits:
 
     def release(self) -> None:
         """Return all permits: the call has ended. Idempotent."""
-        self._release(self._reading)
-        self._release(self._open)
+        for pool in (self._waiting, self._reading, self._open):
+            self._release(pool)
+
+    async def _wait(self) -> bool:
+        last_at = time.monotonic() + _WAIT_S
+        while time.monotonic() <= last_at:
+            await asyncio.sleep(_POLL_S)
+            if self._acquire(self._reading):
+                self._release(self._waiting)
+                return True
+        return False
 
     def _acquire(self, pool: PermitPool) -> bool:
         permit = pool.acquire(self._peer, self._connection, self._cancel)

@@ -14,7 +14,7 @@ A new process has no memory. For `recover_s` it collects the memory of workers (
 group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
 
 docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
-continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars.
+continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars, group_kind.py refuses a mixed group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdock.control import blame, cordon, elastic, recovery
+from crossdock.control import blame, cordon, elastic, group_kind, recovery
 from crossdock.control.blame import Verdict
 from crossdock.control.elastic import raise_epoch
 from crossdock.control.group_state import (
@@ -47,7 +47,6 @@ from crossdock.control.group_state import (
     Tick,
     Uncordon,
     Waits,
-    Worker,
     with_first_ranks,
 )
 from crossdock.control.ranks import claimed_or_free_rank
@@ -116,7 +115,8 @@ def _register(group: Group, event: Register, now: float) -> Result:
         return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
     if known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
-    _check_same_kind(worker, next((member for member in group.members if member is not known), None))
+    if wrong := group_kind.difference(worker, [member for member in group.members if member is not known]):
+        raise _Refused(Refusal.MIXED_GROUP, f"worker {worker.uid}: {wrong}")
     if (bar := cordon.is_kept_out(group, event)) is not None:
         raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
     if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
@@ -346,16 +346,6 @@ def _forgive_pause(group: Group, pause: float) -> Group:
     members = group.members.each(lambda member: replace(member, lease_until=member.lease_until + pause))
     until = None if group.recover_until is None else group.recover_until + pause
     return replace(group, members=members, recover_until=until)
-
-
-def _check_same_kind(worker: Worker, member: Member | None) -> None:
-    """All members must be of one kind. `member`: any other one, None = there is none."""
-    if member is None:
-        return
-    for field, here in member.worker.kind.items():
-        if here != (there := worker.kind[field]):
-            message = f"worker {worker.uid}: {field}: expected {here!r} as {member} has, got {there!r}"
-            raise _Refused(Refusal.MIXED_GROUP, message)
 
 
 def _check_same_placement(group: Group, member: Member, placement: int | None) -> None:

@@ -122,16 +122,12 @@ class Worker:
     https: bool = False
     """`http_address` takes TLS only."""
     network: NetworkPlace | None = None
+    communicator: tuple[tuple[str, str], ...] = ()
+    """Names and values of the communicator's settings; empty: not reported, by a worker of an older release."""
 
     @property
     def uid(self) -> str:
         return self.place.uid
-
-    @property
-    def kind(self) -> dict[str, str]:
-        """What is equal in all members of a group."""
-        provider = self.network.provider if self.network else "none"
-        return {"abi": self.abi, "model": self.model, "transport": self.transport, "network": provider}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from crossdock.common import log as logs
 from crossdock.common import rpc
 from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
-from crossdock.common.call_limits import CallLimits
+from crossdock.common.call_limits import WAITING_PER_PEER, CallLimits
 from crossdock.common.config import ControlConfig, Identity
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.grpc_core_log import grpc_core_log
@@ -41,6 +41,8 @@ STOP_GRACE_S = 1.0
 CALLS, CALLS_PER_RANK = 2048, 8
 """Concurrent calls, most of them Watch streams; one peer gets a quarter. All ranks may share one proxy, and the permits
 of two streams per rank are never revoked."""
+WAITING_PER_RANK = 2
+"""Calls of one peer that wait to be read, beside WAITING_PER_PEER."""
 EXIT_OK, EXIT_BROKEN, EXIT_BAD_CONFIG = 0, 1, 2
 
 log = logs.get(__name__)
@@ -135,7 +137,8 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         closing.callback(alive.close)
         nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
         health = rpc.Health([SERVICE_NAME])
-        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.num_ranks)
+        waiting = WAITING_PER_PEER + WAITING_PER_RANK * config.num_ranks
+        limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.num_ranks, waiting)
         authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
         server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
         closing.push_async_callback(server.stop, STOP_GRACE_S)

@@ -39,6 +39,8 @@ MAX_HOST_BYTES = 64 << 10
 MAX_LOST_NAMED = 128
 MAX_GPUS = 64
 MAX_NICS = 64
+MAX_SETTINGS = 64
+MAX_SETTINGS_BYTES = 4 << 10
 MAX_AHEAD_S = 600
 """Largest accepted lead of a worker's clock: an incarnation is a start time and the newest one wins, so one from far in
 the future could never be replaced. Clocks kept by NTP differ by less than a second."""
@@ -110,6 +112,7 @@ def register_event(
         model=_name("model", request.model),
         https=request.https,
         network=network,
+        communicator=_communicator(request),
     )
     return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
 
@@ -271,6 +274,23 @@ def _network(network: topology_pb2.Network) -> NetworkPlace:
 
 def _network_message(network: NetworkPlace) -> topology_pb2.Network:
     return topology_pb2.Network(**asdict(network))
+
+
+def _communicator(request: pb.RegisterRequest) -> tuple[tuple[str, str], ...]:
+    """The settings of the worker's communicator, bounded in all, since they are kept for each member."""
+    settings = request.communicator
+    num_bytes = sum(setting.ByteSize() for setting in settings)
+    for got, most, what in ((len(settings), MAX_SETTINGS, "settings"), (num_bytes, MAX_SETTINGS_BYTES, "bytes")):
+        if got > most:
+            raise InvalidArgument(f"communicator: expected at most {most} {what}, got {got}")
+    for setting in settings:
+        if not setting.name or not setting.value:
+            raise InvalidArgument(f"communicator: expected names and values, got {setting.name!r} = {setting.value!r}")
+        _check_texts("communicator", setting)
+    pairs = tuple((setting.name, setting.value) for setting in settings)
+    if len(dict(pairs)) < len(pairs):
+        raise InvalidArgument("communicator: expected different names, got one twice")
+    return pairs
 
 
 def _check_host(host: topology_pb2.HostFacts) -> None:

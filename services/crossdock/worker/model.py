@@ -16,9 +16,12 @@ from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
+from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OF_PLACEMENT = {"num_experts", "expert_map"}
+"""Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
 
 
 class Model:
@@ -110,10 +113,13 @@ class Model:
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
-        policy = {}
-        if self.device.type != "cpu":  # no counts on the host: worst-case rows, so no row is dropped
-            policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
-        return MoECommunicator(self._moe_config(group, num_slots, output_dtype=self._output_dtype, **policy))
+        return MoECommunicator(self._communicator_config(group, num_slots))
+
+    def communicator_settings(self) -> dict[str, str]:
+        """By name, as text: what must be equal in the communicators of all ranks, apart from what the placement gives.
+        A difference in a setting is refused at registration; in the rest, when the communicators are built."""
+        fields = fingerprint(self._communicator_config(_Alone(), self.spec.num_experts))
+        return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
         """Unmap the checkpoint."""
@@ -150,6 +156,12 @@ class Model:
             return transport.capabilities
         finally:
             transport.close()
+
+    def _communicator_config(self, group: object, num_slots: int) -> MoEConfig:
+        policy: dict[str, Any] = {}
+        if self.device.type != "cpu":  # no counts on the host: worst-case rows, so no row is dropped
+            policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
+        return self._moe_config(group, num_slots, output_dtype=self._output_dtype, **policy)
 
     def _moe_config(self, group: object, num_slots: int, **fields: Any) -> MoEConfig:
         return MoEConfig(

@@ -243,6 +243,10 @@ class _Process:
             model=self._model.spec.fingerprint,
             num_experts=self._model.spec.num_experts,
             moe_layers=self._model.spec.moe_layers,
+            communicator=[
+                control_pb2.CommunicatorSetting(name=name, value=value)
+                for name, value in self._model.communicator_settings().items()
+            ],
         )
 
     def _stats(self) -> control_pb2.WorkerStats:

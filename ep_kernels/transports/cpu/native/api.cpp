@@ -2,6 +2,7 @@
 // across it; every function returns a Status or a plain value.
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "args.hpp"
 #include "exported.hpp"
@@ -106,6 +107,9 @@ CD_API void cd_convert(int build, void* out, const void* in, int type, int narro
   const cd::RowOps& ops = rows_of(build);
   if (narrow) {
     ops.store(out, static_cast<const float*>(in), cd::Type(type), n);
+  } else if (cd::Type(type) == cd::Type::e4m3) {
+    const std::vector<float> ones(cd::blocks_of(n), 1.0f);
+    ops.dequantize(static_cast<float*>(out), static_cast<const uint8_t*>(in), ones.data(), n);
   } else {
     ops.load(static_cast<float*>(out), in, cd::Type(type), n);
   }

@@ -62,17 +62,16 @@ void cross(const Comm& c, float* acc, int64_t n) {
   c.ops.dequantize(acc, q, scales, n);
 }
 
-// The same for a partial that home makes; rows of a rank-wise layout are in the combine dtype as they are.
-void travel(const Comm& c, float* acc, int64_t n) {
-  const bool as_is = c.g.combine_type == c.g.out_type && !per_expert(c.g.layout);
-  if (!as_is) cross(c, acc, n);
+// A partial of one row without a weight has the row's own bits: the combine dtype is e4m3 or that of the rows.
+bool is_row(const Comm& c, const Terms& terms, bool weighted) {
+  return terms.n == 1 && !weighted && c.g.combine_type != Type::e4m3;
 }
 
 // Writes a partial of this rank to place `at` of the slot.
 void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t at) {
   const Geometry& g = c.g;
   uint8_t* out = c.own.partials(slot) + at * c.map.c_row_bytes;
-  if (terms.n == 1 && !weighted && g.combine_type == g.out_type) {
+  if (is_row(c, terms, weighted)) {
     c.ops.copy(out, terms.row[0], c.map.c_row_bytes);
     return;
   }
@@ -185,7 +184,7 @@ struct Addend {
 void fetch(const Comm& c, const Addend& a, int64_t first, int64_t n, float* acc) {
   if (!a.moved) {
     reduce(c, a.terms, a.weighted, first, n, acc);
-    travel(c, acc, n);
+    if (!is_row(c, a.terms, a.weighted)) cross(c, acc, n);
   } else if (c.g.combine_type == Type::e4m3) {
     c.ops.dequantize(acc, a.moved + first, a.scales + first / 128, n);
   } else {

@@ -14,7 +14,7 @@ using cd::Type;
 constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2048;  // bytes
 
-// Calls fn(pointer, widen) with the reader of one column's type.
+// Calls fn(pointer, widen) with the reader of one column's type, which is bf16, f16 or f32.
 template <typename Fn>
 inline void with_reader(const void* row, Type type, Fn fn) {
   switch (type) {
@@ -23,9 +23,6 @@ inline void with_reader(const void* row, Type type, Fn fn) {
       break;
     case Type::f16:
       fn(static_cast<const uint16_t*>(row), [](uint16_t h) { return widen_f16(h); });
-      break;
-    case Type::e4m3:
-      fn(static_cast<const uint8_t*>(row), [](uint8_t q) { return widen_e4m3(q); });
       break;
     default:
       fn(static_cast<const float*>(row), [](float v) { return v; });

@@ -44,7 +44,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred", "communicator")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class RegisterRequest(_message.Message):
     NETWORK_FIELD_NUMBER: _ClassVar[int]
     READS_BARRED_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -77,7 +78,16 @@ class RegisterRequest(_message.Message):
     network: _topology_pb2.Network
     reads_barred: bool
     barred: Barred
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
+    communicator: _containers.RepeatedCompositeFieldContainer[CommunicatorSetting]
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ...) -> None: ...
+
+class CommunicatorSetting(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Barred(_message.Message):
     __slots__ = ("uid", "hostname", "cause", "reason", "left_s", "drain", "told_by")

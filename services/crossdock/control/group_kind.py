@@ -1,0 +1,39 @@
+"""What all members of a group have in common, and how a worker differs from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossdock.control.group_state import Member, Worker
+
+
+def difference(worker: Worker, members: Sequence[Member]) -> str | None:
+    """The first field in which `worker` differs from `members`, which are equal to each other: field, expected, got.
+    None: it fits. Communicator settings are compared with a member that has reported some."""
+    for member in members[:1]:
+        if (wrong := _first_difference(member, _kind(member.worker), _kind(worker))) is not None:
+            return wrong
+    reporting = next((member for member in members if member.worker.communicator), None)
+    if reporting is None or not worker.communicator:
+        return None
+    return _first_difference(reporting, _settings(reporting.worker), _settings(worker))
+
+
+def _first_difference(member: Member, expected: dict[str, str], got: dict[str, str]) -> str | None:
+    for field in expected | got:  # in the order of `expected`
+        if expected.get(field) != got.get(field):
+            return f"{field}: expected {_shown(expected, field)} as {member} has, got {_shown(got, field)}"
+    return None
+
+
+def _shown(fields: dict[str, str], field: str) -> str:
+    return repr(fields[field]) if field in fields else "nothing"
+
+
+def _kind(worker: Worker) -> dict[str, str]:
+    provider = worker.network.provider if worker.network else "none"
+    return {"abi": worker.abi, "model": worker.model, "transport": worker.transport, "network": provider}
+
+
+def _settings(worker: Worker) -> dict[str, str]:
+    return {f"communicator.{name}": value for name, value in worker.communicator}

@@ -1,0 +1,82 @@
+"""A worker with other communicator settings than its group: refused at the door while the group serves. Processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, STDOUT, CompletedProcess, run
+
+import pytest
+import torch
+
+from crossdock.common.config import WorkerConfig, dump
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+from crossdock.worker.process import EXIT_NOT_JOINED
+from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, E, H, K, check, cluster
+from tests.services.test_elastic import Load
+
+pytestmark = pytest.mark.timeout(TEST_S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mixed")
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> Iterator[Cluster]:
+    """Two ranks, elastic: a lost one leaves a slot that anybody may take who fits."""
+    yield from cluster(folder, num_workers=2, lease_s=10.0, elastic=True, max_tokens_per_step=64)
+
+
+def knock(group: Cluster, folder: Path, **fields: object) -> CompletedProcess[str]:
+    """A worker of the group's model that asks for a rank, until it gives up."""
+    config = WorkerConfig(
+        model=str(folder / "model"),
+        control=group.supervisor.control_address,
+        uid="stranger",
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        **fields,  # type: ignore[arg-type]
+    )
+    path = folder / "stranger.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    command = [sys.executable, "-m", "crossdock", "worker", "--config", str(path)]
+    return run(command, stdout=PIPE, stderr=STDOUT, text=True, timeout=ANSWER_S, check=False)
+
+
+def seats(view: GroupView) -> list[tuple[int, str, int]]:
+    return [(member.rank, member.worker.uid, member.worker.incarnation) for member in view.members]
+
+
+def test_a_worker_with_other_settings_never_holds_a_rank(group: Cluster, folder: Path) -> None:
+    group = group.now()
+    before = group.look()
+    with Load(group, 0) as load:
+        refused = knock(group, folder, max_tokens_per_step=128)
+        assert refused.returncode == EXIT_NOT_JOINED, refused.stdout
+        wanted = "communicator.max_tokens_per_rank: expected '64' as rank 0 (w0) has, got '128'"
+        assert wanted in refused.stdout, refused.stdout
+        after = group.look()
+        assert (after.state, after.epoch, seats(after)) == (SERVING, before.epoch, seats(before))
+        assert not load.errors
+        assert load.good_at
+
+
+def test_it_takes_no_slot_of_a_lost_rank_either(group: Cluster, folder: Path) -> None:
+    """The rest serves on without the lost rank, in one epoch, until a worker comes that fits."""
+    group = group.now()
+    with group.killed(1):
+        rest = group.until(lambda view: view.state == SERVING and list(view.active_ranks) == [0])
+        for fields in ({"max_tokens_per_step": 64, "step_timeout_s": 33.0}, {"max_tokens_per_step": 128}):
+            refused = knock(group, folder, **fields)
+            assert refused.returncode == EXIT_NOT_JOINED, refused.stdout
+            assert "communicator." in refused.stdout
+        after = group.look()
+        assert (after.state, after.epoch, seats(after)) == (SERVING, rest.view.epoch, seats(rest.view))
+        batch = Batch(1, torch.randn(9, H), torch.randint(0, E // 2, (9, K)), torch.rand(9, K))  # experts of rank 0
+        with rest.caller(0) as caller:
+            check(caller.forward(batch), batch, group.tensors)
+    healed = group.now()
+    assert [uid for _, uid, _ in seats(healed.view)] == ["w0", "w1"]
