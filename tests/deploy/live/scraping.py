@@ -25,7 +25,8 @@ RULES = yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]
 ALERTS = {rule["alert"] for group in RULES for rule in group["rules"]}
 SURE = {"CrossdockNotServing", "CrossdockControlPlaneDown", "CrossdockNoLeader"}
 ABSENT = re.compile(
-    "crossdock_(ep_|network_|certificate_|rpc_refusals|silent_rank|members_lost|excluded_|grpc_core_log|expert_moves)"
+    "crossdock_(ep_|network_|certificate_|peer_timeouts|rpc_refusals|silent_rank|members_lost|excluded_|grpc_core_log|"
+    "expert_moves)"
 )
 """Metrics of vLLM's ranks, of several hosts, of TLS, and of harm that nobody does here."""
 
