@@ -39,6 +39,7 @@ def check_chunks(chunks: object) -> int:
     return chunks
 
 
+@torch.no_grad()
 def follow(
     pending: PendingGather, gathered: torch.Tensor, weights: Sequence[torch.Tensor], size: int, active: Sequence[bool]
 ) -> list[torch.Tensor]:
@@ -53,6 +54,7 @@ def follow(
     return ys
 
 
+@torch.no_grad()
 def scattered(
     scatter: Callable[[torch.Tensor, torch.Tensor], Work[torch.Tensor]],
     x: torch.Tensor,
@@ -79,6 +81,7 @@ def scattered(
     return out
 
 
+@torch.no_grad()
 def reduced(
     reduce: Callable[[torch.Tensor], Work[torch.Tensor]], x: torch.Tensor, w: torch.Tensor, chunks: int
 ) -> torch.Tensor:

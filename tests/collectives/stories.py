@@ -169,6 +169,12 @@ def matmuls(rank: int, size: int, store: Store, transport: str) -> None:
             torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-3)
             got = coll.matmul_all_reduce(on_device(coll, xs[rank]), w, chunks=chunks)
             torch.testing.assert_close(got.cpu().double(), whole.expand(size * rows, 24), rtol=1e-4, atol=1e-3)
+        learned = torch.nn.Parameter(w.clone())
+        x = on_device(coll, values((size, 32), torch.float32, rank, 9)).requires_grad_()
+        ys, whole = coll.all_gather_matmul(x, [learned])
+        made = [*ys, whole, coll.matmul_all_reduce(x, learned), coll.matmul_reduce_scatter(x, learned)]
+        made += [coll.all_gather(x).wait(), coll.all_reduce(x).wait(), coll.reduce_scatter(x).wait()]
+        assert not any(tensor.requires_grad for tensor in made)
         with pytest.raises(ArgumentError, match="w: expected a tensor"):
             coll.matmul_all_reduce(w, w)
         with pytest.raises(ArgumentError, match="chunks: expected an int"):
