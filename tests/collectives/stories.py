@@ -228,8 +228,15 @@ def differing(rank: int, size: int, store: Store, transport: str, what: str) -> 
             "operation": lambda: coll.all_reduce(x) if odd else coll.all_gather(x),
             "parts": lambda: coll.all_gather_coalesced([x[:2], x[2:]] if odd else [x[:6], x[6:]]),
         }
-        with pytest.raises(TransportError) as error:
+
+        def finish() -> None:
             calls[what]().wait()
+            if coll.capabilities.device_type == "cuda":  # the device finds it, and `check` tells
+                torch.cuda.synchronize()
+            coll.check()
+
+        with pytest.raises(TransportError) as error:
+            finish()
         with pytest.raises(TransportError):
             coll.all_reduce(x)
         coll.set_active([True] * size, 1)
