@@ -118,7 +118,7 @@ def polled(rank: int, size: int, store: Any) -> None:
         coll.barrier()
         if rank == 1:
             time.sleep(1.0)
-        work, want = gather(coll, 5000, torch.float32, 1, PUSH)
+        work, want = gather(coll, 5000, torch.float32, 1, PULL)  # a registered out would have met the late rank before
         if rank != 1:
             assert not work.is_completed()
         while not work.is_completed():
