@@ -118,7 +118,7 @@ def polled(rank: int, size: int, store: Any) -> None:
         coll.barrier()
         if rank == 1:
             time.sleep(1.0)
-        work, want = gather(coll, 5000, torch.float32, 1, PUSH)
+        work, want = gather(coll, 5000, torch.float32, 1, PULL)  # a registered out would have met the late rank before
         if rank != 1:
             assert not work.is_completed()
         while not work.is_completed():
@@ -206,7 +206,7 @@ def test_a_lost_rank_is_named(world: World, way: str, dies: bool) -> None:
     for found in seen[:-1]:
         peer, gone, took = found
         assert (peer, gone) == (SIZE - 1, dies)
-        assert took < (10.0 if dies else PATIENCE_S + 2.0)
+        assert took < (10.0 if dies else PATIENCE_S + 5.0)
 
 
 def differing(rank: int, size: int, store: Any) -> str:
