@@ -138,6 +138,7 @@ class NativeFault(ctypes.Structure):
 _SIGNATURES: dict[str, Signature] = {
     "cd_abi": (c_uint64, ()),
     "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
+    "cd_region_parts": (None, (POINTER(Geometry), c_void_p)),
     "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_input_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_sample_bytes": (c_int64, ()),
