@@ -4,9 +4,10 @@
 
 Ring: from a push by one thread to the pop by another. Message: from a push to the handler of the peer, beside the same
 bytes on the same kind of socket by one thread; rank and peer share a proxy, so two threads run, as the socket pair has
-one. Dispatch: rows that leave a rank, over the time of the slowest rank, beside the provider's own stream of messages
-of the same sizes (with the time, too, in which a dispatch on one host places the rows: here that follows the arrival),
-and beside gloo's all_to_all of the same job. Wire: what a dispatch sends, beside what it must.
+one. The first after a pause: between two proxies, both asleep. Dispatch: rows that leave a rank, over the time of the
+slowest rank, beside the provider's own stream of messages of the same sizes (less, too, the time of a dispatch on one
+host, whose copies take the same processors) and beside gloo's all_to_all of the same job. Wire: what a dispatch sends,
+beside what it must.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
@@ -42,7 +44,7 @@ from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
-SEED, WAIT_S, BLOCKS = 20, 30.0, 20
+SEED, WAIT_S, BLOCKS, PAUSE_S = 20, 30.0, 20, 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,7 @@ def messages(rounds: int) -> list[Row]:
     network = Network(NetworkConfig(listen="127.0.0.1:0", spin_us=100_000))
     size = max(MESSAGE_BYTES)
     with End(network, 0, 2, size) as one, End(network, 1, 2, size) as two:
-        thread = threading.Thread(target=two.channel.connect, args=({0: one.channel.ticket()}, WAIT_S))
-        thread.start()
-        one.channel.connect({1: two.channel.ticket()}, WAIT_S)
-        thread.join()
+        meet(one, two)
         for num_bytes in MESSAGE_BYTES:
             took, alone, above = list[float](), list[float](), list[float]()
             for _ in range(BLOCKS):  # taking turns: whatever else the machine does, it does to both
@@ -148,6 +147,30 @@ def messages(rounds: int) -> list[Row]:
             ]
     network.close()
     return rows
+
+
+def idle(rounds: int) -> list[Row]:
+    """The first message after a pause, in which both proxies went to sleep."""
+    networks = [Network(NetworkConfig(listen="127.0.0.1:0")) for _ in range(2)]
+    with End(networks[0], 0, 2, 4096) as one, End(networks[1], 1, 2, 4096) as two:
+        meet(one, two)
+        took, one_ns = list[float](), (ctypes.c_int64 * 1)()
+        for _ in range(rounds):
+            time.sleep(PAUSE_S)
+            networks[0].lib.cn_bench_mail(one.channel.pointer, ctypes.byref(two.mark), 1, MESSAGE_BYTES[0], 1, one_ns)
+            took.append(one_ns[0] / 1e3)
+    for network in networks:
+        network.close()
+    of = f"{MESSAGE_BYTES[0]} bytes, 2 proxies"
+    return [row("message: the first after a pause", of, took[rounds // 10 :], "us")]
+
+
+def meet(one: End, two: End) -> None:
+    """Connect ranks 0 and 1."""
+    thread = threading.Thread(target=two.channel.connect, args=({0: one.channel.ticket()}, WAIT_S))
+    thread.start()
+    one.channel.connect({1: two.channel.ticket()}, WAIT_S)
+    thread.join()
 
 
 def _sockets(lib: ctypes.CDLL, num_bytes: int, took: Any) -> None:
@@ -310,7 +333,7 @@ def main() -> None:
     arguments = parser.parse_args()
     load, many = os.getloadavg()[0], 500 * arguments.rounds
     jobs = [Case(Mode.HT, Layout.FLAT, ranks=ranks, tokens=512) for ranks in (2, 4)]
-    rows = [*ring(many), *messages(many)]
+    rows = [*ring(many), *messages(many), *idle(10 * arguments.rounds)]
     for job in jobs:
         rows += dispatches(job, arguments.rounds)
     rows += [one for ranks in (2, 4) for one in wire(Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128))]

@@ -12,6 +12,8 @@ from crossdock.cli import app as cli
 from crossdock.cli import memory as regions
 from ep_kernels import ConfigError, Layout, Mode
 from ep_kernels.kernels import abi
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.geometry import geometry_of
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.inspection import HOLDS, arrays
 
@@ -117,3 +119,40 @@ def test_what_can_never_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="hidden_size") as caught:
         config(hidden_size=3)
     assert cli.exit_status(caught.value) == cli.EXIT_USAGE
+
+
+def test_a_cpu_region_is_what_the_native_half_says() -> None:
+    c = config(transport="cpu", ranks=4, mode="auto", layout="grouped")
+    found = regions.map_of(c)
+    geometry = geometry_of(c)
+    assert found.num_bytes == native.load().cd_region_bytes(geometry)
+    ends = [array.offset + array.num_bytes for array in found.arrays]
+    assert [array.offset for array in found.arrays] == [0, *ends[:-1]]
+    assert found.mirror_bytes == found.arrays[-1].offset, "all but the expert outputs"
+    rows = 128 * 7168 * 2
+    assert found.arrays[1].slot_bytes > rows
+    assert found.arrays[2].slot_bytes > 4 * rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "expected"), [(8, 1, 0), (8, 2, 1), (8, 4, 3), (8, 8, 7), (4, 3, 3), (5, 2, 2)]
+)
+def test_a_rank_has_mirrors_of_what_its_host_gets_through_it(ranks: int, hosts: int, expected: int) -> None:
+    assert regions.num_mirrors(ranks, hosts) == expected
+
+
+def test_mirrors_are_shown_when_there_are_several_hosts() -> None:
+    words = ("--transport", "cpu", "--ranks", "4")
+    facts = json.loads(shown(*words, "--hosts", "2", "--json"))
+    assert (facts["hosts"], facts["num_mirrors"]) == (2, 1)
+    assert 0 < facts["mirror_bytes"] < facts["num_bytes"]
+    assert f" {facts['mirror_bytes']:,} " in shown(*words, "--hosts", "2")
+    assert "mirrors" not in shown(*words)
+
+
+@pytest.mark.parametrize(
+    ("transport", "hosts", "words"), [("cpu", 9, "1 to 8"), ("cpu", 0, "1 to 8"), ("nvlink", 2, "1 with")]
+)
+def test_hosts_that_cannot_be(transport: str, hosts: int, words: str) -> None:
+    with pytest.raises(regions.OptionError, match=rf"--hosts: expected {words}.*, got {hosts}"):
+        regions.as_table(config(transport=transport), hosts)

@@ -187,6 +187,7 @@ _SIGNATURES: dict[str, Signature] = {
     **MEMBER_SIGNATURES,
     "cd_abi": (c_uint64, ()),
     "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
+    "cd_region_parts": (None, (POINTER(Geometry), c_void_p)),
     "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_input_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_create": (c_void_p, (POINTER(Geometry), c_void_p, c_void_p)),

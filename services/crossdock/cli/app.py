@@ -283,12 +283,16 @@ def memory(
     layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, ...")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
     transport: Annotated[str, typer.Option("--transport", help="By default the one on GPUs.")] = "",
+    hosts: Annotated[int, typer.Option("--hosts", help="Over which the ranks are spread evenly.")] = 1,
 ) -> None:
-    """Show the bytes of one rank's region, array by array."""
+    """Show the bytes of one rank's region, array by array, and of its mirrors of ranks of other hosts."""
     from crossdock.cli import memory as regions
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype, transport)
-    show_json(regions.as_dict(config)) if as_json else console().print(regions.as_table(config))
+    if as_json:
+        show_json(regions.as_dict(config, hosts))
+    else:
+        console().print(regions.as_table(config, hosts))
 
 
 for _command in (doctor, tune, drain, cordon, uncordon):

@@ -1,4 +1,5 @@
-"""What `crossdock memory` shows: the bytes of one rank's region, array by array. Computed, not measured: no GPU.
+"""What `crossdock memory` shows: the bytes of one rank's region, array by array, and of its mirrors. Computed, not
+measured: no GPU.
 
 The sizes come from the byte map that the kernels of the transport use (`base.region_map`).
 """
@@ -12,12 +13,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.common.transports import of_device
+from crossdock.common.transports import needs_gpu, of_device
 from crossdock.tune import request as tune
 from crossdock.tune.request import OptionError
 from ep_kernels import Layout, Mode, MoEConfig
 from ep_kernels.groups import PaperGroup
-from ep_kernels.transports.base import RegionMap, region_map
+from ep_kernels.transports.base import RegionArray, RegionMap, region_map
 
 T = TypeVar("T")
 
@@ -64,11 +65,31 @@ def map_of(config: MoEConfig) -> RegionMap:
     return found
 
 
-def as_dict(config: MoEConfig) -> dict[str, object]:
+def num_mirrors(ranks: int, hosts: int) -> int:
+    """Most mirrors that a rank's network writes, where the ranks are spread evenly: a rank of a host of n takes what
+    every n-th rank of each other host sends."""
+    least, more = divmod(ranks, hosts)
+    sizes = [least + 1] * more + [least] * (hosts - more)
+    return sum(-(-size // least) for size in sizes[:-1])
+
+
+def mirrors_of(config: MoEConfig, hosts: int) -> RegionArray:
+    """Those of one rank. Raises OptionError."""
+    if not 1 <= hosts <= config.group.size:
+        raise OptionError(f"--hosts: expected 1 to {config.group.size}, the number of ranks, got {hosts}")
+    slot_bytes = map_of(config).mirror_bytes
+    if hosts > 1 and not slot_bytes:
+        raise OptionError(f"--hosts: expected 1 with transport {config.transport}, got {hosts}")
+    num = num_mirrors(config.group.size, hosts)
+    return RegionArray("mirrors", 0, num, slot_bytes, "what ranks of other hosts send")
+
+
+def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
     """Plain JSON types; everything in bytes."""
-    found = map_of(config)
+    found, mirrors = map_of(config), mirrors_of(config, hosts)
     return {
         "ranks": config.group.size,
+        "hosts": hosts,
         "num_experts": config.num_experts,
         "hidden_size": config.hidden_size,
         "topk": config.topk,
@@ -77,6 +98,8 @@ def as_dict(config: MoEConfig) -> dict[str, object]:
         "layout": config.resolved_layout.value,
         "payload_dtype": str(config.payload_dtype).removeprefix("torch."),
         "num_bytes": found.num_bytes,
+        "num_mirrors": mirrors.num_slots,
+        "mirror_bytes": mirrors.slot_bytes,
         "arrays": [
             {
                 "name": array.name,
@@ -90,9 +113,9 @@ def as_dict(config: MoEConfig) -> dict[str, object]:
     }
 
 
-def as_table(config: MoEConfig) -> Group:
-    """A headline, one row per array, and the total."""
-    found = map_of(config)
+def as_table(config: MoEConfig, hosts: int = 1) -> Group:
+    """A headline, one row per array, and the total; with several hosts, the mirrors."""
+    found, mirrors = map_of(config), mirrors_of(config, hosts)
     total = found.num_bytes
     table = Table()
     for name in ("array", "offset", "slots", "bytes per slot", "bytes", "share", "holds"):
@@ -103,7 +126,13 @@ def as_table(config: MoEConfig) -> Group:
             f"{array.num_bytes / total:.1%}", array.holds, style="" if array.num_bytes else "dim",
         )  # fmt: skip
     table.add_section()
-    table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of GPU memory on each rank")
+    memory = "GPU memory" if needs_gpu(config.transport) else "memory, if all is touched,"
+    table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of {memory} on each rank")
+    if hosts > 1:
+        table.add_row(
+            mirrors.name, "", str(mirrors.num_slots), f"{mirrors.slot_bytes:,}", f"{mirrors.num_bytes:,}", "",
+            f"{mirrors.num_bytes / _MIB:,.1f} MiB more: {mirrors.holds}",
+        )  # fmt: skip
     return Group(_headline(config, found), table)
 
 

@@ -35,6 +35,12 @@ cd::Comm& moe(cd::Member* m) { return *static_cast<cd::Comm*>(m); }
 
 CD_API uint64_t cd_abi() { return abi_hash(); }
 CD_API int64_t cd_region_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).total; }
+// Where each part begins, and the bytes of one slot of it: dispatch, combine, expert outputs.
+CD_API void cd_region_parts(const cd::Geometry* g, int64_t* out) {
+  const cd::RegionMap map(*g);
+  const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs, map.y_size};
+  for (const int64_t part : parts) *out++ = part;
+}
 CD_API int64_t cd_outputs_offset(const cd::Geometry* g, int slot) {
   const cd::RegionMap map(*g);
   return map.outputs + slot * map.y_size;
