@@ -162,6 +162,23 @@ def test_ranks_in_different_operations_are_told(first: int) -> None:
             assert engine.tables.host.mismatch() is None, "told once"
 
 
+def test_a_record_of_more_ranks_touches_nothing() -> None:
+    """As a graph has it that was captured before a rank was lost: among fewer ranks the chunks outgrow their rows."""
+    loop = LoopbackCollectives(4, Emulated(4))
+    xs = [loop.put(torch.ones(4096 // 4)) for _ in range(4)]
+    calls = [e.all_reduce(xs[r], xs[r], None, Algorithm.TWO_SHOT, None) for r, e in enumerate(loop.engines)]
+    assert [len(each) for each in calls] == [1] * 4
+    for engine in loop.engines:
+        engine.set_active([True, True, False, False])
+    before = [memory.data[int(loop.engines[0].map.lines) :].clone() for memory in loop.memory]
+    loop.run(calls[:2])
+    for engine in loop.engines[:2]:
+        with pytest.raises(AbortedError, match="capture it again"):
+            raise engine.tables.host.fault() or AssertionError("it ran")
+    after = [memory.data[int(loop.engines[0].map.lines) :] for memory in loop.memory]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 def test_a_left_out_rank_is_told() -> None:
     """Ranks 0 and 1 go on; rank 2, which lives, comes to an operation of the old epoch."""
     loop = LoopbackCollectives(3, Emulated(3), timeout_s=60.0)

@@ -16,6 +16,7 @@
 #include "collectives/operation.cuh"
 #include "collectives/sum.cuh"
 #include "common/scheduler.cuh"
+#include "common/wait.cuh"
 #include "types.h"
 #include "variant.h"
 
@@ -85,6 +86,10 @@ __device__ __forceinline__ void copy_sums(const CollectiveArgs& args, Team team,
 __device__ __forceinline__ void two_shot_team(const CollectiveArgs& args, Team team, u8* shared) {
   Operation op;
   if (!begin(args, team, shared, OP_ALL_REDUCE, 1, &op)) return;
+  if (chunk_bytes(args) > static_cast<i64>(args.map.reduce_row)) {  // captured when more ranks were active
+    if (threadIdx.x == 0) spin::give_up(args.world, STOP_ABORTED, op.op, PHASE_BLOCKS, args.world.rank, op.seq, 0, 0);
+    return;
+  }
   const bool registered = args.out_offset != NO_OFFSET;
   send_terms(args, team, op);
   notify_blocks(args, team, kFirst, op.seq);

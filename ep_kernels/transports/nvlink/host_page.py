@@ -14,6 +14,9 @@ from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTime
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch
 
+_OUTGROWN = "a CUDA graph was captured when more ranks were active, and needs more staging now: capture it again"
+"""Why a kernel stops by itself."""
+
 
 class Mismatch(NamedTuple):
     """What a rank and a peer brought to one operation.
@@ -90,7 +93,7 @@ class HostPage:
         stop = abi.STOPS[record.status]
         self._fence()  # kernels write the status last
         if self._page.abort or stop == "ABORTED":
-            return AbortedError(self.reason)
+            return AbortedError(self.reason or _OUTGROWN)
         if stop == "RUNNING":
             return None
         op, phase = abi.OPS[record.op], abi.PHASES[record.phase]
