@@ -36,7 +36,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Connections for data to each peer, 1 to 16. More help where one connection cannot fill the network."""
     spin_us: int = 20
     """How long the proxy thread looks for work before it sleeps, microseconds. 0: it sleeps at once. A sleeping proxy
-    adds a wake-up (5 to 50 us) to the next message."""
+    adds a wake-up to the next message."""
     cpus: tuple[int, ...] = ()
     """Processors that the proxy thread may run on. Empty: any."""
     seed: int = 0

@@ -28,6 +28,7 @@ CLASSES = {
 FILES = {
     "transport.py": "each transport's folder has one: how it is found",
     "collectives.py": "the class Collectives; each transport's folder has one: how its collectives are found",
+    "inspection.py": "each transport's folder may have one: what tools ask a transport",
     "run.py": "what a command does: `crossdock up`, `demo`, `doctor`, `tune`",
     "rank.py": "the program of one rank that such a command starts",
     "process.py": "the program of a long-running process: worker, control plane",

@@ -25,6 +25,7 @@ from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.common.http import ask_http
 from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.protocol.v1.expert_pb2 import DescribeResponse
+from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
 
@@ -36,7 +37,14 @@ NUM_WORKERS = 2
 class Up:
     """A running `crossdock up`, and what it has printed."""
 
-    def __init__(self, folder: Path, num_workers: int = NUM_WORKERS, flags: Sequence[str] = (), join: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_workers: int = NUM_WORKERS,
+        flags: Sequence[str] = (),
+        join: str = "",
+        enter: Sequence[str] = (),
+    ) -> None:
         if not (folder / "model").exists():
             write_model(folder / "model")
         own = ["--set", "control.http_listen=127.0.0.1:0", "--set", "control.lease_s=60", "--listen", "127.0.0.1:0"]
@@ -44,7 +52,18 @@ class Up:
         free = [*(["--join", join] if join else own), "--set", "worker.step_timeout_s=100"]
         free += ["--log-dir", str(self.log_dir), *flags]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "crossdock", "up", "-m", str(folder / "model"), "-n", str(num_workers), *free],
+            [
+                *enter,
+                sys.executable,
+                "-m",
+                "crossdock",
+                "up",
+                "-m",
+                str(folder / "model"),
+                "-n",
+                str(num_workers),
+                *free,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -162,6 +181,39 @@ def test_a_group_of_two_hosts_is_joined_by_the_second_one(tmp_path: Path) -> Non
         assert second.process.wait(DEADLINE_S) == 0
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(DEADLINE_S) == 0
+
+
+def test_hosts_with_networks_of_their_own_are_one_group(tmp_path: Path) -> None:
+    """Two network namespaces, by the commands of docs/deploy.md."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fabric = stack.enter_context(contextlib.closing(Fabric()))
+        except NoNamespaces as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        one, two = fabric.host("one", 1), fabric.host("two", 2)
+        control = f"{one.address}:7400"
+
+        def started(host: Host, flags: Sequence[str], join: str = "") -> Up:
+            sets = [
+                f"worker.{port}={host.address}:{number}"
+                for port, number in (("listen", 7500), ("network.listen", 7700))
+            ]
+            sets += [f"worker.network.domain={host.name}", f"worker.uid={host.name}"]
+            flags = [*flags, "--network", "tcp", *(word for each in sets for word in ("--set", each))]
+            up = Up(tmp_path, 1, flags, join, host.enter)
+            stack.callback(up.process.wait)
+            stack.callback(up.process.kill)
+            return up
+
+        first = started(one, ["--world-size", "2", "--listen", control])
+        first.wait(r"1/2 registered")
+        second = started(two, [], control)
+        second.wait("Ctrl-C drains")
+        assert f"crossdock status --target {control}" in second.printed
+        first.wait("Ctrl-C drains")
+        for up in (second, first):
+            up.process.send_signal(signal.SIGTERM)
+            assert up.process.wait(DEADLINE_S) == 0
 
 
 def test_a_killed_supervisor_leaves_no_process(up: Up) -> None:

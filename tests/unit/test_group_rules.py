@@ -203,3 +203,14 @@ class AnyEvents(RuleBasedStateMachine):
 
 TestAnyEvents = AnyEvents.TestCase
 TestAnyEvents.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_name_at_another_host_says_what_may_be_wrong() -> None:
+    def worker(incarnation: int, address: str) -> Register:
+        return Register(Worker(Place("vm/0", "vm", 0), incarnation, address, "x:2", "cpu", "abi", "tiny"), None)
+
+    group, _ = step(new_group(Settings(2, 3.0, 600.0, 5.0), 0.0), worker(1, "10.0.0.1:7500"), 0.0)
+    again, _ = step(group, worker(2, "10.0.0.1:7501"), 1.0)
+    assert again.reason == "rank 0 (vm/0) replaced: a newer process of it registered"
+    twin, _ = step(group, worker(2, "10.0.0.2:7500"), 1.0)
+    assert twin.reason.endswith("at 10.0.0.2:7500; if two hosts have one name, set worker.uid on one of them")

@@ -158,7 +158,7 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Connections for data to each peer. More help where one connection cannot fill the network."""
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
     """How long the proxy thread looks for work before it sleeps, microseconds. 0: it sleeps at once. A sleeping proxy
-    adds a wake-up (5 to 50 us) to the next message."""
+    adds a wake-up to the next message."""
     cpus: tuple[Annotated[int, msgspec.Meta(ge=0, lt=4096)], ...] = ()
     """Processors that the proxy thread may run on. Empty: any."""
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0

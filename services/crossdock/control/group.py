@@ -128,7 +128,9 @@ def _register(group: Group, event: Register, now: float) -> Result:
         raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
     if known is None:
         return _add(group, event, now), ()
-    reason = f"{known} replaced: a newer process of it registered"
+    moved = worker.address.rpartition(":")[0] != known.worker.address.rpartition(":")[0]
+    elsewhere = f" at {worker.address}; if two hosts have one name, set worker.uid on one of them" if moved else ""
+    reason = f"{known} replaced: a newer process of it registered{elsewhere}"
     group = _add(_remove(group, (known,), reason, now), event, now)
     return replace(group, reason=reason), (Lost(known.rank, known.uid, "replaced"),)
 

@@ -239,7 +239,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             while not self._watchers.stopped:
                 changed.clear()
                 if views.is_replaced(self._group, worker):
-                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank")
+                    advice = "if two hosts have one name, set worker.uid on one of them"
+                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
                 message, has_table = self._view(worker, brief, table_once, has_table)
                 yield message
                 await changed.wait()
