@@ -37,6 +37,7 @@ MIB, KIB = 1 << 20, 1 << 10
 SETS, PER_GRAPH, WARMUP = 3, 10, 8
 BACKENDS = ("crossdock", "nccl", "nccl_symm", "nccl_ce", "torch")
 GATHER_MIB, GATHER_SMS = (16, 128, 512), (8, 16, 24, 32, 64, 132)
+REDUCE_SMS = (16, 32, 132)
 REDUCE_BYTES = (8 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)
 SCATTER_MIB = (2, 16)
 DEADLINE_S = 120.0
@@ -91,6 +92,8 @@ def cases(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
     for num_bytes in REDUCE_BYTES[:2] if quick else REDUCE_BYTES:
         timing = "graph" if num_bytes <= MIB else "eager"
         reduce = CollectiveCase("all_reduce", num_bytes, timing=timing)
+        for sms in REDUCE_SMS if num_bytes >= MIB else ():
+            yield "crossdock", replace(reduce, num_sms=sms)
         for name in ("crossdock", "nccl", "nccl_symm"):
             yield name, reduce
         for algorithm in ("one_shot", "two_shot"):

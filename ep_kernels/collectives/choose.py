@@ -78,7 +78,8 @@ def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Alg
         return (Algorithm.ONE_SHOT if below and shape.num_bytes <= below[-1] else Algorithm.TWO_SHOT,)
     copies = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
     kernels = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL)
-    by_copy = shape.num_sms == 0 or (shape.num_sms is None and shape.num_bytes >= can.copy_min_bytes)
+    sent = shape.num_bytes * (shape.num_ranks - 1)
+    by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= can.copy_min_bytes)
     order = (*copies, *kernels) if by_copy else (*kernels, *copies)
     pushes = (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
     return order if shape.out is BufferPlace.REGISTERED else [a for a in order if a not in pushes]

@@ -53,8 +53,8 @@ class CollectiveCapabilities:
         max_bytes: by operation, most bytes of one rank's x; absent = no limit.
         one_shot_max_bytes: all_reduce: most bytes of x at which ONE_SHOT beats TWO_SHOT, by number of ranks; the entry
             of the largest number that is not above R counts.
-        copy_min_bytes: all_gather: fewest bytes of one rank's shard at which copy engines are chosen without being
-            asked for (`num_sms=None`).
+        copy_min_bytes: all_gather: fewest bytes that a rank sends, over all peers, at which copy engines are chosen
+            where `num_sms` is None.
         reason: why torch.distributed serves this object instead of a transport; "" where it does not.
     """
 

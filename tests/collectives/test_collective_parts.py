@@ -86,7 +86,7 @@ def test_inactive_ranks_are_left_out() -> None:
 def can(**fields: Any) -> CollectiveCapabilities:
     every = {GATHER: PUSH_AND_PULL, SCATTER: (Algorithm.KERNEL_PULL,), REDUCE: SHOTS}
     usual: dict[str, Any] = {"device_type": "cuda", "cross_host": False, "graphs": True, "abi": "a"}
-    usual |= {"algorithms": every, "copy_min_bytes": 1000, "one_shot_max_bytes": {2: 500, 8: 100}}
+    usual |= {"algorithms": every, "copy_min_bytes": 3000, "one_shot_max_bytes": {2: 500, 8: 100}}
     return CollectiveCapabilities(**(usual | fields))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from crossdock.common.transports import needs_gpu
 from ep_kernels import TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
@@ -51,12 +52,12 @@ class Counting(AllGather):
         return super().__call__(output_tensor, *args, **kwargs)
 
 
-def losses(rank: int, size: int, gather: AllGather | None, steps: int, how: dict[str, Any]) -> list[float]:
-    """Of a model that is the same on all ranks; data differ."""
+def losses(device: str, rank: int, size: int, gather: AllGather | None, how: dict[str, Any]) -> list[float]:
+    """Of 20 steps of a model that is the same on all ranks; data differ."""
     torch.manual_seed(1)
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device, (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.get("mixed") else MixedPrecisionPolicy()
-    model = Model()
+    model = Model().to(device)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=how.get("reshard", True))
         if gather is not None:
@@ -67,8 +68,8 @@ def losses(rank: int, size: int, gather: AllGather | None, steps: int, how: dict
             second.set_modules_to_backward_prefetch([first])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
-    for step in range(steps):
-        x = values((5, WIDTH), torch.float32, rank, step)
+    for step in range(20):
+        x = values((5, WIDTH), torch.float32, rank, step).to(device)
         if how.get("async"):
             for block in model.blocks:
                 block.unshard(async_op=True)
@@ -86,11 +87,12 @@ def with_and_without(
     """20 steps: bit-identical losses; (gathers, those in registered memory)."""
     with gloo(rank, size, store), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = losses(rank, size, None, 20, how)
+        device = "cuda" if needs_gpu(transport) else "cpu"
+        plain = losses(device, rank, size, None, how)
         config = CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes)
         with Collectives(config) as coll:
             gather = Counting(coll)
-            ours = losses(rank, size, gather, 20, how)
+            ours = losses(device, rank, size, gather, how)
             coll.barrier()
         assert ours == plain
         assert len(set(plain)) == 20, "the model learns"

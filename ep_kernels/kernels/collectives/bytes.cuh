@@ -14,15 +14,19 @@ using ll::Vector;
 
 constexpr i64 kVector = 16;
 
-// Bytes [begin, end) of a shard that a block handles; `begin` is a multiple of 16.
+constexpr i64 kLineVectors = 8;  // of 128 bytes, which links and L2 move as one
+
+// Bytes [begin, end) of a shard that a block handles; `begin` is a multiple of 16, and of 128 where each block has some
+// lines.
 struct Range {
   i64 begin, end;
 };
 
 __device__ __forceinline__ Range range_of(Team team, i64 num_bytes) {
   const i64 vectors = (num_bytes + kVector - 1) / kVector;
-  const i64 begin = vectors * team.block / team.num_blocks, end = vectors * (team.block + 1) / team.num_blocks;
-  return {begin * kVector, min(end * kVector, num_bytes)};
+  const i64 unit = vectors >= team.num_blocks * kLineVectors * 2 ? kLineVectors : 1, units = (vectors + unit - 1) / unit;
+  const i64 begin = units * team.block / team.num_blocks, end = units * (team.block + 1) / team.num_blocks;
+  return {min(begin * unit * kVector, num_bytes), min(end * unit * kVector, num_bytes)};
 }
 
 __device__ __forceinline__ i32 misalignment(const void* address) {

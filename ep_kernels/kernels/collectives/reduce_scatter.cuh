@@ -44,9 +44,9 @@ __device__ __forceinline__ void scatter_team(const CollectiveArgs& args, Team te
   finish_send(args, team, op);
   const bool ok = await_blocks(args, team, kFirst, op, shared);
   const u8* own = args.x + args.world.rank * args.stride;
-#pragma unroll 1
-  for (i64 at = range.begin + threadIdx.x * kVector; ok && at < range.end; at += THREADS * kVector)
-    store_part<X>(args.out + at, sum_at(args, op, own, at, args.num_bytes - at), args.num_bytes - at);
+  if (ok)
+    each_sum(args, op, own, range, args.num_bytes,
+             [&](i64 at, const Vector& sum, i64 left) { store_part<X>(args.out + at, sum, left); });
   end(args, team, op, shared, ok);
 }
 

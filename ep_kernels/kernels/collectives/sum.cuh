@@ -39,28 +39,46 @@ __device__ __forceinline__ Vector rounded(const Sum& sum) {
   return *reinterpret_cast<const Vector*>(&values);
 }
 
-constexpr i32 kTermsAtOnce = 4;
+// Loads that a thread has under way: of so many vectors, from so many ranks.
+constexpr i32 kSumsAtOnce = 4, kTermsAtOnce = 2;
 
-// The sum, over all active ranks, of 16 bytes at `at` of this rank's chunk, of which `left` bytes are left; this rank's
-// own at `own`, those of the others in their rows of `reduce`.
-__device__ __forceinline__ Vector sum_at(const CollectiveArgs& args, const Operation& op, const u8* own, i64 at,
-                                         i64 left) {
-  Sum sum = no_terms();
+// Sums over all active ranks, in ascending rank, of a range of this rank's chunk: store(at, vector, bytes left) for each
+// 16 bytes of it. All threads of the block. The own terms are at `own`, those of the others in their rows of `reduce`;
+// the chunk has num_bytes.
+template <class Store>
+__device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Operation& op, const u8* own, Range range,
+                                         i64 num_bytes, Store store) {
+  constexpr i64 kStep = THREADS * kVector;
 #pragma unroll 1
-  for (i32 first = 0; first < num_active(); first += kTermsAtOnce) {
-    Vector terms[kTermsAtOnce];
+  for (i64 at = range.begin + threadIdx.x * kVector; at < range.end; at += kStep * kSumsAtOnce) {
+    Sum sums[kSumsAtOnce];
 #pragma unroll
-    for (i32 i = 0; i < kTermsAtOnce; ++i) {
-      if (first + i >= num_active()) continue;
-      const i32 rank = active_order[first + i];
-      terms[i] = rank == args.world.rank ? load_part(own + at, left)
-                                         : load_aligned(reduce_row_at(args, args.world.rank, op.slot, rank) + at);
+    for (i32 u = 0; u < kSumsAtOnce; ++u) sums[u] = no_terms();
+#pragma unroll 1
+    for (i32 first = 0; first < num_active(); first += kTermsAtOnce) {
+      Vector terms[kTermsAtOnce][kSumsAtOnce];
+#pragma unroll
+      for (i32 i = 0; i < kTermsAtOnce; ++i) {
+        if (first + i >= num_active()) continue;
+        const i32 rank = active_order[first + i];
+        const u8* row = rank == args.world.rank ? own : reduce_row_at(args, args.world.rank, op.slot, rank);
+#pragma unroll
+        for (i32 u = 0; u < kSumsAtOnce; ++u) {
+          const i64 here = at + u * kStep;
+          if (here < range.end)
+            terms[i][u] = rank == args.world.rank ? load_part(row + here, num_bytes - here) : load_aligned(row + here);
+        }
+      }
+#pragma unroll
+      for (i32 i = 0; i < kTermsAtOnce; ++i)
+#pragma unroll
+        for (i32 u = 0; u < kSumsAtOnce; ++u)
+          if (first + i < num_active() && at + u * kStep < range.end) add(sums[u], terms[i][u]);
     }
 #pragma unroll
-    for (i32 i = 0; i < kTermsAtOnce; ++i)
-      if (first + i < num_active()) add(sum, terms[i]);
+    for (i32 u = 0; u < kSumsAtOnce; ++u)
+      if (at + u * kStep < range.end) store(at + u * kStep, rounded(sums[u]), num_bytes - at - u * kStep);
   }
-  return rounded(sum);
 }
 
 }  // namespace ep::coll

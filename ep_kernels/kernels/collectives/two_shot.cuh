@@ -60,16 +60,14 @@ __device__ __forceinline__ void send_sums(const CollectiveArgs& args, Team team,
   const i32 mine = active_index(world.rank);
   const i64 first = mine * chunk_bytes(args);
   const Range range = range_of_chunk(args, team, mine);
+  each_sum(args, op, args.x + first, range, static_cast<i64>(args.num_bytes) - first,
+           [&](i64 at, const Vector& sum, i64 left) {
 #pragma unroll 1
-  for (i64 at = range.begin + threadIdx.x * kVector; at < range.end; at += THREADS * kVector) {
-    const i64 left = static_cast<i64>(args.num_bytes) - first - at;
-    const Vector value = sum_at(args, op, args.x + first, at, left);
-#pragma unroll 1
-    for (i32 step = 1; step <= num_active(); ++step) {
-      const i32 peer = active_order[(mine + step) % num_active()];
-      store_part<X>(sums_at(args, op, peer) + first + at, value, left);
-    }
-  }
+             for (i32 step = 1; step <= num_active(); ++step) {
+               const i32 peer = active_order[(mine + step) % num_active()];
+               store_part<X>(sums_at(args, op, peer) + first + at, sum, left);
+             }
+           });
 }
 
 __device__ __forceinline__ void copy_sums(const CollectiveArgs& args, Team team, const Operation& op) {
