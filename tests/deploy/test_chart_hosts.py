@@ -61,6 +61,17 @@ def test_only_workers_of_the_group_reach_the_data_ports() -> None:
 
 
 @needs_helm
+def test_pods_of_a_group_are_evicted_one_at_a_time() -> None:
+    def most(*flags: str) -> int | None:
+        budget = render(*flags).get("PodDisruptionBudget/moe-worker")
+        return None if budget is None else int(budget["spec"]["maxUnavailable"])
+
+    assert most(*HOSTS) == 1
+    assert most(*HOSTS, "--set", "worker.blockEvictions=true") == 0
+    assert most() is None
+
+
+@needs_helm
 def test_one_host_is_as_it_was(tmp_path: Path) -> None:
     made = render()
     spec = made["StatefulSet/moe-worker"]["spec"]

@@ -125,7 +125,8 @@ class Release:
 
         def all_ready() -> bool:
             found = self.pods("control") + self.pods("worker")
-            return len(found) == self.given["control"]["replicas"] + 1 and all(map(is_ready, found))
+            worker_pods = self.given["worker"].get("hosts", 1)
+            return len(found) == self.given["control"]["replicas"] + worker_pods and all(map(is_ready, found))
 
         self.cluster.eventually("every pod is Ready", all_ready, PATIENCE_S)
 
