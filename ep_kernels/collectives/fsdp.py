@@ -8,13 +8,17 @@ FSDP asks for a buffer, copies this rank's shard into its own slice of it, calls
 parameters have been copied out. Here the buffer is registered memory, so the gather is in place. Before FSDP drops the
 buffer it lets its streams wait for the copy-out, so a buffer that is used again is free in the order of streams.
 
-The pool holds what FSDP keeps at once: two units, and one for each that is prefetched. Where it is full, a buffer is
-ordinary memory, on all ranks alike.
+A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
+pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a buffer
+is ordinary memory. Ranks run the same program, so all of this happens on all ranks alike.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -51,6 +55,23 @@ class Gatherer(Protocol):
         """As there."""
 
 
+@dataclass(slots=True)
+class _Buffer:
+    """Registered bytes, and the tensor in which FSDP has them."""
+
+    memory: torch.Tensor
+    lent: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.lent is None or self.lent() is None
+
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.memory.view(dtype).view(*shape)
+        self.lent = weakref.ref(tensor)
+        return tensor
+
+
 class AllGather(_CustomAllGather):  # type: ignore[misc]
     """What `FSDPModule.set_custom_all_gather` takes. Several modules may share one.
 
@@ -60,14 +81,27 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
 
     def __init__(self, coll: Gatherer) -> None:
         self._coll = coll
+        self._buffers: list[_Buffer] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of that size: registered, or ordinary where the pool is full. Collective."""
         shape = tuple(int(n) for n in size)
-        try:
-            return self._coll.empty(shape, dtype)
-        except ArgumentError:  # on all ranks, since all have the same pool
+        num_bytes = math.prod(shape) * dtype.itemsize
+        idle = (one for one in self._buffers if one.memory.numel() == num_bytes and one.is_idle)
+        buffer = next(idle, None) or self._new(num_bytes)
+        if buffer is None:
             return torch.empty(shape, dtype=dtype, device=device)
+        return buffer.lend(shape, dtype)
+
+    def _new(self, num_bytes: int) -> _Buffer | None:
+        """From the pool, which has room for it once idle ones of other sizes have been returned, or has none."""
+        for _ in range(2 if num_bytes else 0):
+            try:
+                self._buffers.append(_Buffer(self._coll.empty((num_bytes,), torch.uint8)))
+                return self._buffers[-1]
+            except ArgumentError:  # on all ranks, since all have the same pool
+                self._buffers = [one for one in self._buffers if not one.is_idle]
+        return None
 
     def __call__(
         self,

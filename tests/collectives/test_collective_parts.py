@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import Any
 
@@ -15,6 +16,7 @@ from ep_kernels.collectives.collective_types import CollectiveOp
 from ep_kernels.collectives.pool import ALIGN_BYTES, MAX_BLOCKS, SymmetricPool
 from ep_kernels.errors import ArgumentError, ConfigError, TransportError
 from ep_kernels.transports import collective_base
+from ep_kernels.transports.cpu import native_collectives
 from tests.groups import LonelyGroup
 
 GATHER, SCATTER, REDUCE = CollectiveOp
@@ -207,3 +209,7 @@ def test_sizes_and_pools_that_differ() -> None:
         pools[0].allocate(words_of(pools, [8, 8]))
     answers = words_of(pools, [8, 8])
     assert pools[0].allocate([answers[0], None])[1] == ALIGN_BYTES
+
+
+def test_an_operation_has_the_bytes_that_the_native_half_expects() -> None:
+    assert ctypes.sizeof(native_collectives.Collective) == native_collectives.load().cd_collective_bytes()

@@ -64,6 +64,14 @@ def test_runs_that_take_several_lanes(world: Worlds, layout: Layout) -> None:
     world(3).run(run_cases, "cpu-lanes-halves", steps, overrides)
 
 
+@pytest.mark.parametrize("fields", [{"layout": Layout.GROUPED, "quantize": True}, {"layout": Layout.FLAT}])
+def test_rows_of_many_chunks(world: Worlds, fields: dict[str, Any]) -> None:
+    """Chunks of a source come in any order; more rows than caches hold, whose bytes are no multiple of 64."""
+    steps = [RoutingCase(7, 4, 2064, (700, 0, 640), kind, draw_seed()) for kind in ("uniform", "zipf")]
+    world(3).run(run_cases, SHUFFLE, steps, {"mode": Mode.HT, **fields})
+    world(3).run(run_cases, "cpu", steps, {"mode": Mode.HT, **fields})
+
+
 @pytest.mark.parametrize(
     "story",
     [

@@ -50,7 +50,7 @@ class Collective(ctypes.Structure):
         + _fields(c_uint64, "seq")
         + _fields(c_int64, "start_ns send_ns inside_ns slices stride_bytes chunk_bytes rounds round staged")
         + _fields(c_uint64, "missing")
-        + _fields(c_int64, "started looked")
+        + _fields(c_int64, "started looked began")
         + _fields(c_int32, "phase status")
         + _fields(c_uint64, "arrived")
     )
@@ -59,6 +59,7 @@ class Collective(ctypes.Structure):
 _SIGNATURES: dict[str, Signature] = {
     **native.MEMBER_SIGNATURES,
     "cd_collectives_abi": (c_uint64, ()),
+    "cd_collective_bytes": (c_int64, ()),
     "cd_collectives_region_bytes": (c_int64, (POINTER(CollectiveGeometry),)),
     "cd_collectives_pool_offset": (c_int64, (POINTER(CollectiveGeometry),)),
     "cd_collectives_create": (c_void_p, (POINTER(CollectiveGeometry),)),

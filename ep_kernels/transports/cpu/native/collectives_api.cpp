@@ -25,6 +25,8 @@ CD_API uint64_t cd_collectives_abi() {
                                 cd::kMaxCollectives};
   return cd::hash_of(facts, sizeof(facts) / sizeof(facts[0]));
 }
+// Of what native_collectives.py declares once more.
+CD_API int64_t cd_collective_bytes() { return sizeof(cd::Collective); }
 CD_API int64_t cd_collectives_region_bytes(const cd::CollectiveGeometry* g) { return g->total(); }
 CD_API int64_t cd_collectives_pool_offset(const cd::CollectiveGeometry* g) { return g->pool(); }
 
