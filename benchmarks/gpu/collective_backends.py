@@ -106,7 +106,7 @@ def nccl_group(num_sms: int | None, policy: int | None) -> Any:
     """A process group of all ranks whose communicator takes so many multiprocessors; collective, once per kind."""
     if num_sms is None and policy is None:
         return dist.group.WORLD
-    options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options: Any = dist.ProcessGroupNCCL.Options()
     if num_sms:
         options.config.min_ctas = options.config.max_ctas = num_sms
     if policy is not None:
@@ -172,10 +172,11 @@ class Torch:
         if (case.op, case.algorithm) not in known or case.num_sms is not None:
             raise Unavailable("torch: measured for all-gather by copies, and for one-shot and two-shot all-reduce")
         group = dist.group.WORLD
+        assert group is not None
         device = torch.device("cuda", torch.cuda.current_device())
         self.x = symmetric.empty(case.shape_in(ranks), dtype=case.dtype, device=device)
         symmetric.rendezvous(self.x, group=group)
-        name = group.group_name  # type: ignore[union-attr]
+        name = group.group_name
         ops = torch.ops.symm_mem
         if case.op == "all_gather":
             self._call: Callable[[], torch.Tensor] = lambda: ops._low_contention_all_gather(self.x, name)

@@ -1,11 +1,11 @@
 """Steps of a model whose parameters FSDP2 shards, by who gathers them: NCCL, NCCL's copy engines, or ours.
 
-    torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --steps 100 --all-gather nccl|nccl_ce|crossdock [--model moe]
+    CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --steps 100 --all-gather crossdock
 
-Weights and tokens are random and the same for every choice and every run of a seed, so the printed losses must be equal
-bit by bit: a gather moves bytes. Forward and backward prefetch one block ahead. The first WARMUP steps are not timed.
-Prints one line of JSON, from rank 0: median and 99th percentile of a step (slowest rank, ms), peak memory (largest
-rank, GiB), first and last loss, and a hash over the bits of all losses.
+Weights and tokens are random and the same for every choice and every run of a seed, and kernels are deterministic, so
+the printed losses must be equal bit by bit: a gather moves bytes. Forward and backward prefetch one block ahead. The
+first WARMUP steps are not timed. Prints one line of JSON, from rank 0: median and 99th percentile of a step (slowest
+rank, ms), peak memory (largest rank, GiB), first and last loss, and a hash over the bits of all losses.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ class Block(nn.Module):
         """[B, S, H] to the same."""
         batch, sequence, hidden = x.shape
         parts = self.qkv(self.before(x)).view(batch, sequence, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        query, key, value = parts.unbind(0)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).reshape(batch, sequence, hidden))
-        return x + self.mlp(self.between(x))
+        moved: torch.Tensor = self.mlp(self.between(x))
+        return x + moved
 
 
 class Model(nn.Module):
@@ -165,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
     _join(options.all_gather, device)
     size = Size(**{**asdict(SIZES[options.model]), **({"batch": options.batch} if options.batch else {})})
     model = sharded(size, device, options.seed)
@@ -200,7 +203,7 @@ def local_rank() -> int:
 def _join(gather: str, device: torch.device) -> None:
     options: Any = None
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()
         if gather == "nccl_ce" and hasattr(options.config, "cta_policy"):
             options.config.cta_policy = NCCL_POLICY_ZERO
     timeout = datetime.timedelta(seconds=DEADLINE_S)

@@ -132,7 +132,7 @@ def _clock() -> float:
     sleep(1000)
     end.record()
     end.synchronize()
-    return 1.0 / begin.elapsed_time(end)
+    return 1.0 / float(begin.elapsed_time(end))
 
 
 def _row(what: str, shape: tuple[int, int, int], us: Sequence[float], cublas: float, **more: Any) -> Row:

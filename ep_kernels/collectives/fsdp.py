@@ -9,8 +9,8 @@ parameters have been copied out. Here the buffer is registered memory, so the ga
 buffer it lets its streams wait for the copy-out, so a buffer that is used again is free in the order of streams.
 
 A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
-pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a buffer
-is ordinary memory. Ranks run the same program, so all of this happens on all ranks alike.
+pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a
+buffer is ordinary memory. Ranks run the same program, so all of this happens on all ranks alike.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ struct Range {
 
 __device__ __forceinline__ Range range_of(Team team, i64 num_bytes) {
   const i64 vectors = (num_bytes + kVector - 1) / kVector;
-  const i64 unit = vectors >= team.num_blocks * kLineVectors * 2 ? kLineVectors : 1, units = (vectors + unit - 1) / unit;
+  const i64 unit = vectors >= team.num_blocks * kLineVectors * 2 ? kLineVectors : 1;
+  const i64 units = (vectors + unit - 1) / unit;
   const i64 begin = units * team.block / team.num_blocks, end = units * (team.block + 1) / team.num_blocks;
   return {min(begin * unit * kVector, num_bytes), min(end * unit * kVector, num_bytes)};
 }
