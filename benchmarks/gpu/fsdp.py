@@ -1,6 +1,6 @@
 """Steps of a model whose parameters FSDP2 shards, by who gathers them: NCCL, NCCL's copy engines, or ours.
 
-    CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --steps 100 --all-gather crossdock
+    CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --all-gather crossdock
 
 Weights and tokens are random and the same for every choice and every run of a seed, and kernels are deterministic, so
 the printed losses must be equal bit by bit: a gather moves bytes. Forward and backward prefetch one block ahead. The

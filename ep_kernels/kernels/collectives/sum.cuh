@@ -66,7 +66,8 @@ __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Opera
         for (i32 u = 0; u < kSumsAtOnce; ++u) {
           const i64 here = at + u * kStep;
           if (here >= range.end) continue;
-          terms[i][u] = rank == args.world.rank ? load_part(row + here, num_bytes - here) : load_aligned(row + here);
+          terms[i][u] =
+              rank == args.world.rank ? load_part(row + here, num_bytes - here) : load_aligned(row + here);
         }
       }
 #pragma unroll
