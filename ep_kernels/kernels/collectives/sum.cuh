@@ -42,9 +42,9 @@ __device__ __forceinline__ Vector rounded(const Sum& sum) {
 // Loads that a thread has under way: of so many vectors, from so many ranks.
 constexpr i32 kSumsAtOnce = 4, kTermsAtOnce = 2;
 
-// Sums over all active ranks, in ascending rank, of a range of this rank's chunk: store(at, vector, bytes left) for each
-// 16 bytes of it. All threads of the block. The own terms are at `own`, those of the others in their rows of `reduce`;
-// the chunk has num_bytes.
+// Sums over all active ranks, in ascending rank, of a range of this rank's chunk: store(at, vector, bytes left) for
+// each 16 bytes of it. All threads of the block. The own terms are at `own`, those of the others in their rows of
+// `reduce`; the chunk has num_bytes.
 template <class Store>
 __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Operation& op, const u8* own, Range range,
                                          i64 num_bytes, Store store) {
