@@ -98,7 +98,7 @@ def take_collective_steps() -> int:
     draw = torch.Generator().manual_seed(draw_seed())
     for n in (8, 515):
         for place in ("plain", "registered", "in place"):
-            loop.all_gather([rows(NUM_RANKS, n, torch.bfloat16, draw)], place, n % 16)
+            loop.all_gather([rows(NUM_RANKS, n, torch.bfloat16, draw)], place, 2 * (n % 8))
         for algorithm in BOTH:
             loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "plain", 2 * (n % 3))
             loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "registered")
