@@ -117,10 +117,18 @@ def test_an_unknown_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_knows_the_cases() -> None:
-    command = ["make", "--dry-run", "--silent", "bench-gpu", "CASES=ll", "ARGS=--seed 5"]
+@pytest.mark.parametrize(
+    ("cases", "program"),
+    [
+        ("ll", r"benchmarks\.run --device cuda\s.*--cases ll"),
+        ("collectives", r"benchmarks\.gpu\.collective_tables"),
+        ("", r"benchmarks\.run --device cuda"),
+    ],
+)
+def test_make_knows_the_cases(cases: str, program: str) -> None:
+    command = ["make", "--dry-run", "--silent", "bench-gpu", f"CASES={cases}", "ARGS=--seed 5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert re.search(r"-m benchmarks\.run --device cuda .*--cases ll --seed 5$", done.stdout, re.MULTILINE)
+    assert re.search(rf"-m {program}\s+--note NCCL_NVLS_ENABLE=0 --seed 5$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
