@@ -189,7 +189,7 @@ def _blame(group: Group, event: Heartbeat, member: Member, now: float) -> Result
     if current and blamed and elastic.can_continue(group):
         group = _decide(group, now)
     elif current:
-        group = _break_epoch(group, reason, tuple(m.rank for m in blamed), now)
+        group = _break_epoch(group, reason, tuple(m.rank for m in blamed), now, silent=True)
     group, lost = _quarantine(group, blame.to_quarantine(group) if effects else (), now)
     return group, (*effects, *lost)
 
@@ -198,7 +198,7 @@ def _decide(group: Group, now: float) -> Group:
     """An elastic group continues without the reported ranks, once it has enough reports."""
     if not blame.is_due(group, now):
         return group
-    return _break_epoch(group, blame.summary(group), blame.ranks_to_exclude(group), now)
+    return _break_epoch(group, blame.summary(group), blame.ranks_to_exclude(group), now, silent=True)
 
 
 def _quarantine(group: Group, verdicts: Sequence[Verdict], now: float) -> Result:
@@ -328,12 +328,15 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
     return replace(group, phase=Phase.FORMING, since=now if phase_changed else group.since, broken_ranks=broken)
 
 
-def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float) -> Group:
+def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float, *, silent: bool = False) -> Group:
     """End the epoch while every member is alive: a member's report, or a deadline."""
     left = elastic.survivors(group, ranks) if ranks else None
     if left is not None and left != group.active:
         return elastic.continue_with(group, left, (), reason, ranks, now)
-    failed = group.num_failed_epochs + 1 if group.phase is Phase.EXCHANGING else 0
+    failed = 0
+    if group.phase is Phase.EXCHANGING:  # what waited for a silent rank at length took its time, and may heal
+        waited = silent and bool(ranks) and now - group.since >= group.settings.lease_s
+        failed = group.num_failed_epochs + (0 if waited else 1)
     group = raise_epoch(group, group.epoch + 1, now)
     group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
     if failed < group.settings.max_failed_epochs:

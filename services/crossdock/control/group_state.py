@@ -41,7 +41,8 @@ class Settings:
     form_timeout_s: float
     recover_s: float
     max_failed_epochs: int = 8
-    """Consecutive failed epochs, with unchanged members and without serving, before FAILED."""
+    """Consecutive failed epochs, with unchanged members and without serving, before FAILED. Those that waited for a
+    silent rank for `lease_s` or longer do not count: a line that was cut may come back."""
     elastic: bool = False
     """The remaining ranks continue without a lost one; see elastic.py."""
     blame_epochs: int = 3
