@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -114,3 +114,17 @@ class World:
     def __del__(self) -> None:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def pools() -> Iterator[Callable[[int], World]]:
+    """Once: pool(R), the pool of R rank processes, made when first needed; all are closed afterwards."""
+    made: dict[int, World] = {}
+
+    def of_size(size: int) -> World:
+        if size not in made:
+            made[size] = World(size)
+        return made[size]
+
+    yield of_size
+    for pool in made.values():
+        pool.close()

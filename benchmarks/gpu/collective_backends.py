@@ -34,7 +34,7 @@ class CollectiveCase:
         op: "all_gather", "reduce_scatter" or "all_reduce".
         num_bytes: all-gather and reduce-scatter: of one shard; all-reduce: of the tensor.
         dtype: of the elements.
-        num_sms: multiprocessors asked for; 0 copy engines, None the backend's choice.
+        num_sms: multiprocessors; 0: copy engines, None the backend's choice.
         timing: "eager" or "graph".
         algorithm: for backends with several; "" elsewhere.
     """
@@ -103,7 +103,7 @@ class Ours:
 
 @functools.cache
 def nccl_group(num_sms: int | None, policy: int | None) -> Any:
-    """A process group of all ranks whose communicator takes so many multiprocessors; collective, once per kind."""
+    """A process group of all ranks whose communicator takes `num_sms` multiprocessors; collective, once per kind."""
     if num_sms is None and policy is None:
         return dist.group.WORLD
     options: Any = dist.ProcessGroupNCCL.Options()

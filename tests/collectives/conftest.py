@@ -7,7 +7,7 @@ import pytest
 
 from crossdock.common.transports import needs_gpu
 from ep_kernels import transports
-from tests.worlds import World
+from tests.worlds import World, pools
 
 NAMES = [n for n in transports.names() if importlib.util.find_spec(f"ep_kernels.transports.{n}.collectives")]
 
@@ -15,16 +15,7 @@ NAMES = [n for n in transports.names() if importlib.util.find_spec(f"ep_kernels.
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
     """world(R): the pool of R rank processes."""
-    pools: dict[int, World] = {}
-
-    def of_size(size: int) -> World:
-        if size not in pools:
-            pools[size] = World(size)
-        return pools[size]
-
-    yield of_size
-    for pool in pools.values():
-        pool.close()
+    yield from pools()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -72,6 +72,14 @@ class LoopbackCollectives:
         """The calls of those that rank 0 takes for active, of all ranks' calls."""
         self.run([each for each, active in zip(calls, self.engines[0].active, strict=True) if active])
 
+    def leave_out_last(self) -> None:
+        """What `set_active` does to the ranks that go on without the last one."""
+        staying = self.engines[:-1]
+        agreed = 1 + max(engine.tables.sequence()[1] for engine in staying)
+        for engine in staying:
+            engine.tables.restart(agreed, agreed, agreed)
+            engine.set_active([True] * len(staying) + [False])
+
     def launch(self, launches: Sequence[Call]) -> None:
         """One call of each rank."""
         records = bytearray(b"".join(bytes(call.args) for call in launches))

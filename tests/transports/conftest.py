@@ -11,22 +11,13 @@ from ep_kernels.types import Capabilities
 from tests import hosts
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
-from tests.worlds import World
+from tests.worlds import World, pools
 
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
     """world(R): the pool of R rank processes."""
-    pools: dict[int, World] = {}
-
-    def of_size(size: int) -> World:
-        if size not in pools:
-            pools[size] = World(size)
-        return pools[size]
-
-    yield of_size
-    for pool in pools.values():
-        pool.close()
+    yield from pools()
 
 
 def _params(over_hosts: str) -> list[Any]:

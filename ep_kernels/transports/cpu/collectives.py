@@ -36,7 +36,7 @@ from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
 from ep_kernels.types import PeerTraffic
 
 ZERO_COPY_BYTES = 64 << 10
-"""A registered x of at least so many bytes is read where it lies. A smaller one is staged: copying it takes less time
+"""A registered x of this size or larger is read where it lies. A smaller one is staged: copying it takes less time
 than the second meeting, after which x is the caller's again."""
 ONE_SHOT_BYTES = 32 << 10
 """all_reduce up to here is one-shot: its second meeting would cost more than the sums that it saves."""
