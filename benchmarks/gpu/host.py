@@ -147,49 +147,44 @@ def inputs(device: torch.device, ids: torch.dtype = torch.int32) -> tuple[torch.
 
 
 def communicator_rows(clock: Clock, size: int, mode: Mode, layout: Layout, exact: bool) -> list[Row]:
-    """Dispatch and combine, at once and in two phases."""
+    """Dispatch and combine: at once, in two phases, with the routing of a former dispatch."""
     most = LL_MOST if mode is Mode.LL else HT_MOST
+    where = mode.value, layout.value + ("-exact" if exact else ""), size, "running" if exact else "stopped"
     rows: list[Row] = []
-    fields: dict[str, Any] = {
-        "mode": mode, "layout": layout, "max_tokens_per_rank": most, "exact_shapes": exact
-    }  # fmt: skip
-    with first_rank(size, **fields) as (comm, transport):
-        x, ids, weights = inputs(torch.device("cuda", torch.cuda.current_device()))
+    with first_rank(size, mode=mode, layout=layout, max_tokens_per_rank=most, exact_shapes=exact) as (comm, transport):
+        given = inputs(torch.device("cuda", torch.cuda.current_device()))
         if not exact:
             transport.stop()
-
-        def whole(marks: list[float]) -> None:
-            _now(marks)
-            out, handle = comm.dispatch(x, ids, weights)
-            _now(marks)
-            tokens = out.tokens
-            _now(marks)
-            comm.combine(tokens, handle)
-            _now(marks)
-
-        def phases(marks: list[float]) -> None:
-            _now(marks)
-            out, handle = comm.dispatch_async(x, ids, weights).wait()
-            _now(marks)
-            tokens = out.tokens
-            _now(marks)
-            comm.combine_async(tokens, handle).wait()
-            _now(marks)
+        for suffix, dispatch, combine in (
+            ("", comm.dispatch, comm.combine),
+            ("_async", lambda *args: comm.dispatch_async(*args).wait(), lambda *args: comm.combine_async(*args).wait()),
+        ):
+            sent, back = clock.times(_steps(dispatch, combine, given))
+            rows.append(clock.row(sent, "crossdock", f"dispatch{suffix}", *where))
+            rows.append(clock.row(back, "crossdock", f"combine{suffix}", *where))
+        _, former = comm.dispatch(*given)
 
         def again(marks: list[float]) -> None:
             _now(marks)
-            comm.dispatch(x, None, None, previous_handle=former)
+            comm.dispatch(given[0], None, None, previous_handle=former)
             _now(marks)
 
-        where = mode.value, layout.value + ("-exact" if exact else ""), size, "running" if exact else "stopped"
-        for step, suffix in ((whole, ""), (phases, "_async")):
-            dispatch, tokens, combine = clock.times(step)
-            rows.append(clock.row([a + b for a, b in zip(dispatch, tokens, strict=True)],
-                                  "crossdock", f"dispatch{suffix}", *where))  # fmt: skip
-            rows.append(clock.row(combine, "crossdock", f"combine{suffix}", *where))
-        _, former = comm.dispatch(x, ids, weights)
         rows.append(clock.row(clock.times(again)[0], "crossdock", "dispatch_again", *where))
     return rows
+
+
+def _steps(dispatch: Callable[..., Any], combine: Callable[..., Any], given: Sequence[torch.Tensor]) -> Any:
+    """A dispatch, the tokens of its output with it, and a combine of them."""
+
+    def step(marks: list[float]) -> None:
+        _now(marks)
+        out, handle = dispatch(*given)
+        tokens = out.tokens
+        _now(marks)
+        combine(tokens, handle)
+        _now(marks)
+
+    return step
 
 
 def deep_ep_rows(clock: Clock) -> list[Row]:

@@ -16,7 +16,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs, round_up
-from ep_kernels.transports.nvlink.records import RecordTemplate
+from ep_kernels.transports.nvlink.record_template import RecordTemplate
 from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
 from ep_kernels.transports.nvlink.tables import Tables
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode

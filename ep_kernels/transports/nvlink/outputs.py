@@ -25,7 +25,7 @@ class Memory(Protocol):
         """A tensor over its bytes."""
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """Where a field lies in a call's memory, bytes."""
 
     offset: int
@@ -44,7 +44,7 @@ class Strides(NamedTuple):
 ROW_MAJOR = Strides(0, 0, 0)
 
 
-class Delivered(DispatchOutput):
+class LazyOutput(DispatchOutput):
     """A `DispatchOutput` whose fields are made when they are first read."""
 
     __slots__ = ("_field",)
@@ -57,9 +57,9 @@ class Delivered(DispatchOutput):
         return value
 
 
-def delivered(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
+def lazy_output(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
     """An output of that layout whose other fields `field(name)` makes."""
-    made: DispatchOutput = object.__new__(Delivered)
+    made: DispatchOutput = object.__new__(LazyOutput)
     object.__setattr__(made, "layout", layout)
     object.__setattr__(made, "_field", field)
     return made
@@ -88,7 +88,7 @@ class Outputs:
         self._memory: Memory | None = None
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
-    def _placed(self) -> tuple[dict[str, Place], int]:
+    def _placed(self) -> tuple[dict[str, FieldPlace], int]:
         groups, rows = self._sizes.num_groups, (*self.rows, self._config.topk)
         parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
             (name, (1,), torch.int32) for name in ("num_rows", "num_dropped", "num_invalid_ids")
@@ -101,7 +101,7 @@ class Outputs:
         parts.append(("valid", (self._config.max_tokens_per_rank,), torch.bool))
         places, end = {}, 0
         for name, shape, dtype in parts:
-            places[name] = Place(end, shape, dtype)
+            places[name] = FieldPlace(end, shape, dtype)
             end += torch.Size(shape).numel() * dtype.itemsize
         return places, round_up(end, _ALIGN)
 
@@ -133,7 +133,7 @@ class Outputs:
                 return number[:num_tokens]
             return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
 
-        return delivered(self.layout, field)
+        return lazy_output(self.layout, field)
 
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
         """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows
