@@ -38,7 +38,7 @@ class Model:
         device: where experts are held and steps computed; current in the thread that made this.
 
     Raises:
-        CheckpointError: an activation that is not supported.
+        CheckpointError: an activation, or an `expert_dtype`, that is not supported.
         EpError: the transport does not work here, or cannot carry this model; there is no such device.
         DeviceLost: the GPU does not work.
     """
@@ -53,6 +53,7 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
+        self._held_dtype = self._check_expert_dtype()
         self._experts: ExpertMLPs | None = None
 
     @property
@@ -85,7 +86,7 @@ class Model:
         if num_slots:
             with self._room(num_slots):
                 self._experts = ExpertMLPs.load(
-                    self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress
+                    self._checkpoint, ids, dtype=self._held_dtype, device=self.device, progress=progress
                 )
         return self._experts
 
@@ -132,6 +133,14 @@ class Model:
         if self._config.combine_dtype:
             return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
+
+    def _check_expert_dtype(self) -> torch.dtype:
+        """The dtype that experts are held in."""
+        held = _DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
+        if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
+            wider = ", or torch.float32" if self.device.type == "cpu" else ""
+            raise CheckpointError(f"expert_dtype: expected {self.dtype}{wider} on {self.device}, got {held}")
+        return held
 
     def _stage(
         self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]
