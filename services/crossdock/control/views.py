@@ -112,6 +112,7 @@ def register_event(
         model=_name("model", request.model),
         https=request.https,
         network=network,
+        boot_id=request.host.boot_id,
         communicator=_communicator(request),
     )
     return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
