@@ -270,7 +270,7 @@ def _network(network: topology_pb2.Network) -> NetworkPlace:
     _check_texts("network", network)
     if not network.provider:
         raise InvalidArgument("network.provider: expected a name, got none")
-    return NetworkPlace(network.provider, network.address, network.domain)
+    return NetworkPlace(network.provider, network.address, network.domain, network.device, network.device_why)
 
 
 def _network_message(network: NetworkPlace) -> topology_pb2.Network:
