@@ -142,7 +142,7 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
 def test_experts_are_held_wider_only_where_that_can_be_computed() -> None:
     held = [made(WorkerConfig(model="m", expert_dtype=name))._held_dtype for name in ("", "bfloat16", "float32")]
     assert held == [torch.bfloat16, torch.bfloat16, torch.float32]
-    with pytest.raises(CheckpointError, match="expert_dtype: expected torch.bfloat16, or torch.float32 on cpu, got"):
+    with pytest.raises(CheckpointError, match=r"expert_dtype: expected torch\.bfloat16, or torch\.float32 on cpu, got"):
         made(WorkerConfig(model="m", expert_dtype="float16"))
 
 

@@ -224,7 +224,7 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies bf16 in hardware; torch's GEMM is then 2 to 5 times as fast as widening for each call.
+    """True if this CPU multiplies bf16 in hardware; torch's GEMM is then 2 to 5 times as fast as widening per call.
     By the CPU's instructions, not by a measurement, so that equal hosts give equal bits."""
     tests = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     return dtype is torch.bfloat16 and any(test is not None and test() for test in tests)
