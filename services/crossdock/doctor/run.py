@@ -98,7 +98,7 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     if meeting:
         how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
         yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")
-        transport = transports.cross_host_names()[0]
+        transport = next(name for name in transports.cross_host_names() if not transports.needs_gpu(name))
         answers = trial.run_between_hosts(transport, int(not listens), meeting, network, request.wait_s)
         yield from trial.judge_trial(transport, answers, 0.0, name="network")
 
