@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 
 from ep_kernels.collectives.collective_config import CollectiveConfig
-from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.errors import ConfigError, HandleError, TransportError
 from ep_kernels.transports import base
 
@@ -117,6 +117,18 @@ class PendingGather(PendingCollective, Protocol):
         `wait`; raises what `wait` does."""
 
 
+class CollectivePlan(Protocol):
+    """An operation that has run once, checked and planned, to be begun again with like arguments."""
+
+    def begin(self, x: torch.Tensor, out: torch.Tensor) -> PendingCollective | None:
+        """As `all_gather` and the others. None: nothing was begun, call those. Raises TransportError.
+
+        Args:
+            x, out: of the shapes, dtypes, devices and registered offsets of the arguments of the plan, and as far from
+                each other, where they overlap.
+        """
+
+
 class CollectiveTransport(base.MemberTransport, Protocol):
     """One backend between the ranks of one group, for collectives."""
 
@@ -142,6 +154,10 @@ class CollectiveTransport(base.MemberTransport, Protocol):
 
     def all_reduce(self, args: ReduceArgs) -> PendingCollective:
         """Begin, as `all_gather`."""
+
+    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
+        """For operations that repeat; None where planning costs nothing, or cannot be spared. Good until
+        `set_active`."""
 
 
 def bytes_before_pool(config: CollectiveConfig) -> int:

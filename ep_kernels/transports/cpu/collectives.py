@@ -236,6 +236,9 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
 
+    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
+        """See `CollectiveTransport.plan`: there is none."""
+
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:
         num_bytes, source = args.x.numel() * args.x.element_size(), self._source(args.x)
         in_place = args.x.data_ptr() == args.out.data_ptr()

@@ -25,6 +25,7 @@ from ep_kernels.transports.collective_base import GatherArgs, GatherPart, Reduce
 from ep_kernels.transports.nvlink import collective_plan as plan
 from ep_kernels.transports.nvlink import copies, launch, links
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
+from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.collective_work import CopyWork, DoneWork, KernelWork
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces
 from ep_kernels.transports.nvlink.engine import Call
@@ -173,6 +174,8 @@ class NvlinkCollectives(NvlinkMember):
         self._raise_fault()
 
     def _raise_fault(self) -> None:
+        if self._is_quiet():
+            return
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
             if found is None:
                 continue
@@ -181,6 +184,15 @@ class NvlinkCollectives(NvlinkMember):
                 raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
             self._found = self._found or other_tag(found.op, both[0], found.peer, both[1])
         super()._raise_fault()
+
+    def _is_quiet(self) -> bool:
+        return self._tables.host.is_quiet() and self._copies.is_quiet()
+
+    def undisturbed(self) -> torch.cuda.Stream | None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._found is not None or self._domain.mailbox.is_ahead() or not self._is_quiet():
+            return None
+        return self._streams.alone_on() if torch.cuda.current_device() == self._device.index else None
 
     def check_results(self) -> None:
         """See `base.MemberTransport`: other tags; `check` raises the rest."""
@@ -251,6 +263,33 @@ class NvlinkCollectives(NvlinkMember):
         offset = self._region_offset(args.out)
         return self._run(self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms))
 
+    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> KernelPlan | CopyPlan | None:
+        """See `collective_base.CollectiveTransport`: what is one launch, or a push of a shard in its place."""
+        if isinstance(args, GatherArgs):
+            return self._gather_plan(args)
+        if op is CollectiveOp.REDUCE_SCATTER:
+            calls = self._engine.reduce_scatter(args.x, args.out, args.num_sms, args.tag)
+        else:
+            offset = self._region_offset(args.out)
+            calls = self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms)
+        return KernelPlan(self, self._functions, calls[0], calls[0].args, self._ranks()) if len(calls) == 1 else None
+
+    def _gather_plan(self, args: GatherArgs) -> KernelPlan | CopyPlan | None:
+        part, offset = args.parts[0], self._region_offset(args.parts[0].out)
+        if len(args.parts) > 1 or not part.x.numel():
+            return None
+        if args.algorithm is Algorithm.COPY_PUSH and self._own(part).data_ptr() == part.x.data_ptr():
+            listed, word = self._pushed([part], args.tag)
+            template = self._copies.template(listed, word)
+            return CopyPlan(self, self._copies, self._copy_stream, template, self._config.group.rank)
+        if args.algorithm in _COPIES:
+            return None
+        shard = Shard(part.x, part.out, offset, part.dtype, self._pitch(part))
+        calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms, args.tag)
+        if len(calls) > 1:
+            return None
+        return KernelPlan(self, self._functions, calls[0], calls[0].args.parts[0], self._ranks())
+
     def _run(self, calls: Sequence[Call]) -> KernelWork | DoneWork:
         for call in calls:
             self._launch(call)
@@ -273,13 +312,17 @@ class NvlinkCollectives(NvlinkMember):
     def _own(self, part: GatherPart) -> torch.Tensor:
         return part.out[self._config.group.rank * self._pitch(part) :][: part.x.numel()]
 
-    def _push_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
+        """(parts as copy engines push them, signature)."""
         offsets = [self._region_offset(part.out) for part in parts]
         listed = [
             CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), self._pitch(part))
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
-        word = self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+
+    def _push_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+        listed, word = self._pushed(parts, tag)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         seq = self._copies.all_gather(listed, word, True, list(parts))
         return self._copy_work(parts, seq, True)

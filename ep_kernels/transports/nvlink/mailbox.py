@@ -89,8 +89,15 @@ class Mailbox:
         self._epoch = mine[_AGREED] = epoch
         return [answer for answer in answers if answer is not None]
 
+    def is_ahead(self) -> bool:
+        """Whether some rank, active or not, has agreed to an epoch that this rank has not. Any thread."""
+        epoch = self._epoch
+        return any(page[_AGREED] > epoch for page in self._pages)
+
     def check_left_out(self, op: str) -> None:
         """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""
+        if not self.is_ahead():
+            return
         reached = max(self._epoch, self._pages[self._rank][_EPOCH])  # an epoch that this rank is entering is no news
         for peer, (active, page) in enumerate(zip(self._active, self._pages, strict=True)):
             if active and page[_AGREED] > reached:
