@@ -264,7 +264,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     def _remember(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
         """Plan for the next operation like this one, which has begun."""
         key, self._key = self._key, None
-        plan = None if key is None or not all(self._active) else self._transport.plan(args, op)
+        plan = None if key is None or not all(self._active) else self._transport.plan_for(args, op)
         if key is not None and plan is not None:
             self._repeats.keep(key, plan, out)
 

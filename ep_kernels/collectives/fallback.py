@@ -204,8 +204,8 @@ class TorchCollectives:
         work = _mapped(dist.all_reduce, args.out, op=_REDUCTIONS[reduction], group=self._group, async_op=True)
         return TorchPending([work], self._size, self._rank)
 
-    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
-        """See `CollectiveTransport.plan`: there is none."""
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
+        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _usable(self, op: str) -> None:
         if self._closed:

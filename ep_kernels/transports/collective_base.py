@@ -155,7 +155,7 @@ class CollectiveTransport(base.MemberTransport, Protocol):
     def all_reduce(self, args: ReduceArgs) -> PendingCollective:
         """Begin, as `all_gather`."""
 
-    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
         """For operations that repeat; None where planning costs nothing, or cannot be spared. Good until
         `set_active`."""
 

@@ -51,7 +51,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collectives, list
             made.append(Plan(coll._transport, args))
             return made[-1]
 
-        monkeypatch.setattr(coll._transport, "plan", plan)
+        monkeypatch.setattr(coll._transport, "plan_for", plan)
         yield coll, made
 
 

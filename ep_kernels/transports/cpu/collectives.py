@@ -236,8 +236,8 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
 
-    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
-        """See `CollectiveTransport.plan`: there is none."""
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
+        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:
         num_bytes, source = args.x.numel() * args.x.element_size(), self._source(args.x)

@@ -263,7 +263,7 @@ class NvlinkCollectives(NvlinkMember):
         offset = self._region_offset(args.out)
         return self._run(self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms))
 
-    def plan(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> KernelPlan | CopyPlan | None:
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> KernelPlan | CopyPlan | None:
         """See `collective_base.CollectiveTransport`: what is one launch, or a push of a shard in its place."""
         if isinstance(args, GatherArgs):
             return self._gather_plan(args)
