@@ -64,10 +64,10 @@ class GatherMember:
         """See `MemberTransport.import_regions`."""
         self._coll.import_regions(tickets)
 
-    def check(self) -> None:
+    def check(self, op: str = "check") -> None:
         """See `MemberTransport.check`."""
         with told():
-            self._coll.check()
+            self._coll.check(op)
 
     def failed(self) -> torch.Tensor:
         """See `MemberTransport.failed`."""

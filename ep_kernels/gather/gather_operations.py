@@ -79,7 +79,8 @@ class GatherDispatch:
             num_dropped=torch.zeros_like(counts[:1]),
             num_invalid_ids=state.num_invalid,
         )
-        return output, DispatchHandle(0, self._seq, self._num_tokens, Mode.AG, self._epoch, state)
+        rows_shape = tuple(tokens.shape[:-1])
+        return output, DispatchHandle(0, self._seq, self._num_tokens, Mode.AG, self._epoch, state, rows_shape)
 
 
 class GatherCombine:
