@@ -47,10 +47,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         transport = create(config)
         try:
             bringup.check_capabilities(config, transport)
-            config = bringup.settle(config, transport)
+            asked, config = config.mode, bringup.settle(config, transport)
         except BaseException:
             transport.close()
             raise
+        if config.mode is not asked:
+            transport.close()
+            transport = create(config)
         super().__init__(config, transport)
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
