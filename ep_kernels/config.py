@@ -189,6 +189,7 @@ def _check_gather(c: MoEConfig) -> None:
     same = c.resolved_combine_dtype == c.resolved_output_dtype
     _require(same, "combine_dtype", f"None or {c.resolved_output_dtype} {here}", c.combine_dtype)
     _require(c.network is None, "network", f"None {here}: its ranks share one host", "a NetworkConfig")
+    _require(c.max_in_flight <= 5, "max_in_flight", f"at most 5 {here}: three collectives each", c.max_in_flight)
 
 
 def _check_kinds(c: MoEConfig) -> None:

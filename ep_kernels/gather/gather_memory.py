@@ -29,8 +29,10 @@ HEAD_BYTES = 16
 """Of a rank's metadata: T, and padding."""
 ROUND_BYTES = 16
 """Pieces of a shard that kernels like to move."""
-STAGING_BYTES = 16 << 20
-MAX_COLLECTIVES = 16
+LEAST_STAGING, MOST_STAGING = 1 << 20, 64 << 20
+"""Bytes of a staging slot: the rows of a whole step, within these. GPUs have seven slots."""
+COLLECTIVES = 3
+"""Of a dispatch and its combine, at most: tokens, rows, gradients of weights."""
 _PAGE = 4096
 HOLDS = {
     "tokens": "rows of every rank in their final place: output",
@@ -95,12 +97,14 @@ def scale_row(config: MoEConfig) -> tuple[int, torch.dtype]:
 
 def collective_config(config: MoEConfig) -> CollectiveConfig:
     """Of the collectives underneath."""
+    item = max(config.payload_dtype.itemsize, config.resolved_output_dtype.itemsize)
+    rows = config.group.size * config.max_tokens_per_rank * config.hidden_size * item
     return CollectiveConfig(
         group=config.group,
         transport=config.transport,
         pool_bytes=_rounded(arrays(config)[1], _PAGE),
-        staging_bytes=STAGING_BYTES,
-        max_in_flight=min(MAX_COLLECTIVES, 2 * config.max_in_flight),
+        staging_bytes=min(max(_rounded(rows, config.group.size * ALIGN_BYTES), LEAST_STAGING), MOST_STAGING),
+        max_in_flight=COLLECTIVES * config.max_in_flight,
         timeout_s=config.timeout_s,
         num_sms=config.num_sms,
         fallback=False,

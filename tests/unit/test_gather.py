@@ -38,6 +38,7 @@ def config(case: RoutingCase = CASE, rank: int = 0, **changes: Any) -> MoEConfig
         ("combine_dtype", {"combine_dtype": torch.float8_e4m3fn}, "None or torch.bfloat16 with mode ag"),
         ("network", {"network": NetworkConfig()}, "None with mode ag: its ranks share one host"),
         ("max_recv_rows", {"max_recv_rows": 3}, "None with RANK_MAJOR"),
+        ("max_in_flight", {"max_in_flight": 6}, "at most 5 with mode ag"),
         ("exact_combine", {"exact_combine": True}, "False with rank-wise layouts"),
     ],
 )
