@@ -11,7 +11,8 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--over-hosts: the contract suite over several hosts."""
+    """--over-hosts: the contract suite over several hosts. --all-families: each of them serves, not a few."""
+    parser.addoption("--all-families", action="store_true", help="tests/services/test_families.py: serve every family")
     parser.addoption(
         "--over-hosts",
         choices=("none", "short", "full"),

@@ -20,7 +20,9 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},
     "crossdock.topo.facts": {"crossdock.protocol.v1", "ep_kernels"},
+    "crossdock.worker.families": set(),
     "crossdock.worker": {
+        "crossdock.worker.families",
         "crossdock.common",
         "crossdock.protocol.v1",
         "crossdock.protocol.wire",
@@ -40,7 +42,14 @@ FLOORS: dict[str, set[str]] = {
         "ep_kernels",
     },
     "crossdock.host": {"crossdock.common", "crossdock.protocol.v1"},
-    "crossdock.demo": {"crossdock.client", "crossdock.common", "crossdock.host", "crossdock.protocol.v1", "ep_kernels"},
+    "crossdock.demo": {
+        "crossdock.client",
+        "crossdock.common",
+        "crossdock.host",
+        "crossdock.protocol.v1",
+        "crossdock.worker.families",
+        "ep_kernels",
+    },
 }
 """Each floor may import itself and those named beside it. `crossdock.cli` may import every one of them, lazily."""
 

@@ -18,6 +18,7 @@ import torch
 
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
+from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
 
 Answer = expert_pb2.ForwardResponse
@@ -169,3 +170,20 @@ def serve(experts: ExpertMLPs) -> Behaviour:
         return Answer(y=wire.encode(dense(experts, request.layer, x, ids, weights)))
 
     return behave
+
+
+def worker_of(checkpoint: Checkpoint, dtype: torch.dtype) -> FakeWorker:
+    """A worker that serves all experts of a checkpoint."""
+    spec = checkpoint.spec
+    description = expert_pb2.DescribeResponse(
+        model=spec.fingerprint,
+        family=spec.family,
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        num_experts=spec.num_experts,
+        hidden_size=spec.hidden_size,
+        topk=spec.topk,
+        dtype=wire.NAMES[dtype],
+        serving=True,
+    )
+    return FakeWorker(description, serve(ExpertMLPs.load(checkpoint, range(spec.num_experts), dtype=dtype)))

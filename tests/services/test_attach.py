@@ -16,11 +16,9 @@ from torch import nn
 from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
 from crossdock.client.attach import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
-from crossdock.protocol.v1 import expert_pb2
-from crossdock.protocol.wire import NAMES
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
-from tests.services.fakes import FakeWorker, refuse, serve
+from tests.services.fakes import FakeWorker, refuse, worker_of
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
 
@@ -34,20 +32,7 @@ def _model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _worker(path: Path, dtype: torch.dtype = torch.float32) -> FakeWorker:
-    checkpoint = Checkpoint.open(path)
-    spec = checkpoint.spec
-    description = expert_pb2.DescribeResponse(
-        model=spec.fingerprint,
-        family=spec.family,
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        num_experts=spec.num_experts,
-        hidden_size=spec.hidden_size,
-        topk=spec.topk,
-        dtype=NAMES[dtype],
-        serving=True,
-    )
-    return FakeWorker(description, serve(ExpertMLPs.load(checkpoint, range(spec.num_experts), dtype=dtype)))
+    return worker_of(Checkpoint.open(path), dtype)
 
 
 def _ids(num_tokens: int = 24) -> torch.Tensor:
@@ -229,7 +214,7 @@ def test_any_torch_module(path: Path, worker: FakeWorker) -> None:
 
 def remote_reference(experts: ExpertMLPs, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Layer 1, row by row."""
-    gate_up, down = experts._weights[1]
+    gate_up, down = (stack.data for stack in experts._weights[1])
     rows = []
     for row, chosen, scale in zip(x.view(-1, 64), ids.tolist(), weights, strict=True):
         parts = []

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from crossdock.common.config import ControlConfig
-from crossdock.demo import compare, run
+from crossdock.demo import compare, run, serving
 from tests.services.cluster import FORM_S, TEST_S
 
 pytestmark = pytest.mark.timeout(3 * TEST_S)
@@ -67,7 +67,7 @@ def test_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def wanting(world_size: int, **fields: Any) -> ControlConfig:
         return ControlConfig(world_size=world_size + 1, **fields)
 
-    monkeypatch.setattr(run, "ControlConfig", wanting)
+    monkeypatch.setattr(serving, "ControlConfig", wanting)
     monkeypatch.setattr(run, "FORM_TIMEOUT_S", 0.2)
     printed = Console(file=io.StringIO(), width=200, record=True)
     assert run.run_demo(["mixtral"], printed) == 1

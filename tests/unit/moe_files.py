@@ -79,6 +79,9 @@ def quantise(tensors: dict[str, torch.Tensor], block: int = 128) -> dict[str, to
     """fp8 e4m3 with block scales, as DeepSeek-V3 publishes: X -> X, X_scale_inv."""
     out = {}
     for name, tensor in tensors.items():
+        if "norm" in name:
+            out[name] = tensor
+            continue
         rows, columns = tensor.shape[-2:]
         grid = torch.empty(*tensor.shape[:-2], -(-rows // block), -(-columns // block))
         small = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
@@ -104,6 +107,8 @@ def write_files(
 ) -> Path:
     """Write config.json and model.safetensors, or `num_shards` files with an index."""
     tensors = tensors_of(family, sizes, weights, layout)
+    for layer in range(sizes.first + sizes.layers):
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(1, 1)
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_of(family, sizes) | (config or {})))
     write_tensors(directory, quantise(tensors) if fp8 else tensors, num_shards)

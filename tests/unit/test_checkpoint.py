@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.gating import Gating
 from tests.unit.moe_files import (
     Sizes,
     Weights,
@@ -30,10 +31,12 @@ SIZES = Sizes(num_experts=4, hidden=32, inner=16, layers=2)
 
 def _read(checkpoint: Checkpoint, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     spec = checkpoint.spec
-    gate_up = torch.full((2 * spec.intermediate_size, spec.hidden_size), float("nan"))
-    down = torch.full((spec.hidden_size, spec.intermediate_size), float("nan"))
-    checkpoint.read_expert(layer, expert, gate_up, down)
-    return gate_up, down
+    first, down = (stack[0] for stack in checkpoint.stacks(1, torch.float32, "cpu", widen=True))
+    for stack in (first, down):
+        stack.data.fill_(float("nan"))
+    checkpoint.read_expert(layer, expert, first, down)
+    assert first.data.shape == (2 * spec.intermediate_size, spec.hidden_size)
+    return first.data, down.data
 
 
 def _assert_holds(checkpoint: Checkpoint, weights: Weights) -> None:
@@ -53,7 +56,7 @@ def test_every_family_and_layout(tmp_path: Path, family: str, layout: str, num_s
     spec = checkpoint.spec
     assert (spec.family, spec.num_experts, spec.hidden_size, spec.intermediate_size) == (family, 4, 32, 16)
     assert spec.moe_layers == tuple(range(sizes.first, sizes.first + 2))
-    assert (spec.num_layers, spec.topk, spec.hidden_act, spec.dtype) == (sizes.first + 2, 2, "silu", torch.float32)
+    assert (spec.num_layers, spec.topk, spec.gating, spec.dtype) == (sizes.first + 2, 2, Gating(), torch.float32)
     _assert_holds(checkpoint, weights)
     checkpoint.close()
     _assert_holds(checkpoint, weights)
@@ -110,18 +113,37 @@ def test_fp8_needs_scales_of_the_right_shape(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_which_layers_route(tmp_path: Path) -> None:
-    sizes = Sizes(num_experts=2, hidden=16, inner=16, layers=6)
-    cases = [
-        ("qwen3_moe", {"decoder_sparse_step": 2}, (1, 3, 5)),
-        ("qwen3_moe", {"mlp_only_layers": [0, 4]}, (1, 2, 3, 5)),
-        ("deepseek_v2", {"first_k_dense_replace": 3}, (3, 4, 5)),
-        ("deepseek_v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, (2, 4)),
-        ("deepseek_v3", {"first_k_dense_replace": 0, "num_nextn_predict_layers": 1}, (0, 1, 2, 3, 4, 5)),
-    ]
-    for number, (family, config, layers) in enumerate(cases):
-        path = write_files(tmp_path / str(number), family, sizes, draw_weights(sizes), config=config)
-        assert Checkpoint.open(path).spec.moe_layers == layers
+@pytest.mark.parametrize("layout", ["named", "fused"])
+def test_layers_with_experts_are_those_that_have_tensors(tmp_path: Path, layout: str) -> None:
+    """A draft layer past the last one (DeepSeek-V3 publishes its own as layer 61) is none of the model's."""
+    sizes = Sizes(num_experts=2, hidden=16, inner=8, layers=6)
+    drawn = draw_weights(sizes)
+    kept = {key: parts for key, parts in drawn.items() if key[0] in (1, 3, 5)}
+    path = write_files(tmp_path, "qwen3_moe", sizes, kept, layout=layout, config={"num_hidden_layers": 5})
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.spec.moe_layers == (1, 3)
+    _assert_holds(checkpoint, {key: parts for key, parts in kept.items() if key[0] < 5})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"mlp_only_layers": [0, 2]},
+        {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        {"decoder_sparse_step": 2},
+    ],
+)
+def test_experts_alone_are_enough_where_the_config_names_the_dense_layers(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    sizes = Sizes(num_experts=2, hidden=16, inner=8, layers=4)
+    kept = {key: parts for key, parts in draw_weights(sizes).items() if key[0] in (1, 3)}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3_moe", sizes) | config))
+    write_tensors(tmp_path, tensors_of("qwen3_moe", sizes, kept))
+    assert Checkpoint.open(tmp_path).spec.moe_layers == (1, 3)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3_moe", sizes)))
+    with pytest.raises(CheckpointError, match="layer 0 has no tensors"):
+        Checkpoint.open(tmp_path)
 
 
 def test_old_and_new_config_keys(tmp_path: Path) -> None:
@@ -212,7 +234,7 @@ def test_missing_directory_and_files(tmp_path: Path) -> None:
         ("{", r"config\.json: unreadable"),
         (b"\xff\xfe", r"config\.json: unreadable"),
         ("[]", "expected a JSON object, got list"),
-        ('{"model_type": "llama"}', r"model_type: expected one of \['deepseek_v2', .*'qwen3_moe'\], got 'llama'"),
+        ('{"model_type": "llama"}', r"model_type: expected one of \['afmoe', .*'zaya'\], got 'llama'"),
         ("{}", "model_type: expected a string, got None"),
         ('{"model_type": "mixtral"}', "num_hidden_layers is missing"),
         ('{"model_type": "mixtral", "num_hidden_layers": "2"}', "num_hidden_layers: expected a positive int, got '2'"),
@@ -231,10 +253,9 @@ def test_broken_config(tmp_path: Path, text: str | bytes, words: str) -> None:
     ("config", "words"),
     [
         ({"dtype": "float64"}, "dtype: expected one of .* got 'float64'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method: expected none or 'fp8' .* got 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "expected none, fp8, .* got 'gptq': serve this model's bf"),
         ({"quantization_config": {"weight_block_size": [0, 128]}}, r"weight_block_size: .* got \[0, 128\]"),
-        ({"mlp_only_layers": [0, 1]}, "none of the 2 layers has routed experts"),
-        ({"num_hidden_layers": 3}, r"tensor model\.layers\.2\.mlp\.experts\.0\.gate_proj\.weight is missing"),
+        ({"num_hidden_layers": 3}, "layer 2 has no tensors, and config.json does not name it as dense"),
         ({"num_experts": 5}, r"tensor model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight is missing"),
         ({"hidden_size": 48}, r"experts\.0\.gate_proj\.weight: expected \[16, 48\], got \[16, 32\]"),
     ],
@@ -280,7 +301,10 @@ def _empty_index(directory: Path) -> None:
         (lambda path: (path / "model-00002-of-00003.safetensors").write_bytes(b""), "truncated or corrupt shard"),
         (_drop_tensor, r"00002-of-00003.*: tensor model\..*experts.* is missing, though"),
         (_escape, r"expected file names of this directory, got '\.\./model-00002"),
-        (_empty_index, r"layer 0 has no expert tensors; looked for \['model\.layers\.0\.mlp\.experts\.gate_up_proj'"),
+        (
+            _empty_index,
+            r"none of the 2 layers has experts; looked for \['model\.layers\.N\.mlp\.experts\.gate_up_proj'",
+        ),
         (lambda path: (path / "model.safetensors.index.json").write_text("{}"), "expected weight_map"),
         (lambda path: (path / "model.safetensors.index.json").write_text("junk"), r"index\.json: unreadable"),
     ],

@@ -11,6 +11,7 @@ import torch
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
+from crossdock.worker.gating import ACTIVATIONS
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 SIZES = Sizes(num_experts=8, hidden=64, inner=32, layers=2)
@@ -32,7 +33,7 @@ def _dense(tokens: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: tor
 @pytest.fixture
 def widening(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without bf16 products."""
-    monkeypatch.setattr(experts_module, "has_products", lambda dtype: False)
+    monkeypatch.setattr(experts_module, "has_products", lambda dtype: dtype is torch.float32)
 
 
 @pytest.mark.usefixtures("widening")
@@ -90,7 +91,7 @@ def test_bf16_products_are_rounded_as_the_definition_rounds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Each product once, the activation once; nothing else, and with sums in fp32."""
-    monkeypatch.setattr(experts_module, "has_products", lambda dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(experts_module, "has_products", lambda dtype: True)
     weights = draw_weights(SIZES)
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights))
     experts = ExpertMLPs.load(checkpoint, [0], dtype=torch.bfloat16)
@@ -214,17 +215,17 @@ def test_unknown_layer_and_activation(tmp_path: Path) -> None:
     offsets, counts = _groups([1], 1)
     with pytest.raises(ValueError, match=r"layer: expected one of \[0, 1\], got 7"):
         experts.forward(7, torch.randn(1, SIZES.hidden), offsets, counts)
-    odd = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights, config={"hidden_act": "xielu"}))
+    odd = write_files(tmp_path, "mixtral", SIZES, weights, config={"hidden_act": "xielu"})
     with pytest.raises(CheckpointError, match=r"hidden_act: expected one of .* got 'xielu'"):
-        ExpertMLPs.load(odd, [0], dtype=torch.float32)
+        Checkpoint.open(odd)
 
 
-@pytest.mark.parametrize("name", sorted(experts_module.ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_activations_are_those_of_transformers(name: str) -> None:
     from transformers.activations import ACT2FN
 
     x = torch.randn(1000) * 4
-    torch.testing.assert_close(experts_module.ACTIVATIONS[name](x), ACT2FN[name](x))
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[name](x))
 
 
 def test_probe_answers_for_every_dtype() -> None:

@@ -108,7 +108,7 @@ class Counting(LonelyGroup):
 
 
 def small_checkpoint() -> Any:
-    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
+    spec = SimpleNamespace(dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
     return SimpleNamespace(spec=spec)
 
 
@@ -140,9 +140,10 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
 
 
 def test_experts_are_held_wider_only_where_that_can_be_computed() -> None:
-    held = [made(WorkerConfig(model="m", expert_dtype=name))._held_dtype for name in ("", "bfloat16", "float32")]
-    assert held == [torch.bfloat16, torch.bfloat16, torch.float32]
-    with pytest.raises(CheckpointError, match=r"expert_dtype: expected torch\.bfloat16, or torch\.float32 on cpu, got"):
+    made_models = [made(WorkerConfig(model="m", expert_dtype=name)) for name in ("", "bfloat16", "float32")]
+    assert [model._held_dtype for model in made_models] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert [model._widen for model in made_models] == [False, True, True]
+    with pytest.raises(CheckpointError, match=r"expert_dtype: expected .*bfloat16, or .*float32 on cpu, got"):
         made(WorkerConfig(model="m", expert_dtype="float16"))
 
 
@@ -159,7 +160,7 @@ class Pair:
 
 
 def made(config: WorkerConfig) -> Model:
-    spec = SimpleNamespace(hidden_act="silu", dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
+    spec = SimpleNamespace(dtype=torch.bfloat16, hidden_size=64, topk=2, num_experts=4)
     return Model(config, SimpleNamespace(spec=spec))  # type: ignore[arg-type]
 
 

@@ -215,7 +215,9 @@ def rebalance(
 def demo(
     transport: Annotated[str, typer.Option("--transport", help=f"{KNOWN}; on GPUs one worker on each.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
-    family: Annotated[list[str] | None, typer.Option("--family", help="Only this model family. Repeatable.")] = None,
+    family: Annotated[
+        list[str] | None, typer.Option("--family", "--families", help="Only this one; all: every one. Repeatable.")
+    ] = None,
     hosts: Annotated[int, typer.Option("--hosts", min=1, help="2: half of the workers in another namespace.")] = 1,
     as_json: Json = False,
     security: SecurityFile = None,
@@ -284,9 +286,23 @@ def memory(
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
     transport: Annotated[str, typer.Option("--transport", help="By default the one on GPUs.")] = "",
     hosts: Annotated[int, typer.Option("--hosts", help="Over which the ranks are spread evenly.")] = 1,
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint: show its experts' bytes instead.")] = None,
+    expert_dtype: Annotated[str, typer.Option("--expert-dtype", help="With --model: as in a worker's config.")] = "",
+    rank_gib: Annotated[float | None, typer.Option("--rank-gib", help="With --model: memory of each rank.")] = None,
 ) -> None:
-    """Show the bytes of one rank's region, array by array, and of its mirrors of ranks of other hosts."""
+    """Show the bytes of one rank's region, array by array, and of its mirrors of ranks of other hosts.
+
+    With --model, the bytes of its experts on each of --ranks, whether they fit, and how many ranks would be enough.
+    """
     from crossdock.cli import memory as regions
+
+    if model is not None:
+        from crossdock.cli.expert_memory import as_table
+        from crossdock.worker import room
+
+        found = room.describe(model, ranks, expert_dtype, rank_gib)
+        show_json(found) if as_json else console().print(as_table(found))
+        raise typer.Exit(not found["fits"])
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype, transport)
     if as_json:

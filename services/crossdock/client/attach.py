@@ -3,9 +3,10 @@
     with attach(model, "127.0.0.1:7400"):
         model.generate(...)
 
-Every module is replaced whose forward is (hidden_states, top_k_index, top_k_weights) and that is under a numbered
-layer, as `transformers` (>= 5) writes the experts of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3. The weights it is
-called with are final: DeepSeek's routed_scaling_factor is already in, its shared experts are added by the block.
+Every module is replaced whose forward is (hidden_states, top_k_index, top_k_weights), or the same by other names, and
+that is under a numbered layer, as `transformers` (>= 5) writes experts. The weights it is called with are final:
+DeepSeek's routed_scaling_factor is already in, its shared experts are added by the block. Llama 4's experts take rows
+that are weighted already, a copy for each expert with zeros where it was not chosen: those are not sent.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from crossdock.protocol.v1 import expert_pb2
 
 SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
 """Parameters of an experts module's forward."""
+_ROUTED = (SIGNATURE, ("hidden_states", "router_indices", "routing_weights"))
+_WEIGHTED = ("hidden_states",)
+"""Of one that is given all experts' rows; it has stacked matrices."""
 
 MAX_PROBE_ERROR = 0.03
 """Largest root-mean-square difference between local and remote rows, relative to the local ones, that counts as the
@@ -41,6 +45,35 @@ class Site:
     name: str
     module: nn.Module
 
+    @property
+    def weighted(self) -> bool:
+        """Its rows come weighted, for all experts: [E * T, H] -> [E * T, H]."""
+        return _parameters(self.module) == _WEIGHTED
+
+    def local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the module makes of [T, H], [T, K], [T, K] -> [T, H]."""
+        if not self.weighted:
+            return self.module(x, ids, weights.to(x.dtype))  # type: ignore[no-any-return]
+        num_experts = _matrix(self.module, "down_proj").shape[0]
+        dense = weights.new_zeros(x.shape[0], num_experts).scatter_(1, ids, weights)
+        rows = dense.t()[..., None].to(x.dtype) * x
+        return self.module(rows.flatten(0, 1)).view_as(rows).sum(0)  # type: ignore[no-any-return]
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def _matrix(module: nn.Module, name: str) -> torch.Tensor:
+    """A stacked matrix [E, ., .] of an experts module; an empty one if it has none."""
+    found = getattr(module, name, None)
+    return found if isinstance(found, torch.Tensor) and found.ndim == 3 else torch.empty(0)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    parameters = _parameters(module)
+    return parameters in _ROUTED or (parameters == _WEIGHTED and _matrix(module, "down_proj").ndim == 3)
+
 
 def find_experts(model: nn.Module) -> list[Site]:
     """The experts modules of a model, by layer.
@@ -51,7 +84,7 @@ def find_experts(model: nn.Module) -> list[Site]:
     sites: dict[int, Site] = {}
     for path, module in model.named_modules():
         numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", path)
-        if not numbers or tuple(inspect.signature(module.forward).parameters) != SIGNATURE:
+        if not numbers or not _is_experts(module):
             continue
         parent, _, name = path.rpartition(".")
         layer = int(numbers[-1])
@@ -69,12 +102,13 @@ class RemoteExperts(nn.Module):
         layer: the layer's number in the model.
         num_experts: E; ids from E on (padding of some routers) count as no expert.
         timeout_s: deadline of one call.
+        topk: K of the service; None: that of the calls.
     """
 
-    def __init__(self, client: Client, layer: int, num_experts: int, timeout_s: float) -> None:
+    def __init__(self, client: Client, layer: int, num_experts: int, timeout_s: float, topk: int | None = None) -> None:
         super().__init__()
         self._client: Client | None = client
-        self.layer, self.num_experts, self.timeout_s = layer, num_experts, timeout_s
+        self.layer, self.num_experts, self.timeout_s, self._topk = layer, num_experts, timeout_s, topk
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -101,6 +135,22 @@ class RemoteExperts(nn.Module):
     def extra_repr(self) -> str:
         """For print(model)."""
         return f"layer={self.layer}, target={self._client.target if self._client else None}"
+
+
+class _WeightedExperts(RemoteExperts):
+    """Of a module that is given rows for all experts, weighted, and zeros where one was not chosen."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[E * T, H] -> [E * T, H]. Raises ClientError."""
+        rows = hidden_states.flatten(0, -2)
+        chosen = rows.any(-1).nonzero().squeeze(-1)
+        y = torch.zeros_like(rows)
+        if chosen.numel():
+            ids = chosen.new_full((chosen.numel(), self._topk or 1), -1)
+            ids[:, 0] = chosen // (rows.shape[0] // self.num_experts)
+            y = y.index_copy(0, chosen, super().forward(rows[chosen], ids, torch.ones_like(ids, dtype=rows.dtype)))
+        return y.view_as(hidden_states)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -154,8 +204,10 @@ class Attached:
             self.client.close()
 
     def _swap(self, timeout_s: float, keep_local: bool) -> None:
+        about = self.description
         for site in self._sites:
-            remote = RemoteExperts(self.client, site.layer, self.description.num_experts, timeout_s)
+            kind = _WeightedExperts if site.weighted else RemoteExperts
+            remote = kind(self.client, site.layer, about.num_experts, timeout_s, about.topk)
             remote.train(site.module.training)
             setattr(site.parent, site.name, remote)
             self._remote.append(remote)
@@ -218,14 +270,17 @@ def _check(model: nn.Module, sites: list[Site], description: expert_pb2.Describe
     if fingerprint:
         require("fingerprint", fingerprint, description.model)
     config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     require("model_type", getattr(config, "model_type", description.family), description.family)
     require("experts per token", getattr(config, "num_experts_per_tok", description.topk), description.topk)
     require("layers with experts", [site.layer for site in sites], list(description.moe_layers))
     for site in sites:
-        down = getattr(site.module, "down_proj", None)
-        if isinstance(down, torch.Tensor) and down.ndim == 3:
+        first, down = _matrix(site.module, "gate_up_proj"), _matrix(site.module, "down_proj")
+        if down.ndim == 3:
+            transposed = first.ndim == 3 and first.shape[2] != down.shape[1]
             require(f"layer {site.layer}: experts", down.shape[0], description.num_experts)
-            require(f"layer {site.layer}: hidden size", down.shape[1], description.hidden_size)
+            require(f"layer {site.layer}: hidden size", down.shape[1 + transposed], description.hidden_size)
             require(f"layer {site.layer}: dtype", wire.NAMES.get(down.dtype, str(down.dtype)), description.dtype)
 
 
@@ -240,8 +295,8 @@ def _probe(site: Site, client: Client, description: expert_pb2.DescribeResponse,
     generator = torch.Generator().manual_seed(site.layer)
     x = torch.randn(num_tokens, description.hidden_size, generator=generator).to(example.device, example.dtype)
     ids = (torch.arange(num_tokens * topk) % num_experts).view(num_tokens, topk).to(example.device)
-    weights = torch.full(ids.shape, 1 / topk, device=example.device)
-    local = site.module(x, ids, weights.to(x.dtype)).float()
+    weights = torch.full(ids.shape, 1.0 if site.weighted else 1 / topk, device=example.device)
+    local = site.local(x, ids, weights).float()
     remote = client.forward(site.layer, x, ids, weights, timeout_s=timeout_s).float()
     error = float((remote - local).square().mean().sqrt() / local.square().mean().sqrt().clamp_min(1e-30))
     if not error <= MAX_PROBE_ERROR:

@@ -14,13 +14,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-import msgspec
 import torch
 import transformers
 from rich.console import Console
@@ -28,20 +27,20 @@ from rich.text import Text
 
 from crossdock.client import ClientError, attach
 from crossdock.common.announce import metrics_url
-from crossdock.common.config import ConfigFileError, ControlConfig
+from crossdock.common.config import ConfigFileError
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.transports import needs_gpu
 from crossdock.demo import hosts, scrape, stage
 from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
+from crossdock.demo.every import run_every
 from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, table
+from crossdock.demo.serving import FORM_TIMEOUT_S, Name, serving
 from crossdock.demo.stage import Stage
 from crossdock.demo.text import find_text, token_ids
-from crossdock.host.supervisor import Supervisor, SupervisorError
+from crossdock.host.supervisor import SupervisorError
 from ep_kernels import transports
-
-Name = Literal["float32", "bfloat16"]
 
 
 class ModelSizes(TypedDict):
@@ -58,10 +57,12 @@ FAMILIES: dict[str, ModelSizes] = {
 }
 """What is served, and how many experts each has."""
 
+ALL = "all"
+"""Instead of a family: each one of `transformers`, tiny and in float32 alone."""
+
 DTYPES: dict[Name, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_PROMPTS, PROMPT_BYTES, NUM_NEW_TOKENS = 4, 64, 32
 TEXT_ROWS, TEXT_COLUMNS = 4, 256
-FORM_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
 
 
@@ -94,9 +95,7 @@ def run_demo(
     """Run the whole comparison and print the table.
 
     Args:
-        families: keys of FAMILIES.
-        console: where to print.
-        transport: of the workers.
+        families: keys of FAMILIES, or ALL. console: where to print. transport: of the workers.
         num_workers: None: four on a CPU, one per GPU otherwise.
         security: certificates and tokens of every part; None: plain text on loopback.
         as_json: print the rows as JSON on stdout, and all else on stderr.
@@ -111,10 +110,12 @@ def run_demo(
         ConfigFileError: an unknown family or transport, or too few GPUs.
     """
     _require("--transport", transports.names(), [transport])
-    _require("--family", FAMILIES, families)
+    _require("--family", (*FAMILIES, ALL), families)
     where = Stage.of(transport, num_workers, stage.num_gpus() if needs_gpu(transport) else 0)
     where = replace(where, security=security or where.security).on_hosts(num_hosts)
     console = console or Console(stderr=as_json)
+    if ALL in families:
+        return run_every(where, console, as_json=as_json)
     with hosts.namespaces() if no_namespaces is None else nullcontext(hosts.LOOPBACK) as places:
         if num_hosts > 1:
             apart = f"two domains on loopback ({no_namespaces})" if no_namespaces else "two network namespaces"
@@ -198,7 +199,7 @@ def _serve(
 ) -> Row:
     """Start the service, run the plain model meanwhile, attach the model to the service, compare, scrape."""
     started = time.monotonic()
-    with _group(folder, name, where, places) as group:
+    with serving(folder, name, where, places) as group:
         plain()
         view = group.wait_serving(FORM_TIMEOUT_S)
         urls = [metrics_url(member.http_address, https=member.https) for member in view.members]
@@ -210,22 +211,6 @@ def _serve(
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
         phases = scrape.phase_buckets(scrape.fetch(view.members, group.security))
     return Row(family, name, verdict, phases, tokens_per_s, urls)
-
-
-@contextmanager
-def _group(folder: Path, name: Name, where: Stage, places: Sequence[HostPlace]) -> Iterator[Supervisor]:
-    """The processes of every host: a supervisor with the control plane and the first workers, one for each other host.
-    Those of the others are stopped first: workers leave while there is a control plane."""
-    free = f"{places[0].address}:0"
-    control = ControlConfig(listen=free, http_listen=free, world_size=where.num_workers, security=where.security)
-    first, *others = where.workers(str(folder), name, places)
-    with ExitStack() as stack:
-        group = stack.enter_context(Supervisor(control, first, folder / f"logs-{name}"))
-        for number, workers in enumerate(others, start=1):
-            joining = [msgspec.structs.replace(worker, control=group.control_address) for worker in workers]
-            logs, enter = folder / f"logs-{name}-host-{number}", places[number].enter
-            stack.enter_context(Supervisor(None, joining, logs, enter=enter))
-        yield group
 
 
 def _compare(model: Any, dtype: torch.dtype, plain: Plain, text: bytes) -> tuple[Comparison, float]:

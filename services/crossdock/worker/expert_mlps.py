@@ -1,9 +1,12 @@
 """The expert MLPs of one rank: grouped GEMM, gated activation, grouped GEMM. Independent of ranks and of routing.
 
-`down(act(gate(x)) * up(x))` for each expert's group of rows. Where torch has a grouped GEMM for this device and dtype,
-and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm over the experts that have rows. There
-is no GEMM of our own. On a GPU the grouped GEMM reads the groups' offsets there: the host waits for nothing, and rows
-past the last group cost nothing. The loop needs the offsets on the host.
+`down(gating(first(x)))` for each expert's group of rows, where `first` is gate and up (`gating.py`). Where torch has a
+grouped GEMM for this device and dtype, and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm
+over the experts that have rows. There is no GEMM of our own. On a GPU the grouped GEMM reads the groups' offsets there:
+the host waits for nothing, and rows past the last group cost nothing. The loop needs the offsets on the host.
+
+Quantised weights stay as they are stored (`weights.py`). The loop makes floats of one tile of rows at a time, in the
+dtype that products are computed in, and multiplies it while it is in the cache.
 
 Precision. Sums inside a product are fp32. What a product is rounded to depends on where it is computed:
 * A GPU, and bf16 on a CPU with bf16 products (AVX-512 BF16, AMX): to the weights' dtype, as in any model there. The
@@ -19,34 +22,25 @@ Letters: N rows, L experts here, H hidden size, I intermediate size of one exper
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch.nn import functional
 
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_new": partial(functional.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-}
-"""By config.json's hidden_act."""
+from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.gating import Gating
+from crossdock.worker.weights import Stack, tile_elements
 
 Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
-Weights = tuple[torch.Tensor, torch.Tensor]
-"""gate_up [L, 2I, H] and down [L, H, I] of one layer."""
+Weights = tuple[Stack, Stack]
+"""The first matrices [L, 2I, H] (gate rows before up rows; ungated: [L, I, H]) and down [L, H, I] of one layer."""
 
 
 class ExpertMLPs:
     """The experts of one rank, for all MoE layers. One thread at a time (there is one scratch buffer).
 
     Attributes:
-        dtype: of the weights as held.
+        dtype: that products are rounded to, where they are not computed in float32.
         output_dtype: of the computed rows: an `out` of this dtype is not rounded.
         num_experts: L.
         num_bytes: bytes of weights held.
@@ -56,27 +50,34 @@ class ExpertMLPs:
     def __init__(
         self,
         weights: dict[int, Weights],
-        hidden_act: str,
+        gating: Gating,
+        dtype: torch.dtype,
         ids: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         """
         Args:
-            weights: per layer, contiguous, one dtype and device.
-            hidden_act: key of ACTIVATIONS.
+            weights: per layer, contiguous, one format and device.
+            gating: what lies between the products.
+            dtype: of float weights and of biases.
             ids: per layer the logical expert of each slot; None: 0 .. L-1.
         """
-        self._weights, self._act = weights, activation(hidden_act)
-        gate_up, down = next(iter(weights.values()))
-        self.dtype, device = gate_up.dtype, gate_up.device
-        self.num_experts = gate_up.shape[0]
+        self._weights, self._gating, self.dtype = weights, gating, dtype
+        first, down = next(iter(weights.values()))
+        self._format, self._device = first.format, first.data.device
+        self.num_experts = first.data.shape[0]
         self.ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else dict(ids)
-        self.num_bytes = sum(part.nbytes for pair in weights.values() for part in pair)
-        aligned = all(part.shape[-1] * part.element_size() % 16 == 0 for part in (gate_up, down))
-        self._grouped = aligned and has_grouped_mm(device, self.dtype)
-        widened = device.type == "cpu" and self.dtype is not torch.float32 and not has_products(self.dtype)
-        self.output_dtype = torch.float32 if widened else self.dtype
-        if widened:
-            self._scratch = torch.empty(max(gate_up[0].numel(), down[0].numel()), device=device)
+        self.num_bytes = sum(stack.num_bytes for pair in weights.values() for stack in pair)
+        plain = self._format.kind == "float"
+        aligned = all(stack.columns * dtype.itemsize % 16 == 0 for stack in (first, down))
+        self._grouped = plain and aligned and has_grouped_mm(self._device, dtype)
+        widened = self._device.type == "cpu" and not has_products(dtype)
+        self.output_dtype = torch.float32 if widened else dtype
+        if not plain or self.output_dtype is not dtype:
+            sizes = [
+                stack.rows * stack.columns if plain else tile_elements(stack.columns, stack.format)
+                for stack in (first, down)
+            ]
+            self._scratch = torch.empty(max(sizes), device=self._device, dtype=self.output_dtype)
 
     @staticmethod
     def load(
@@ -84,6 +85,7 @@ class ExpertMLPs:
         expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
         *,
         dtype: torch.dtype,
+        widen: bool = False,
         device: str | torch.device = "cpu",
         progress: Progress | None = None,
     ) -> ExpertMLPs:
@@ -92,20 +94,20 @@ class ExpertMLPs:
         Args:
             checkpoint: an opened checkpoint.
             expert_ids: logical expert id of each local slot, in slot order; for all layers, or by layer.
-            dtype: float32 | bfloat16 | float16, what to hold.
+            dtype: float32 | bfloat16 | float16, of float weights and of products.
+            widen: make floats of quantised weights here, instead of in each step.
             device: where to hold them.
             progress: called after each expert.
 
         Raises:
-            CheckpointError: unreadable weights, or an activation that is not supported.
+            CheckpointError: unreadable weights.
             ValueError: no expert_ids, or one out of range.
         """
         spec = checkpoint.spec
-        activation(spec.hidden_act)
         ids = _by_layer(expert_ids, spec.moe_layers)
-        total_bytes = sum(len(row) for row in ids.values()) * expert_bytes(checkpoint, dtype)
-        reader = _Reader(checkpoint, dtype, device, total_bytes, progress)
-        return ExpertMLPs({layer: reader.layer(layer, row) for layer, row in ids.items()}, spec.hidden_act, ids)
+        reader = _Reader(checkpoint, (dtype, widen), device, sum(len(row) for row in ids.values()), progress)
+        weights = {layer: reader.layer(layer, row) for layer, row in ids.items()}
+        return ExpertMLPs(weights, spec.gating, dtype, ids)
 
     def stage(
         self, checkpoint: Checkpoint, layer: int, expert_ids: Sequence[int], progress: Progress | None = None
@@ -115,17 +117,16 @@ class ExpertMLPs:
 
         Args, Raises: as `load`; as many expert_ids as there are slots.
         """
-        gate_up, down = self._weights[layer]
         if len(expert_ids) != self.num_experts:
             raise ValueError(f"expert_ids: expected {self.num_experts} of them, got {len(expert_ids)}")
         fresh = len(set(expert_ids) - set(self.ids[layer]))
-        total_bytes = fresh * expert_bytes(checkpoint, self.dtype)
-        reader = _Reader(checkpoint, self.dtype, gate_up.device, total_bytes, progress)
-        return reader.layer(layer, expert_ids, self.ids[layer], (gate_up, down))
+        held = self.dtype, self._format.kind == "float"
+        reader = _Reader(checkpoint, held, self._device, fresh, progress)
+        return reader.layer(layer, expert_ids, self.ids[layer], self._weights[layer])
 
-    def replace(self, layer: int, expert_ids: Sequence[int], gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack) -> None:
         """Hold other weights for a layer, of the same shapes. Not while a step uses it."""
-        self._weights[layer] = gate_up, down
+        self._weights[layer] = first, down
         self.ids[layer] = tuple(expert_ids)
 
     @torch.no_grad()
@@ -158,46 +159,58 @@ class ExpertMLPs:
             raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
         if not self._grouped:
             return self._loop(layer, tokens, offsets, counts, torch.empty_like(tokens) if out is None else out)
-        gate_up, down = self._weights[layer]
-        inner = grouped_mm(tokens.to(self.dtype), gate_up, offsets[1:])
-        hidden = inner.new_empty(inner.shape[0], inner.shape[1] // 2)
-        self._gate(inner[:num_rows], hidden[:num_rows])
-        rows = grouped_mm(hidden, down, offsets[1:])
+        first, down = self._weights[layer]
+        slots = _slots(offsets, tokens.shape[0]) if first.bias is not None else None
+        inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
+        hidden = inner.new_empty(inner.shape[0], down.columns)
+        self._gating(inner[:num_rows], hidden[:num_rows])
+        rows = self._grouped_product(hidden, down, offsets, slots)
         if out is None:
             return rows.to(tokens.dtype)
         out[:num_rows].copy_(rows[:num_rows])
         return out
 
+    @staticmethod
+    def _grouped_product(
+        rows: torch.Tensor, stack: Stack, offsets: torch.Tensor, slots: torch.Tensor | None
+    ) -> torch.Tensor:
+        """slots: int64 [N], of each row, where there is a bias."""
+        product = grouped_mm(rows, stack.data, offsets[1:])
+        if stack.bias is not None and slots is not None:
+            product += stack.bias.index_select(0, slots)
+        return product
+
     def _loop(
         self, layer: int, tokens: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """One expert after the other; reads offsets and counts on the host."""
-        gate_up, down = self._weights[layer]
+        first, down = self._weights[layer]
         for slot, (start, count) in enumerate(zip(offsets[:-1].tolist(), counts.tolist(), strict=True)):
             if count:
                 rows = tokens[start : start + count].to(self.output_dtype)
-                inner = torch.mm(rows, self._widen(gate_up[slot]).t())
-                hidden = self._gate(inner, inner.new_empty(count, inner.shape[1] // 2))
-                out[start : start + count] = torch.mm(hidden, self._widen(down[slot]).t())
+                inner = self._product(rows, first[slot])
+                hidden = self._gating(inner, inner.new_empty(count, down.columns))
+                out[start : start + count] = self._product(hidden, down[slot])
         return out
 
-    def _gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """[N, 2I] -> act(gate) * up [N, I] into `out`, rounded once."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.mul(self._act(gate.float()), up, out=out)
+    def _product(self, rows: torch.Tensor, expert: Stack) -> torch.Tensor:
+        """rows [N, A] times one expert's matrix transposed, plus its bias, in `output_dtype`."""
+        bias = None if expert.bias is None else expert.bias.to(rows.dtype)
+        if expert.format.kind == "float":
+            weight = self._widen(expert.data).t()
+            return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        product = rows.new_empty(rows.shape[0], expert.rows)
+        for begin, end in expert.tiles():
+            weight = expert.tile(begin, end, self._scratch).t()
+            tile = torch.mm(rows, weight) if bias is None else torch.addmm(bias[begin:end], rows, weight)
+            product[:, begin:end] = tile
+        return product
 
     def _widen(self, weight: torch.Tensor) -> torch.Tensor:
         """The matrix in `output_dtype`; valid until the next call."""
         if weight.dtype is self.output_dtype:
             return weight
         return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
-
-
-def activation(hidden_act: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that config.json's hidden_act names. Raises CheckpointError for one that is not supported."""
-    if hidden_act not in ACTIVATIONS:
-        raise CheckpointError(f"hidden_act: expected one of {sorted(ACTIVATIONS)}, got {hidden_act!r}")
-    return ACTIVATIONS[hidden_act]
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -224,15 +237,21 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies bf16 in hardware; torch's GEMM is then 2 to 5 times as fast as widening per call.
-    By the CPU's instructions, not by a measurement, so that equal hosts give equal bits."""
+    """True for float32, and for bfloat16 if this CPU multiplies it in hardware: torch's GEMM is then 2 to 5 times as
+    fast as widening for each call. By its instructions, not by a measurement, so that equal hosts give equal bits."""
     tests = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return dtype is torch.bfloat16 and any(test is not None and test() for test in tests)
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and any(test is not None and test() for test in tests))
 
 
-def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool = False) -> int:
     """Bytes of one expert of one layer, as held."""
-    return 3 * checkpoint.spec.hidden_size * checkpoint.spec.intermediate_size * dtype.itemsize
+    return sum(stack.num_bytes for stack in checkpoint.stacks(1, dtype, "meta", widen=widen))
+
+
+def _slots(offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int64 [N]: the group of each row; the last one for rows behind all groups."""
+    rows = torch.arange(num_rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=offsets.shape[0] - 2)
 
 
 def _by_layer(
@@ -248,13 +267,14 @@ class _Reader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: torch.dtype,
+        held: tuple[torch.dtype, bool],
         device: str | torch.device,
-        total_bytes: int,
+        num_experts: int,
         progress: Progress | None,
     ) -> None:
-        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._done_bytes, self._total_bytes, self._progress = 0, total_bytes, progress
+        """held: `dtype` and `widen` of `load`; num_experts: how many will be read, in all layers."""
+        self._checkpoint, self._held, self._device, self._progress = checkpoint, held, device, progress
+        self._bytes_of_one, self._num_done, self._num = expert_bytes(checkpoint, *held), 0, num_experts
 
     def layer(
         self, layer: int, ids: Sequence[int], held: Sequence[int] = (), weights: Weights | None = None
@@ -263,16 +283,14 @@ class _Reader:
         spec = self._checkpoint.spec
         if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        gate_up = torch.empty(len(ids), 2 * inner, hidden, dtype=self._dtype, device=self._device)
-        down = torch.empty(len(ids), hidden, inner, dtype=self._dtype, device=self._device)
+        first, down = self._checkpoint.stacks(len(ids), self._held[0], self._device, widen=self._held[1])
         for slot, expert in enumerate(ids):
             if weights is not None and expert in held:
-                for target, source in zip((gate_up, down), weights, strict=True):
+                for target, source in zip((first, down), weights, strict=True):
                     target[slot].copy_(source[held.index(expert)])
                 continue
-            self._checkpoint.read_expert(layer, expert, gate_up[slot], down[slot])
-            self._done_bytes += expert_bytes(self._checkpoint, self._dtype)
+            self._checkpoint.read_expert(layer, expert, first[slot], down[slot])
+            self._num_done += 1
             if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
-        return gate_up, down
+                self._progress(self._num_done * self._bytes_of_one, self._num * self._bytes_of_one)
+        return first, down

@@ -21,17 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.placement import Placement, SlotMap
 
 _log = log.get(__name__)
 
 _COUNT_BITS = 16
-Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class MoveCancelled(Exception):

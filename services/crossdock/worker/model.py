@@ -12,14 +12,14 @@ from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.data_network import network_of, with_device
-from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
+from crossdock.worker.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.placement import Placement
+from crossdock.worker.room import DTYPES, check_room
 from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
 
@@ -39,22 +39,21 @@ class Model:
         nic: its RDMA port; None: the network has none.
 
     Raises:
-        CheckpointError: an activation, or an `expert_dtype`, that is not supported.
+        CheckpointError: an `expert_dtype` that is not supported.
         EpError: the transport does not work here, or cannot carry this model; there is no such device.
         DeviceLost: the GPU does not work.
     """
 
     def __init__(self, config: WorkerConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint, self.spec = config, checkpoint, checkpoint.spec
-        activation(self.spec.hidden_act)
-        self.dtype = _DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
+        self.dtype = DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
         self._crossover: int | None = config.ll_max_tokens
         self._network = network_of(config)
         self.capabilities = self._probe()
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
-        self._held_dtype = self._check_expert_dtype()
+        self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
         self._experts: ExpertMLPs | None = None
 
@@ -73,7 +72,7 @@ class Model:
         """Load the experts of a rank; loaded ones are kept. None: the rank has no slots. Blocks.
 
         Raises:
-            CheckpointError: unreadable weights.
+            CheckpointError: unreadable weights, or no room for them.
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
@@ -86,9 +85,15 @@ class Model:
             return self._experts
         self._experts = None  # two sets might not fit
         if num_slots:
+            check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
             with self._room(num_slots):
                 self._experts = ExpertMLPs.load(
-                    self._checkpoint, ids, dtype=self._held_dtype, device=self.device, progress=progress
+                    self._checkpoint,
+                    ids,
+                    dtype=self._held_dtype,
+                    widen=self._widen,
+                    device=self.device,
+                    progress=progress,
                 )
         return self._experts
 
@@ -133,12 +138,12 @@ class Model:
         """Dtype of combine. By default float32 on a CPU, the output of the experts there, so that only the final sum is
         rounded; the served dtype on a GPU."""
         if self._config.combine_dtype:
-            return _DTYPES[self._config.combine_dtype]
+            return DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
-    def _check_expert_dtype(self) -> torch.dtype:
-        """The dtype that experts are held in."""
-        held = _DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
+    def _expert_dtype(self) -> torch.dtype:
+        """The dtype of experts that are held in float."""
+        held = DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
         if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
             wider = ", or torch.float32" if self.device.type == "cpu" else ""
             raise CheckpointError(f"expert_dtype: expected {self.dtype}{wider} on {self.device}, got {held}")

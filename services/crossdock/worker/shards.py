@@ -24,6 +24,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
 }
 """Element types that expert weights and their scales may have, by safetensors' name."""
 
@@ -90,6 +92,9 @@ class Shards:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._directory / self._file_of[name]
@@ -125,7 +130,7 @@ class Shards:
         """
         view = self._slice(name)
         try:
-            tensor: torch.Tensor = view[:] if index is None else view[index : index + 1][0]
+            tensor: torch.Tensor = view[...] if index is None else view[index : index + 1][0]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.file(name)}: {name}: unreadable: {error}") from error
         return tensor

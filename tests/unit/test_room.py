@@ -1,0 +1,92 @@
+"""How much memory experts take is known before any is loaded; what does not fit is refused with a number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from crossdock.cli import app
+from crossdock.common.config import WorkerConfig
+from crossdock.worker import room
+from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.model import Model
+from crossdock.worker.placement import Placement
+from tests.unit.moe_files import Sizes, draw_weights, write_files
+
+SIZES = Sizes(num_experts=6, hidden=256, inner=128, layers=2)
+ONE = 3 * 256 * 128
+"""Elements of an expert."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "m", "deepseek_v3", SIZES, draw_weights(SIZES), fp8=True)
+
+
+def test_bytes_of_a_rank_are_those_that_are_held(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    for widen, dtype in ((False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)):
+        held = ExpertMLPs.load(checkpoint, [1, 4], dtype=dtype, widen=widen).num_bytes
+        assert room.rank_bytes(checkpoint, 2, dtype, widen=widen) == held
+    assert room.rank_bytes(checkpoint, 2, torch.bfloat16) == 2 * 2 * (ONE + 4 * ONE // 128**2)
+    assert held == 2 * 2 * ONE * 4
+
+
+def test_the_least_number_of_ranks(path: Path) -> None:
+    checkpoint, dtype = Checkpoint.open(path), torch.bfloat16
+    one = room.rank_bytes(checkpoint, 1, dtype)
+    for slots, ranks in ((1, 6), (2, 3), (3, 2), (4, 2), (5, 2), (6, 1), (600, 1)):
+        assert room.least_ranks(checkpoint, slots * one, dtype) == ranks
+    assert room.least_ranks(checkpoint, one - 1, dtype) is None
+
+
+def test_a_worker_refuses_before_it_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(path)
+    one = room.rank_bytes(checkpoint, 1, checkpoint.spec.dtype)
+    monkeypatch.setattr(room, "available_bytes", lambda device: 2 * one)
+    monkeypatch.setattr(checkpoint, "read_expert", lambda *args: pytest.fail("nothing is loaded"))
+    model = Model(WorkerConfig(model=str(path)), checkpoint)
+    words = "6 experts in each of 2 layers take .* GiB are free on cpu: 3 ranks with as much each would be enough"
+    with pytest.raises(CheckpointError, match=words):
+        model.load(Placement.blocks(6, 1, (0, 1)), 0, lambda done, total: None)
+    monkeypatch.setattr(room, "available_bytes", lambda device: one - 1)
+    with pytest.raises(CheckpointError, match="not even one expert of each layer fits"):
+        model.load(Placement.blocks(6, 6, (0, 1)), 0, lambda done, total: None)
+
+
+def test_what_a_container_leaves(tmp_path: Path) -> None:
+    assert room._left_in_container(tmp_path) > 1 << 60
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 70000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room._left_in_container(tmp_path) > 1 << 60
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert room._left_in_container(tmp_path) == 4000
+
+
+def test_the_command_shows_it(path: Path) -> None:
+    def run(*args: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app.app, ["memory", "--model", str(path), *args])
+        return done.exit_code, done.output
+
+    status, words = run("--ranks", "4", "--rank-gib", "1")
+    assert status == 0
+    assert "deepseek_v3: 2 layers of 6 experts in fp8, a scale per block of 128 x 128" in words
+    assert "fits; least number of ranks: 1" in words
+    status, words = run("--ranks", "4", "--rank-gib", "0.0002", "--json")
+    found = json.loads(words)
+    assert (status, found["fits"], found["least_ranks"], found["experts_per_rank"]) == (1, False, 6, 2)
+    assert found["rank_bytes"] == 2 * found["moving_bytes"] == 4 * found["expert_bytes"]
+    wide = json.loads(run("--expert-dtype", "float32", "--json")[1])
+    assert (wide["format"], wide["expert_bytes"]) == ("float", 4 * ONE)
+    for args, error in (
+        (["--expert-dtype", "int8"], "got 'int8', 8"),
+        (["--ranks", "0"], "at least 1, got '', 0"),
+    ):
+        done = CliRunner().invoke(app.app, ["memory", "--model", str(path), *args])
+        assert done.exit_code != 0
+        assert error in done.output + str(done.exception)
