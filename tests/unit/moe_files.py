@@ -127,3 +127,23 @@ def write_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_shards:
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_gpt_oss(folder: Path, hidden: int = 64, inner: int = 96) -> dict[str, torch.Tensor]:
+    """Two layers of three experts in MXFP4, as gpt-oss is published."""
+    config = {
+        "model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "hidden_size": hidden, "intermediate_size": inner, "swiglu_limit": 7.0, "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    tensors = {}
+    for layer in range(2):
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            at = f"model.layers.{layer}.mlp.experts.{name}"
+            tensors[f"{at}_blocks"] = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{at}_scales"] = torch.randint(122, 127, (3, rows, columns // 32), dtype=torch.uint8)
+            tensors[f"{at}_bias"] = torch.randn(3, rows, dtype=torch.bfloat16)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return tensors

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from crossdock.worker import expert_mlps as experts_module
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.weights import Format, Stack, from_fp8, from_mxfp4
-from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_files, write_tensors
+from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_files, write_gpt_oss, write_tensors
 
 SIZES = Sizes(num_experts=3, hidden=192, inner=136, layers=2)
 COUNTS = [5, 0, 2]
@@ -72,28 +71,8 @@ def test_fp8_of_compressed_tensors(tmp_path: Path, kind: str) -> None:
     assert str(checkpoint.spec.format) == f"fp8, a scale per {kind}"
 
 
-def _write_gpt_oss(folder: Path, hidden: int = 64, inner: int = 96) -> dict[str, torch.Tensor]:
-    """Two layers of three experts in MXFP4, as gpt-oss is published."""
-    config = {
-        "model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 3, "num_experts_per_tok": 2,
-        "hidden_size": hidden, "intermediate_size": inner, "swiglu_limit": 7.0, "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4"},
-    }  # fmt: skip
-    tensors = {}
-    for layer in range(2):
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            at = f"model.layers.{layer}.mlp.experts.{name}"
-            tensors[f"{at}_blocks"] = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
-            tensors[f"{at}_scales"] = torch.randint(122, 127, (3, rows, columns // 32), dtype=torch.uint8)
-            tensors[f"{at}_bias"] = torch.randn(3, rows, dtype=torch.bfloat16)
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
-
-
 def test_mxfp4(tmp_path: Path) -> None:
-    _write_gpt_oss(tmp_path, 256, 160)
+    write_gpt_oss(tmp_path, 256, 160)
     spec = _assert_computes_what_is_stored(tmp_path).spec
     assert (str(spec.format), spec.bias, spec.gating.rule, spec.dtype) == ("mxfp4", True, "scaled", torch.bfloat16)
 
@@ -104,7 +83,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    tensors = _write_gpt_oss(tmp_path)
+    tensors = write_gpt_oss(tmp_path)
     experts = ExpertMLPs.load(Checkpoint.open(tmp_path), range(3), dtype=torch.float32)
     config = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=3, num_experts_per_tok=2)
     config._experts_implementation = "eager"
@@ -140,7 +119,7 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 def test_tiles_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, native: bool, tmp_path: Path) -> None:
     monkeypatch.setattr(experts_module, "has_products", lambda dtype: native)
     monkeypatch.setattr("crossdock.worker.weights._TILE_ELEMENTS", 1000)
-    _write_gpt_oss(tmp_path)
+    write_gpt_oss(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     held = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16)
     wide = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16, widen=True)
@@ -165,6 +144,15 @@ def test_every_mxfp4_byte_and_scale() -> None:
             wanted = [both[byte >> shift & 15] * power for byte in data[row].tolist() for shift in (0, 4)]
             assert got[row].tolist() == wanted
     assert from_mxfp4(data[:1], torch.tensor([[255]], dtype=torch.uint8), torch.empty(1, 32)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_e4m3_byte_beside_every_other(dtype: torch.dtype) -> None:
+    both = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(256, 512)
+    weight = both.view(torch.float8_e4m3fn)
+    got = from_fp8(weight, torch.ones(1, 1), (256, 512), torch.empty(256, 512, dtype=dtype))
+    torch.testing.assert_close(got, weight.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert got.isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (300, 200), (7, 5), (128, 130)])

@@ -17,7 +17,7 @@ from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
 from crossdock.worker.stepper import Stepper
 from crossdock.worker.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup
-from tests.unit.moe_files import Sizes, draw_weights, write_files
+from tests.unit.moe_files import Sizes, draw_weights, write_files, write_gpt_oss
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -65,6 +65,42 @@ def test_experts_of_worst_case_rows(
         group = slice(first, first := first + count)
         expected = bf16_mlp(tokens[group], *weights[0, slot])
         torch.testing.assert_close(rows[group].cpu().float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("widen", [True, False], ids=["grouped_mm and biases", "loop over MXFP4"])
+def test_gpt_oss(tmp_path: Path, widen: bool) -> None:
+    """As on a CPU, within bfloat16's rounding; held in the checkpoint's bytes unless they are widened."""
+    write_gpt_oss(tmp_path, 256, 160)
+    _assert_as_on_a_cpu(tmp_path, widen)
+
+
+@pytest.mark.parametrize("inner", [128, 136])
+def test_fp8_blocks(tmp_path: Path, inner: int) -> None:
+    sizes = Sizes(num_experts=3, hidden=256, inner=inner, layers=1)
+    write_files(tmp_path, "deepseek_v3", sizes, draw_weights(sizes), fp8=True)
+    _assert_as_on_a_cpu(tmp_path, widen=False)
+
+
+def _assert_as_on_a_cpu(path: Path, widen: bool) -> None:
+    checkpoint = Checkpoint.open(path)
+    on_gpu = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16, widen=widen, device="cuda")
+    exact = ExpertMLPs.load(checkpoint, range(3), dtype=torch.float32, widen=widen)
+    counts = torch.tensor([5, 0, 9], dtype=torch.int32)
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    tokens = torch.randn(20, checkpoint.spec.hidden_size).bfloat16()
+    expected = exact.forward(0, tokens.float(), offsets, counts)[:14]
+    sent = tokens.cuda(), offsets.cuda(), counts.cuda()
+    torch.cuda.set_sync_debug_mode("error" if widen else "default")
+    try:
+        rows = on_gpu.forward(0, *sent, num_rows=16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    error = (rows[:14].float().cpu() - expected).norm() / expected.norm()
+    assert float(error) < 0.02
+    if not widen:
+        assert (
+            on_gpu.num_bytes < 0.6 * ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16, widen=True).num_bytes
+        )
 
 
 class Doubles:
