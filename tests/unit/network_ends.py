@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
+from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import CONTROL_ROLE
-from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket, _greet
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
@@ -121,6 +122,6 @@ def as_member(ticket: NetworkTicket, rank: int, peer: int) -> list[socket.socket
     made = []
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
-        _greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
+        greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
         made.append(connection)
     return made

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
 from tests.unit.network_ends import ARRIVED, DOWN, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
 PROVIDERS = ["tcp", "shuffle(tcp)"]

@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int64_t kGiveUpNs = 60'000'000'000;
+constexpr int64_t kGiveUpNs = 60'000'000'000, kMessageNs = 10'000'000'000;
 
 // What has arrived at one end. Mirrored by benchmarks/network.py.
 struct Mark {
@@ -82,17 +82,24 @@ CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
   return error;
 }
 
-// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end.
-CN_API void cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
+// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end. 0, or ETIMEDOUT: one
+// has not come in 10 s.
+CN_API int cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
   Mark& m = *static_cast<Mark*>(at);
   for (int64_t i = 0; i < rounds; ++i) {
     const uint64_t before = m.count.load(std::memory_order_acquire);
     const int64_t begun = cd::now_ns();
     c->outbox->push(rank, 0, bytes, 0);
     cd::wake(*c->outbox);
-    spin_until([&] { return m.count.load(std::memory_order_acquire) != before; });
+    bool late = false;
+    spin_until([&] {
+      late = cd::now_ns() - begun > kMessageNs;
+      return late || m.count.load(std::memory_order_acquire) != before;
+    });
+    if (late) return ETIMEDOUT;
     ns[i] = m.at_ns.load(std::memory_order_relaxed) - begun;
   }
+  return 0;
 }
 
 // The same without ring and proxy: one thread, one connection, 16 bytes and `bytes`. 0 or an errno.

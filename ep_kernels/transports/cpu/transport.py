@@ -18,7 +18,8 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
