@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
@@ -21,6 +22,12 @@ WAIT_S = 20.0
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
 Event = tuple[int, int, int]
 """(rank, kind, value)."""
+
+
+def devices_of(provider: str, rank: int) -> dict[str, Any]:
+    """Fields for a rank's own end of the cable, where there is one (tests/rxe)."""
+    rdma = Path(f"/sys/class/infiniband/rxe{rank % 2}")
+    return {"devices": (rdma.name,)} if "verbs" in provider and rdma.exists() else {}
 
 
 class End:
@@ -39,7 +46,7 @@ class End:
         self.events: list[Event] = []
         self._changed = threading.Condition()
         self._handler = _Handler(self._on_event)
-        config = NetworkConfig(listen="127.0.0.1:0", **fields)
+        config = NetworkConfig(**{"listen": "127.0.0.1:0", **devices_of(fields.get("provider", "tcp"), rank), **fields})
         self.network = Network.of(config) if shared else Network(config)
         handler = ctypes.cast(self._handler, ctypes.c_void_p).value
         assert handler is not None

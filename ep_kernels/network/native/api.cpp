@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "fabric_device.hpp"
 #include "proxy.hpp"
 #include "verbs_device.hpp"
 
@@ -22,6 +23,7 @@ cd::Provider* make(const cd::NetSettings& settings) {
   cd::Provider* inner = nullptr;
   if (!strcmp(settings.provider, "tcp")) inner = cd::make_tcp();
   if (!strcmp(settings.provider, "verbs")) inner = cd::make_verbs(settings);
+  if (!strncmp(settings.provider, "libfabric", 9)) inner = cd::make_libfabric(settings);
   if (!inner || !settings.shuffled) return inner;
   cd::Provider* outer = cd::make_shuffle(inner, settings.seed, settings.drop_after);
   if (!outer) inner->close();
@@ -42,6 +44,7 @@ CN_API void cn_sizes(uint64_t* out) {
 CN_API int cn_devices(const char* provider, char* lines, size_t size, cd::Text* text) {
   lines[0] = 0;
   if (!strcmp(provider, "verbs")) return cd::ib::list_ports(lines, size, text);
+  if (!strncmp(provider, "libfabric", 9)) return cd::fi::list_domains(lines, size, text);
   text->say("%s: has no devices of its own", provider);
   return 0;
 }

@@ -88,6 +88,7 @@ class Provider {
 // Null: memory is short.
 Provider* make_tcp();
 Provider* make_verbs(const NetSettings& settings);
+Provider* make_libfabric(const NetSettings& settings);
 // Takes over `inner`.
 Provider* make_shuffle(Provider* inner, uint64_t seed, int64_t drop_after);
 

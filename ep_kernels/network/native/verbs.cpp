@@ -67,7 +67,7 @@ void Verbs::end() {
 void Verbs::forsake() {
   for (auto& lanes : lanes_) {
     for (Lane* l : lanes) {
-      if (l && l->fd >= 0) ::close(l->fd);
+      if (l && l->exchange.fd >= 0) ::close(l->exchange.fd);
       free(l);
     }
   }
@@ -205,7 +205,7 @@ bool Verbs::poll(int peer, int lane, uint32_t) {
     return false;
   }
   Lane* l = lanes_[peer][lane];
-  if (l && l->fd >= 0) exchange(peer, lane, *l);
+  if (l && l->exchange.fd >= 0) hear(peer, lane, *l);
   return false;
 }
 

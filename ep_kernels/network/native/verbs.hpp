@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "exchange.hpp"
 #include "ring.hpp"
 #include "verbs_device.hpp"
 
@@ -21,6 +22,7 @@ constexpr int kDepth = 128, kLeast = 8, kCredits = 4;
 constexpr uint32_t kInlineBytes = 64;  // an exchange; larger ones the device reads itself
 constexpr int kBatch = 32, kTurns = 16;
 constexpr uint32_t kMagic = 0x43445631;  // version of the card
+
 struct Card {
   uint32_t magic, pair, psn, rkey;
   uint64_t base, bytes;
@@ -30,18 +32,15 @@ struct Card {
   uint32_t depth;
 };
 static_assert(sizeof(Card) == 56);
-constexpr size_t kWords = sizeof(Card) + 1;  // and a byte: ready
 
 enum class Kind : uint8_t { write, credit, recv };
 
 struct Lane {
-  int fd = -1;
+  Exchange<Card> exchange;
   uint32_t generation = 0;
   Pair* pair = nullptr;
   Card peer{};
   uint32_t psn = 0;
-  int heard = 0;  // bytes of kWords
-  uint8_t words[kWords];
   bool is_up = false;
   int error = 0;            // the lane has failed; told in `advance`
   uint32_t out = 0;         // writes posted, not completed
@@ -86,7 +85,7 @@ class Verbs final : public Provider {
   bool begin();
   void end();
   bool make_pair(int peer, int lane, Lane& l);
-  bool exchange(int peer, int lane, Lane& l);
+  void hear(int peer, int lane, Lane& l);
   int to_peer(int lane, Lane& l);
   bool post_recv(int peer, int lane, Lane& l);
   void complete(const Completion& c);

@@ -1,9 +1,6 @@
 // The lanes of `verbs`: how a queue pair is made, connected by the cards of both ends, and let go of.
 #include <errno.h>
-#include <sys/epoll.h>
 #include <sys/random.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -39,14 +36,7 @@ bool Verbs::connect(int peer, int lane, int fd, uint64_t tag) {
     const Card card{kMagic, l->pair->number, l->psn, mirror.rkey, reinterpret_cast<uint64_t>(mirror.address),
                     memory_.stride, port_.gid.gid, port_.attr.lid, port_.attr.link_layer, uint8_t(port_.mtu),
                     uint32_t(depth_)};
-    epoll_event event{EPOLLIN, {}};
-    event.data.u64 = tag;
-    // Into an empty socket buffer.
-    if (send(fd, &card, sizeof card, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof card &&
-        epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) == 0) {
-      l->fd = fd;
-      return true;
-    }
+    if (l->exchange.begin(epoll_fd_, fd, tag, card)) return true;
   }
   const int error = errno;
   drop(peer, l, false);
@@ -84,37 +74,29 @@ bool Verbs::make_pair(int peer, int lane, Lane& l) {
   return true;
 }
 
-// Reads the card and the word of the other end. False: the lane has ended.
-bool Verbs::exchange(int peer, int lane, Lane& l) {
+void Verbs::hear(int peer, int lane, Lane& l) {
+  int error = 0;
   for (;;) {
-    uint8_t beyond;
-    const size_t left = kWords - size_t(l.heard);
-    const ssize_t got = recv(l.fd, left ? l.words + l.heard : &beyond, left ? left : 1, MSG_DONTWAIT);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
-    int error = got < 0 ? errno : got == 0 ? 0 : left ? 0 : EPROTO;
-    const int before = l.heard;
-    if (got > 0 && left) {
-      l.heard += int(got);
-      if (before < int(sizeof(Card)) && l.heard >= int(sizeof(Card))) error = to_peer(lane, l);
-      if (!error && l.heard == int(kWords)) l.is_up = true;
-      if (!error) continue;
-    }
-    const uint32_t generation = l.generation;
-    while (got <= 0 && drain() == kTurns * kBatch) {  // what the peer had sent comes before its end
-    }
-    Lane* here = lanes_[peer][lane];
-    if (!here || here->generation != generation) return false;
-    const char* what = error == 0 && got > 0 ? nullptr : *why_.at ? why_.at : nullptr;
-    drop(peer, lanes_[peer][lane], true);
-    sink_.ended(sink_.owner, peer, error, what);
-    return false;
+    const Heard heard = l.exchange.hear();
+    if (heard == Heard::nothing) return;
+    if (heard == Heard::ready) l.is_up = true;
+    if (heard == Heard::card) error = to_peer(lane, l);
+    if (heard == Heard::end) error = l.exchange.error;
+    if (heard == Heard::end || error) break;
   }
+  const uint32_t generation = l.generation;
+  while (drain() == kTurns * kBatch) {  // what the peer had sent comes before its end
+  }
+  Lane*& here = lanes_[peer][lane];
+  if (!here || here->generation != generation) return;
+  if (here->error) return;  // told in `advance`
+  drop(peer, here, true);
+  sink_.ended(sink_.owner, peer, error, error ? why_.at : nullptr);
 }
 
 // Connects the queue pair by the peer's card. 0 or an errno.
 int Verbs::to_peer(int lane, Lane& l) {
-  memcpy(&l.peer, l.words, sizeof(Card));
+  memcpy(&l.peer, l.exchange.words, sizeof(Card));
   const Card& p = l.peer;
   why_.say("verbs: the peer's card is none of this version, or of another kind of network");
   if (p.magic != kMagic || p.depth < kLeast || p.link_layer != port_.attr.link_layer) return EPROTO;
@@ -152,9 +134,8 @@ int Verbs::to_peer(int lane, Lane& l) {
   why_.say("verbs: the queue pair cannot be connected: %s; is the peer's GID reachable from GID %d here?",
            strerror(error), port_.gid.index);
   if (error) return error;
-  const uint8_t ready = 1;
   why_.say("verbs: the peer closed while it was being connected");
-  if (send(l.fd, &ready, 1, MSG_DONTWAIT | MSG_NOSIGNAL) != 1) return ECONNRESET;
+  if (!l.exchange.say_ready()) return ECONNRESET;
   l.granted = p.depth;
   why_ = {};
   return 0;
@@ -166,10 +147,7 @@ void Verbs::drop(int peer, Lane*& l, bool close_fd) {
   l = nullptr;
   if (!gone) return;
   if (gone->pair) port_.lib->destroy_qp(gone->pair);
-  if (gone->fd >= 0) {
-    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, gone->fd, nullptr);
-    if (close_fd) ::close(gone->fd);
-  }
+  gone->exchange.end(epoll_fd_, close_fd);
   for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
   free(gone);
 }
@@ -177,7 +155,7 @@ void Verbs::drop(int peer, Lane*& l, bool close_fd) {
 int Verbs::release(int peer, int* fds) {
   int n = 0;
   for (Lane*& l : lanes_[peer]) {
-    if (l && l->fd >= 0) fds[n++] = l->fd;
+    if (l && l->exchange.fd >= 0) fds[n++] = l->exchange.fd;
     drop(peer, l, false);
   }
   return n;
