@@ -287,7 +287,7 @@ class Channel:
         if error:
             for connection in roles.values():
                 connection.close()
-            raise TransportError(f"network: rank {rank} cannot be joined: {os.strerror(error)}")
+            raise TransportError(f"network: rank {rank} cannot be joined: {self.why(rank) or os.strerror(error)}")
         for connection in roles.values():
             connection.detach()
         self._lock.notify_all()

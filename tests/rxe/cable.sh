@@ -13,7 +13,9 @@ for end in 0 1; do
   here=10.77.0.$((end + 1)) there=10.77.0.$((2 - end))
   ip neighbour replace "$there" lladdr "02:00:00:00:00:0$((2 - end))" dev "v$end" nud permanent
   ip route add "$there" dev "v$end" src "$here" table "10$end"
-  ip rule add pref "10$end" from "$here" to "$there" iif lo lookup "10$end"
+  for from in lo "v$end"; do  # what is sent; and the question whether an arriving request came the right way
+    ip rule add pref "10$end" from "$here" to "$there" iif "$from" lookup "10$end"
+  done
 done
 ip rule add pref 1000 lookup local
 ip rule delete pref 0

@@ -26,8 +26,12 @@ Event = tuple[int, int, int]
 
 def devices_of(provider: str, rank: int) -> dict[str, Any]:
     """Fields for a rank's own end of the cable, where there is one (tests/rxe)."""
-    rdma = Path(f"/sys/class/infiniband/rxe{rank % 2}")
-    return {"devices": (rdma.name,)} if "verbs" in provider and rdma.exists() else {}
+    # The kernel's connection manager refuses two devices of one machine: both ends of its connections are one device.
+    end = 0 if "verbs;" in provider else rank % 2
+    if not Path(f"/sys/class/infiniband/rxe{end}").exists():
+        return {}
+    fields: dict[str, Any] = {} if "tcp" in provider else {"devices": (f"rxe{end}",)}
+    return {**fields, "listen": f"10.77.0.{end + 1}:0"} if "libfabric" in provider else fields
 
 
 class End:

@@ -4,8 +4,8 @@
 //
 // A lane begins as one of `verbs` does: each end sends a card on the lane's TCP connection (address of the endpoint,
 // key and address of the mirror), then says that it is ready. A new connection is a new endpoint, so nothing of an
-// earlier one comes to it. Flow control is that of `verbs`, too: a provider may take a posted receive for an immediate, and its
-// queue is finite. A credit is a message of 8 bytes.
+// earlier one comes to it. Flow control is that of `verbs`, too: a provider may take a posted receive for an immediate,
+// and its queue is finite. A credit is a message of 8 bytes.
 #include <errno.h>
 #include <sys/epoll.h>
 #include <unistd.h>

@@ -122,6 +122,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   NetPeer& p = c->peers[rank];
   if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
+  p.why = {};
   if (p.up) fall(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
   event.data.u64 = tag_of(*c, rank, kControlLane);
@@ -129,6 +130,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   for (int lane = 0; lane < num_lanes; ++lane) {
     if (c->provider->connect(rank, lane, lanes[lane], tag_of(*c, rank, lane))) continue;
     const int error = errno ? errno : EIO;
+    p.why.say("%s", c->provider->about());
     int fds[kMaxLanes];
     c->provider->release(rank, fds);  // the caller closes them
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, control_fd, nullptr);
@@ -137,7 +139,6 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   p.control_fd = control_fd;
   p.lanes = num_lanes;
   p.lanes_ended = p.error = p.message_bytes = 0;
-  p.why = {};
   p.ends_ns = 0;
   p.in_order = false;
   p.left_out = 0;

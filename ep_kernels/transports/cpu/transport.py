@@ -118,6 +118,10 @@ class CpuTransport(CpuMember[NativeComm]):
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
+    def _why(self, peer: int) -> str:
+        channel = self.native().channel
+        return "" if channel is None else channel.why(peer)
+
     def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
         """The region of a rank of this host, and its mirrors."""
         landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
