@@ -75,7 +75,7 @@ def memlock() -> tuple[int, int]:
     return tuple(-1 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
 
 
-class _Mark(ctypes.Structure):
+class Mark(ctypes.Structure):
     """`Mark` of native/bench.cpp."""
 
     _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
@@ -87,7 +87,7 @@ class _Loop:
     def __init__(self, config: NetworkConfig) -> None:
         self.network = Network(config)
         self._memory = [(ctypes.create_string_buffer(_SIZE), ctypes.create_string_buffer(2 * _SIZE)) for _ in range(2)]
-        self._marks = [_Mark(), _Mark()]
+        self._marks = [Mark(), Mark()]
         made: list[Channel] = []
         try:
             for rank in range(2):

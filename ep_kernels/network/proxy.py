@@ -67,6 +67,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_ring": (c_int, (c_int64, POINTER(c_int64))),
     "cn_bench_handler": (c_void_p, ()),
+    "cn_bench_ponger": (c_void_p, ()),
+    "cn_bench_ping": (None, (c_void_p,)),
     "cn_bench_mail": (c_int, (c_void_p, c_void_p, c_int, c_uint32, c_int64, POINTER(c_int64))),
     "cn_bench_sockets": (c_int, (c_int, c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_int64))),
     "cn_bench_stream": (c_int64, (c_void_p, c_void_p, c_int, POINTER(c_uint32), c_int64, c_uint64)),

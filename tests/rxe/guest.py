@@ -22,10 +22,7 @@ PACKAGES = (
     "qemu-system-x86 busybox-static cpio kmod rdma-core ibverbs-providers perftest libfabric-bin iproute2 apt dpkg"
 )
 _TOOLS = ("qemu-system-x86_64", "cpio", "rdma", "ib_write_bw", "apt-get", "dpkg")
-_MODULES = (
-    "virtio_pci 9p 9pnet_virtio overlay virtio_rng rdma_rxe rdma_ucm ib_uverbs crc32_generic crc32_pclmul veth sch_netem"
-)
-_KERNEL = "linux-image-amd64"
+_MODULES = "virtio_pci virtio_rng 9p 9pnet_virtio overlay rdma_rxe rdma_ucm ib_uverbs crc32_generic crc32_pclmul veth"_KERNEL = "linux-image-amd64"
 _MACHINE = "-M q35 -accel tcg,thread=multi -cpu max -smp 2 -m 3G -nodefaults -no-reboot -nographic -serial stdio"
 
 
@@ -123,7 +120,7 @@ def _pack(initrd: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         there = root / "lib" / "modules" / _version()
-        for module in _MODULES.split():
+        for module in [*_MODULES.split(), "sch_netem"]:
             shown = _run("/sbin/modprobe", "-d", str(BUILT / "root"), "-S", _version(), "--show-depends", module)
             for path in map(Path, re.findall(r"^insmod (\S+)", shown, re.MULTILINE)):
                 copy = there / path.relative_to(modules)

@@ -1,6 +1,6 @@
 """Runs in the guest: pytest, with `ep_kernels` made a plain folder, since the package's own face imports torch.
 
-    python tests/rxe/inside.py ARGUMENTS OF PYTEST
+python tests/rxe/inside.py ARGUMENTS OF PYTEST
 """
 
 from __future__ import annotations

@@ -40,6 +40,27 @@ void spin_until(Done done) {
   }
 }
 
+// Both ends of a ping-pong: each arrival is answered by the handler, on the proxy's own thread. Mirrored by
+// tests/rxe/yardsticks.py.
+struct Pong {
+  cd::Outbox* box;
+  int64_t* ns;  // [rounds] of there and back; null: this end answers only
+  int64_t rounds, at_ns;
+  std::atomic<int64_t> done;
+  int32_t rank;
+  uint32_t bytes;
+};
+
+void pong(void* context, int32_t, cd::NetEvent event, uint64_t) {
+  if (event != cd::NetEvent::arrived) return;
+  auto* p = static_cast<Pong*>(context);
+  const int64_t round = p->done.load(std::memory_order_relaxed), now = cd::now_ns();
+  if (p->ns) p->ns[round] = now - p->at_ns;
+  p->at_ns = now;
+  if (!p->ns || round + 1 < p->rounds) p->box->push(p->rank, 0, p->bytes, 0);
+  p->done.store(round + 1, std::memory_order_release);
+}
+
 struct Pusher {
   cd::Outbox* box;
   int64_t rounds;
@@ -57,6 +78,15 @@ void* push_all(void* given) {
 }
 
 }  // namespace
+
+CN_API void* cn_bench_ponger() { return reinterpret_cast<void*>(&pong); }
+// Starts a ping-pong of `p->rounds`; `p->done` counts them.
+CN_API void cn_bench_ping(void* pong) {
+  auto* p = static_cast<Pong*>(pong);
+  p->at_ns = cd::now_ns();
+  p->box->push(p->rank, 0, p->bytes, 0);
+  cd::wake(*p->box);
+}
 
 CN_API void* cn_bench_handler() { return reinterpret_cast<void*>(&mark); }
 
