@@ -22,7 +22,8 @@ PACKAGES = (
     "qemu-system-x86 busybox-static cpio kmod rdma-core ibverbs-providers perftest libfabric-bin iproute2 apt dpkg"
 )
 _TOOLS = ("qemu-system-x86_64", "cpio", "rdma", "ib_write_bw", "apt-get", "dpkg")
-_MODULES = "virtio_pci virtio_rng 9p 9pnet_virtio overlay rdma_rxe rdma_ucm ib_uverbs crc32_generic crc32_pclmul veth"_KERNEL = "linux-image-amd64"
+_MODULES = "virtio_pci virtio_rng 9p 9pnet_virtio overlay rdma_rxe rdma_ucm ib_uverbs crc32_generic crc32_pclmul veth"
+_KERNEL = "linux-image-amd64"
 _MACHINE = "-M q35 -accel tcg,thread=multi -cpu max -smp 2 -m 3G -nodefaults -no-reboot -nographic -serial stdio"
 
 
