@@ -11,9 +11,9 @@
 namespace cd::ib {
 namespace {
 
-// 4.096 us << 14 until a retry, seven of them: 0.5 to 2 s. A peer that is not ready is asked six times more, 0.6 ms
-// apart, which it is only if it breaks the flow control.
-constexpr uint8_t kTimeout = 14, kRetries = 7, kNotReadyRetries = 6, kNotReadyTimer = 12;
+// 4.096 us << 14 until a retry, six of them: 0.5 to 2 s. Not seven, which Soft-RoCE takes for ever. A peer that is not
+// ready is asked six times more, 0.6 ms apart, which it is only if it breaks the flow control.
+constexpr uint8_t kTimeout = 14, kRetries = 6, kNotReadyRetries = 6, kNotReadyTimer = 12;
 
 }  // namespace
 
