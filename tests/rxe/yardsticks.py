@@ -9,7 +9,6 @@ else the machine does, it does to both. A message is one that each end's proxy t
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import multiprocessing as mp
 import re
@@ -31,7 +30,7 @@ from tests.unit.network_ends import devices_of
 
 PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 1000, 400, 120.0
 MIB = 1 << 20
-_PORTS = itertools.count()
+PROVIDERS = ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)")
 
 
 class Pong(ctypes.Structure):
@@ -49,7 +48,7 @@ class Pong(ctypes.Structure):
 
 
 class Side:
-    """One of two ranks: a network, and a channel for each of the measurements."""
+    """One of two ranks."""
 
     def __init__(self, rank: int, provider: str) -> None:
         self.rank = rank
@@ -59,21 +58,15 @@ class Side:
         self._own, self._landing = ctypes.create_string_buffer(size), ctypes.create_string_buffer(2 * size)
         self.ns = (ctypes.c_int64 * ROUNDS)()
         self.pong = Pong(None, ctypes.addressof(self.ns) if rank == 0 else None, ROUNDS, 0, 0, 1 - rank, PING_BYTES)
-        self.mark = Mark()
-        lib = self.network.lib
-        self.ping = self._channel(size, lib.cn_bench_ponger(), ctypes.addressof(self.pong))
-        self.pong.box = self.ping.outbox
-        self.bulk = self._channel(size, lib.cn_bench_handler(), ctypes.addressof(self.mark))
-
-    def _channel(self, size: int, handler: int, context: int) -> Channel:
         own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
-        return Channel(self.network, self.rank, 2, ChannelMemory(own, size, landing, size, handler, context))
+        handler, context = self.network.lib.cn_bench_ponger(), ctypes.addressof(self.pong)
+        self.channel = Channel(self.network, rank, 2, ChannelMemory(own, size, landing, size, handler, context))
+        self.pong.box = self.channel.outbox
 
     def join(self, pipe: Connection) -> None:
-        """Connect both channels."""
-        pipe.send((self.ping.ticket(), self.bulk.ticket()))
-        for channel, ticket in zip((self.ping, self.bulk), pipe.recv(), strict=True):
-            channel.connect({1 - self.rank: ticket}, WAIT_S)
+        """Connect with the other one."""
+        pipe.send(self.channel.ticket())
+        self.channel.connect({1 - self.rank: pipe.recv()}, WAIT_S)
 
     def latency_us(self) -> float:
         """Median of one way."""
@@ -83,15 +76,15 @@ class Side:
         while self.pong.done < ROUNDS:
             time.sleep(0.05)
             if time.monotonic() > until:
-                raise TimeoutError(self.ping.why(1))
+                raise TimeoutError(self.channel.why(1))
         return sorted(self.ns)[ROUNDS // 2] / 2e3
 
     def mib_per_s(self) -> float:
         """Of a stream, until all of it has been acknowledged."""
         sizes = (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
-        took = self.network.lib.cn_bench_stream(self.bulk.pointer, ctypes.byref(self.mark), 1, sizes, COUNT, 0)
+        took = self.network.lib.cn_bench_stream(self.channel.pointer, ctypes.byref(Mark()), 1, sizes, COUNT, 0)
         if took < 0:
-            raise TimeoutError(self.bulk.why(1))
+            raise TimeoutError(self.channel.why(1))
         return COUNT * BULK_BYTES / MIB / (took / 1e9)
 
 
@@ -99,6 +92,9 @@ def answer(pipe: Connection, provider: str) -> None:
     """The other rank."""
     side = Side(1, provider)
     side.join(pipe)
+    pipe.recv()
+    side.pong.rank = -1
+    pipe.send("counts")
     pipe.recv()
 
 
@@ -115,40 +111,46 @@ class Ours:
 
     def measure(self) -> tuple[float, float]:
         """Latency in us, bandwidth in MiB/s."""
-        return self.side.latency_us(), self.side.mib_per_s()
+        latency = self.side.latency_us()
+        self.pipe.send("count")
+        self.pipe.recv()
+        return latency, self.side.mib_per_s()
 
     def end(self) -> None:
         """Let the other process go."""
         self.pipe.send("over")
         self.other.join()
-        self.side.ping.close()
-        self.side.bulk.close()
+        self.side.channel.close()
         self.side.network.close()
 
 
-def perftest(tool: str, *arguments: str) -> str:
-    """Last line of figures of one of perftest's tools, from rxe0 to rxe1."""
-    port = 18515 + next(_PORTS)  # of the last one the kernel may still hold
-    common = ["-x", "1", "-F", "-p", str(port), *arguments]
-    server = subprocess.Popen([tool, "-d", "rxe1", *common], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(50):
-            time.sleep(0.3)
-            command = [tool, "-d", "rxe0", *common, "127.0.0.1"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-            if done.returncode == 0:
-                figures: list[str] = re.findall(r"^ \d+ .*$", done.stdout, re.MULTILINE)
-                return figures[-1]
-        raise RuntimeError(f"{tool}: {done.stdout}{done.stderr}")
-    finally:
-        server.wait(WAIT_S)
+def perftest(tool: str, *arguments: str) -> list[str]:
+    """The figures of one of perftest's tools, from rxe0 to rxe1."""
+    for port in range(18515, 18525):  # the last one may still be held
+        common = ["-x", "1", "-F", "-p", str(port), *arguments]
+        server = subprocess.Popen([tool, "-d", "rxe1", *common], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while not _listens(port) and time.monotonic() < until:
+            time.sleep(0.1)
+        command = [tool, "-d", "rxe0", *common, "127.0.0.1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        server.kill()
+        server.wait()
+        if done.returncode == 0:
+            figures: list[str] = re.findall(r"^ \d+ .*$", done.stdout, re.MULTILINE)
+            return figures[-1].split()
+    raise RuntimeError(f"{tool}: {done.stdout}{done.stderr}")
+
+
+def _listens(port: int) -> bool:
+    return any(f":{port:04X} 00000000:0000 0A" in line for line in Path("/proc/net/tcp").read_text().splitlines())
 
 
 def theirs(provider: str, bare: str) -> tuple[float, float]:
     """Latency in us, bandwidth in MiB/s, of the yardstick."""
     if provider == "verbs":
-        latency = float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS)).split()[4])
-        return latency, float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT)).split()[3])
+        latency = float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS))[4])
+        return latency, float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT))[3])
     name = provider[len("libfabric(") : -1]
     arguments = [name, devices_of(provider, 0)["listen"].split(":")[0], ROUNDS, PING_BYTES, BULK_BYTES, COUNT]
     done = subprocess.run([bare, *map(str, arguments)], capture_output=True, text=True, timeout=WAIT_S, check=True)
@@ -158,7 +160,7 @@ def theirs(provider: str, bare: str) -> tuple[float, float]:
 
 def main(bare: str, blocks: int) -> None:
     """Every provider, block by block."""
-    for provider in ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)"):
+    for provider in PROVIDERS:
         for block in range(blocks):
             ours = Ours(provider)
             for name, (latency, bandwidth) in (("ours", ours.measure()), ("yardstick", theirs(provider, bare))):

@@ -47,7 +47,7 @@ struct Pong {
   int64_t* ns;  // [rounds] of there and back; null: this end answers only
   int64_t rounds, at_ns;
   std::atomic<int64_t> done;
-  int32_t rank;
+  int32_t rank;  // -1: counts, and answers nothing
   uint32_t bytes;
 };
 
@@ -57,7 +57,7 @@ void pong(void* context, int32_t, cd::NetEvent event, uint64_t) {
   const int64_t round = p->done.load(std::memory_order_relaxed), now = cd::now_ns();
   if (p->ns) p->ns[round] = now - p->at_ns;
   p->at_ns = now;
-  if (!p->ns || round + 1 < p->rounds) p->box->push(p->rank, 0, p->bytes, 0);
+  if (p->rank >= 0 && (!p->ns || round + 1 < p->rounds)) p->box->push(p->rank, 0, p->bytes, 0);
   p->done.store(round + 1, std::memory_order_release);
 }
 

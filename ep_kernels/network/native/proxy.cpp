@@ -22,8 +22,9 @@ namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
-constexpr int64_t kAskNs = 2000;  // between questions to epoll while a lane is hot
-constexpr int64_t kHotNs = 20'000;
+// Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
+constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
+constexpr int64_t kPolledNs = 100'000;  // since the last arrival
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
 int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
@@ -115,7 +116,8 @@ void Proxy::run() {
     for (int i = 0; i < kHot; ++i) came |= happen(hot_[i], EPOLLIN);
     epoll_event events[64];
     int n = 0;
-    if (now_ - asked_ns_ >= kAskNs || !(hot_[0] || now_ - arrived_ns_ < kHotNs)) {
+    const bool polled = !hot_[0] && now_ - arrived_ns_ < kPolledNs;
+    if (now_ - asked_ns_ >= (hot_[0] ? kAskNs : polled ? kAskPolledNs : 0)) {
       asked_ns_ = now_;
       n = epoll_wait(epoll_fd_, events, 64, 0);
     }
