@@ -56,7 +56,8 @@ def run(command: str, out: Path, timeout_s: float) -> tuple[int, str]:
     kernel, initrd = build()
     out.mkdir(parents=True, exist_ok=True)
     script = f". {HERE}/cable.sh; cd {ROOT}; {command}"
-    words = f"console=ttyS0 quiet panic=-1 tsc=reliable clocksource=tsc guest_command={base64.b64encode(script.encode()).decode()}"
+    encoded = base64.b64encode(script.encode()).decode()
+    words = f"console=ttyS0 quiet panic=-1 tsc=reliable clocksource=tsc guest_command={encoded}"
     shares = [
         *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
         *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
