@@ -33,7 +33,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts test-families check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -54,6 +54,9 @@ test-hosts: $(DEV) ## Groups over several hosts: the contract suite in every spl
 
 test-families: $(DEV) ## Every MoE family of the installed transformers: equal tokens with its experts served (minutes)
 	$(PY) -m pytest -q tests/services/test_families.py --all-families $(ARGS)
+
+test-rxe: $(DEV) ## RDMA in a QEMU guest with Soft-RoCE: bytes, faults, yardsticks of verbs and libfabric (ARGS="-k bytes")
+	$(PY) -m pytest -q -rs tests/rxe --rxe --rxe-out docs/results/$$(date +%F)-rxe $(ARGS)
 
 test-vllm: $(VLLM) $(NEWEST)/vllm ## Real vLLM on the CPU: the plugin, and MoE layers over our transport (downloads 3 GB)
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)

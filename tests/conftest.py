@@ -20,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="transports' tests: on one host alone (none), one group over two hosts as well (short), or over hosts in "
         "every split by every provider, and nothing else (full)",
     )
+    parser.addoption("--rxe", action="store_true", help="tests/rxe: start the guest")
+    parser.addoption("--rxe-out", help="tests/rxe: folder for the results of the yardsticks")
+    parser.addoption(
+        "--provider",
+        action="append",
+        help="tests of the network's bytes: of these providers, not of those that every machine has",
+    )
 
 
 def _num_gpus() -> int:

@@ -7,6 +7,7 @@ labels of one machine's ranks (`NetworkConfig.domain`), which share nothing but 
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes.util import find_library
 from typing import Any
 
 from ep_kernels.network import NetworkConfig
@@ -19,6 +20,8 @@ SPLITS: dict[str, Callable[[int, int], int]] = {
 }
 """Host of a rank: two halves; rank 0 alone; ranks that alternate; a host for each."""
 PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)"}
+if find_library("fabric"):
+    PROVIDERS["libfabric"] = "libfabric(tcp;ofi_rxm)"
 LANES = {"lanes": 3}
 """Names of providers with several lanes: how many, over TCP."""
 SHORT = ("cpu-shuffle-halves",)

@@ -27,7 +27,7 @@ def advertised(config: NetworkConfig) -> Advertised:
     """The address of this host for its peers. Raises TransportError: a device without an address."""
     if config.advertise:
         return Advertised(split(f"{config.advertise}:0")[0], "network.advertise")
-    if config.devices:
+    if config.devices and config.carrier == "tcp":
         for device in config.devices:
             if address := address_of(device):
                 return Advertised(address, f"address of {device}, from network.devices")

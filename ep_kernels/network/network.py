@@ -7,8 +7,8 @@ go, port and thread stay. See docs/network.md.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import socket
@@ -20,40 +20,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
+from ep_kernels.network.greeting import NetworkTicket, greet, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Door, Listener
 from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
+
+log = logging.getLogger(__name__)
 
 _DIALS = 16
 """Peers dialled at the same time."""
 _RETRY_S = 0.05
 _GREETINGS = 5
 """A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
-_UNACKED_MS = 10_000
-"""A host that vanished is noticed by these, if no deadline came first."""
-
-
-class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How ranks of other hosts reach a channel. For members of the group only: it holds the secret.
-
-    Attributes:
-        provider: both ends must use the same.
-        address, port: of the data port.
-        token: names the channel there.
-        secret: hexadecimal; proves membership.
-    """
-
-    provider: str
-    address: str
-    port: int
-    token: int
-    secret: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +127,11 @@ os.register_at_fork(after_in_child=Network.forsake_all)
 class Channel:
     """One rank's use of the network, for one communicator. `connect`, `leave` and `close` from any thread.
 
+    Attributes:
+        about: what the provider chose and why; "" if there was nothing to choose.
+
     Raises:
-        TransportError: memory is short.
+        TransportError: the provider cannot be used here, and why; or memory is short.
     """
 
     def __init__(self, network: Network, rank: int, ranks: int, memory: ChannelMemory) -> None:
@@ -157,15 +141,21 @@ class Channel:
         self._lock = threading.Condition()
         self._arrived: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
-        config = network.config
-        shuffled = config.provider.startswith("shuffle")
+        text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
-            network.proxy, ranks, memory.own, memory.own_bytes, memory.landing, memory.stride, memory.handler,
-            memory.context, shuffled, config.seed + rank, config.drop_after, config.lanes,
-        )  # fmt: skip
+            network.proxy,
+            proxy.NetMemory(memory.own, memory.own_bytes, memory.landing, memory.stride, ranks, network.config.lanes),
+            _settings(network, rank),
+            memory.handler,
+            memory.context,
+            text,
+        )
         if not self.pointer:
             network.release()
-            raise TransportError("network: out of memory")
+            raise TransportError(f"network: {str(text) or 'out of memory'}")
+        self.about = str(text)
+        if self.about:
+            log.info("network of rank %d: %s", rank, self.about)
         network.channels.add(self)
         network.listener.open(self._token, Door(self._secret, self._admit))
 
@@ -224,6 +214,13 @@ class Channel:
         """Bit per rank whose connections stand."""
         return 0 if self.pointer is None else int(self._lib.cn_up(self.pointer))
 
+    def why(self, rank: int) -> str:
+        """Why the connections with a rank have ended, in the provider's words; "" if nothing is known."""
+        text = proxy.Text()
+        if self.pointer is not None:
+            self._lib.cn_why(self.pointer, rank, text)
+        return str(text)
+
     def traffic(self) -> list[proxy.Traffic]:
         """By rank, since the channel was made."""
         counters = (proxy.Traffic * self._ranks)()
@@ -279,7 +276,7 @@ class Channel:
         """Hand the connections of a rank to the proxy. Under the lock."""
         pointer = self.pointer
         for role, connection in roles.items():
-            _prepare(connection, control=role == CONTROL_ROLE)
+            prepare(connection, control=role == CONTROL_ROLE)
         if pointer is None:
             for connection in roles.values():
                 connection.close()
@@ -290,7 +287,7 @@ class Channel:
         if error:
             for connection in roles.values():
                 connection.close()
-            raise TransportError(f"network: rank {rank} cannot be joined: {os.strerror(error)}")
+            raise TransportError(f"network: rank {rank} cannot be joined: {self.why(rank) or os.strerror(error)}")
         for connection in roles.values():
             connection.detach()
         self._lock.notify_all()
@@ -310,8 +307,9 @@ class Channel:
 
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
         place, refused = (ticket.address, ticket.port), 0
-        source = (self._network.address, 0) if self._network.config.devices else None
-        lanes, began = self._network.config.lanes, time.monotonic()
+        config = self._network.config
+        source = (self._network.address, 0) if config.devices and config.carrier == "tcp" else None
+        lanes, began = config.lanes, time.monotonic()
         while True:
             left = until - time.monotonic()
             try:
@@ -327,7 +325,7 @@ class Channel:
                 time.sleep(_RETRY_S)
                 continue
             try:
-                _greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
+                greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
                 connection.setblocking(False)
                 return connection
             except (OSError, ValueError) as error:
@@ -339,38 +337,22 @@ class Channel:
                 time.sleep(_RETRY_S)
 
 
+def _settings(network: Network, rank: int) -> proxy.NetSettings:
+    config = network.config
+    return proxy.NetSettings(
+        provider=config.carrier.encode(),
+        devices=",".join(config.devices).encode(),
+        address=network.address.encode()[:63],
+        lanes=config.lanes,
+        shuffled=config.is_shuffled,
+        gid_index=config.gid_index,
+        traffic_class=config.traffic_class,
+        service_level=config.service_level,
+        mtu=config.mtu,
+        seed=config.seed + rank,
+        drop_after=config.drop_after,
+    )
+
+
 def _unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:
     return PeerTimeout(peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=waited_s, end=why)
-
-
-def _greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:
-    """The dialer's side of the handshake. Raises OSError, ValueError."""
-    secret, raw = bytes.fromhex(ticket.secret), hello.encode()
-    connection.sendall(raw)
-    challenge = _exactly(connection, handshake.CHALLENGE_BYTES)
-    connection.sendall(handshake.proof(secret, raw, challenge))
-    answer = _exactly(connection, handshake.PROOF_BYTES)
-    if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
-        raise ValueError("the listener does not know the secret of the ticket")
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    received = bytearray()
-    while len(received) < num_bytes:
-        chunk = connection.recv(num_bytes - len(received))
-        if not chunk:
-            raise ValueError("it closed the connection")
-        received += chunk
-    return bytes(received)
-
-
-def _prepare(connection: socket.socket, *, control: bool) -> None:
-    """Options of a connection whose handshake is done."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
-    if control:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)

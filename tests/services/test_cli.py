@@ -142,7 +142,7 @@ def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
         (["up"], "--model"),
         (["up", "--model", "m", "--join", "a:1", "--listen", "b:2"], "--join"),
         (["up", "--model", "m", "--join", "a:1", "--world-size", "4"], "--join: expected no --world-size"),
-        (["up", "--model", "m", "--network", "udp"], "worker.network.provider"),
+        (["up", "--model", "m", "--network", "udp"], "network.provider: expected tcp, verbs"),
         (["up", "--model", "m", "--world-size", "9"], "control.world_size: expected num_workers, 4, or worker.network"),
         (["up", "--model", "m", "--workers", "0"], "num_workers"),
         (["up", "--model", "m", "--workers", "many"], "--workers"),

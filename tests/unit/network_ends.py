@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
+from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import CONTROL_ROLE
-from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket, _greet
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
@@ -20,6 +22,16 @@ WAIT_S = 20.0
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
 Event = tuple[int, int, int]
 """(rank, kind, value)."""
+
+
+def devices_of(provider: str, rank: int) -> dict[str, Any]:
+    """Fields for a rank's own end of the cable, where there is one (tests/rxe)."""
+    # The kernel's connection manager refuses two devices of one machine: both ends of its connections are one device.
+    end = 0 if "verbs;" in provider else rank % 2
+    if not Path(f"/sys/class/infiniband/rxe{end}").exists():
+        return {}
+    fields: dict[str, Any] = {} if "tcp" in provider else {"devices": (f"rxe{end}",)}
+    return {**fields, "listen": f"10.77.0.{end + 1}:0"} if "libfabric" in provider else fields
 
 
 class End:
@@ -38,7 +50,7 @@ class End:
         self.events: list[Event] = []
         self._changed = threading.Condition()
         self._handler = _Handler(self._on_event)
-        config = NetworkConfig(listen="127.0.0.1:0", **fields)
+        config = NetworkConfig(**{"listen": "127.0.0.1:0", **devices_of(fields.get("provider", "tcp"), rank), **fields})
         self.network = Network.of(config) if shared else Network(config)
         handler = ctypes.cast(self._handler, ctypes.c_void_p).value
         assert handler is not None
@@ -121,6 +133,6 @@ def as_member(ticket: NetworkTicket, rank: int, peer: int) -> list[socket.socket
     made = []
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
-        _greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
+        greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
         made.append(connection)
     return made

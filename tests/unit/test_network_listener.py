@@ -12,9 +12,10 @@ import pytest
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig, handshake, listener
+from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.listener import Door, Listener
-from ep_kernels.network.network import Network, NetworkTicket, _greet
+from ep_kernels.network.network import Network
 from tests.unit.network_ends import WAIT_S, End, as_member, join
 
 TOKEN, SECRET = 77, b"s" * handshake.SECRET_BYTES
@@ -43,7 +44,7 @@ class Port:
         """A member's handshake. Raises ValueError, OSError."""
         ticket = NetworkTicket("tcp", *self.listener.address, token, secret.hex())
         with self.dial() as connection:
-            _greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket)
 
     def counted(self, why: str, number: int = 1) -> None:
         """Wait until so many were refused with this reason."""
@@ -173,7 +174,7 @@ def test_who_listens_there_must_know_the_secret() -> None:
             socket.create_connection(stranger.getsockname(), WAIT_S) as connection,
             pytest.raises(ValueError, match="does not know the secret"),
         ):
-            _greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
         thread.join()
 
 

@@ -19,7 +19,7 @@ SECRET, CHALLENGE = b"s" * handshake.SECRET_BYTES, b"c" * handshake.CHALLENGE_BY
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("provider", "verbs"),
+        ("provider", "udp"),
         ("provider", "shuffle(shuffle(tcp))"),
         ("listen", "0.0.0.0"),
         ("listen", "0.0.0.0:65536"),

@@ -7,14 +7,47 @@
 #include <cstring>
 #include <new>
 
+#include "fabric_device.hpp"
 #include "proxy.hpp"
+#include "verbs_device.hpp"
 
 #define CN_API extern "C" __attribute__((visibility("default")))
 #ifndef CD_BUILD_ID
 #define CD_BUILD_ID "unknown"
 #endif
 
+namespace {
+
+// Null: memory is short.
+cd::Provider* make(const cd::NetSettings& settings) {
+  cd::Provider* inner = nullptr;
+  if (!strcmp(settings.provider, "tcp")) inner = cd::make_tcp();
+  if (!strcmp(settings.provider, "verbs")) inner = cd::make_verbs(settings);
+  if (!strncmp(settings.provider, "libfabric", 9)) inner = cd::make_libfabric(settings);
+  if (!inner || !settings.shuffled) return inner;
+  cd::Provider* outer = cd::make_shuffle(inner, settings.seed, settings.drop_after);
+  if (!outer) inner->close();
+  return outer;
+}
+
+}  // namespace
+
 CN_API const char* cd_build_id() { return CD_BUILD_ID; }
+
+// Of the structures that Python mirrors: NetMemory, NetSettings, Text, Traffic.
+CN_API void cn_sizes(uint64_t* out) {
+  const uint64_t sizes[] = {sizeof(cd::NetMemory), sizeof(cd::NetSettings), sizeof(cd::Text), sizeof(cd::Traffic)};
+  memcpy(out, sizes, sizeof sizes);
+}
+
+// Lines of ports that a provider can use (verbs_device.hpp). 0: `text` says why there are none.
+CN_API int cn_devices(const char* provider, char* lines, size_t size, cd::Text* text) {
+  lines[0] = 0;
+  if (!strcmp(provider, "verbs")) return cd::ib::list_ports(lines, size, text);
+  if (!strncmp(provider, "libfabric", 9)) return cd::fi::list_domains(lines, size, text);
+  text->say("%s: has no devices of its own", provider);
+  return 0;
+}
 
 // Null, and errno, when there can be no thread.
 CN_API cd::Proxy* cn_open(int64_t spin_ns, const int32_t* cpus, int num_cpus) {
@@ -31,33 +64,32 @@ CN_API void cn_shut(cd::Proxy* proxy) {
 }
 CN_API void cn_forsake(cd::Proxy* proxy) { proxy->forsake(); }
 
-// own [own_bytes]: what may be sent. landing [ranks][stride]: rank r's mirror at r * stride. Null, and errno.
-CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* own, uint64_t own_bytes, uint8_t* landing,
-                                  uint64_t stride, cd::NetHandler handler, void* context, int shuffled, uint64_t seed,
-                                  int64_t drop_after, int lanes) {
-  void* memory = calloc(1, sizeof(cd::NetChannel));
+// Null, and errno; `text` says more if the provider cannot be used, else what was chosen.
+CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory, const cd::NetSettings* settings,
+                                  cd::NetHandler handler, void* context, cd::Text* text) {
+  void* made = calloc(1, sizeof(cd::NetChannel));
   void* box = aligned_alloc(64, sizeof(cd::Outbox));
-  cd::Provider* provider = cd::make_tcp();
-  if (provider && shuffled) provider = cd::make_shuffle(provider, seed, drop_after);
-  if (memory && box && provider) {
+  cd::Provider* provider = make(*settings);
+  errno = ENOMEM;
+  if (made && box && provider) {
     memset(box, 0, sizeof(cd::Outbox));
-    auto* c = new (memory) cd::NetChannel;
-    c->ranks = ranks;
-    c->own = own;
-    c->own_bytes = own_bytes;
+    auto* c = new (made) cd::NetChannel;
+    c->memory = *memory;
     c->handler = handler;
     c->context = context;
     c->provider = provider;
     c->outbox = static_cast<cd::Outbox*>(box);
-    c->outbox->stripe = lanes > 1 ? 256 << 10 : 1 << 30;
-    for (int r = 0; r < ranks; ++r) provider->reg(r, {landing + uint64_t(r) * stride, stride});
+    c->outbox->stripe = settings->lanes > 1 ? 256 << 10 : 1 << 30;
     const int error = proxy->add(c);
+    text->say("%s", provider->about());
     if (error == 0) return c;
     errno = error;
   }
-  free(memory);
+  const int error = errno;
+  free(made);
   free(box);
   if (provider) provider->close();
+  errno = error;
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
@@ -74,6 +106,7 @@ CN_API int cn_join(cd::NetChannel* c, int rank, int control_fd, const int32_t* l
 }
 CN_API void cn_leave(cd::NetChannel* c, int rank, uint64_t tag) { c->proxy->leave(c, rank, tag); }
 CN_API uint64_t cn_up(cd::NetChannel* c) { return c->proxy->up(c); }
+CN_API void cn_why(cd::NetChannel* c, int rank, cd::Text* out) { c->proxy->why(c, rank, out); }
 CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
 // 1 if nothing of this rank's region is still to be read for the ranks of `mask`.
 CN_API int cn_quiet(const cd::NetChannel* c, uint64_t mask) {

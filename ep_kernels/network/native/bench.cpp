@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int64_t kGiveUpNs = 60'000'000'000;
+constexpr int64_t kGiveUpNs = 60'000'000'000, kMessageNs = 10'000'000'000;
 
 // What has arrived at one end. Mirrored by benchmarks/network.py.
 struct Mark {
@@ -40,6 +40,27 @@ void spin_until(Done done) {
   }
 }
 
+// Both ends of a ping-pong: each arrival is answered by the handler, on the proxy's own thread. Mirrored by
+// tests/rxe/yardsticks.py.
+struct Pong {
+  cd::Outbox* box;
+  int64_t* ns;  // [rounds] of there and back; null: this end answers only
+  int64_t rounds, at_ns;
+  std::atomic<int64_t> done;
+  int32_t rank;  // -1: counts, and answers nothing
+  uint32_t bytes;
+};
+
+void pong(void* context, int32_t, cd::NetEvent event, uint64_t) {
+  if (event != cd::NetEvent::arrived) return;
+  auto* p = static_cast<Pong*>(context);
+  const int64_t round = p->done.load(std::memory_order_relaxed), now = cd::now_ns();
+  if (p->ns) p->ns[round] = now - p->at_ns;
+  p->at_ns = now;
+  if (p->rank >= 0 && (!p->ns || round + 1 < p->rounds)) p->box->push(p->rank, 0, p->bytes, 0);
+  p->done.store(round + 1, std::memory_order_release);
+}
+
 struct Pusher {
   cd::Outbox* box;
   int64_t rounds;
@@ -57,6 +78,15 @@ void* push_all(void* given) {
 }
 
 }  // namespace
+
+CN_API void* cn_bench_ponger() { return reinterpret_cast<void*>(&pong); }
+// Starts a ping-pong of `p->rounds`; `p->done` counts them.
+CN_API void cn_bench_ping(void* pong) {
+  auto* p = static_cast<Pong*>(pong);
+  p->at_ns = cd::now_ns();
+  p->box->push(p->rank, 0, p->bytes, 0);
+  cd::wake(*p->box);
+}
 
 CN_API void* cn_bench_handler() { return reinterpret_cast<void*>(&mark); }
 
@@ -82,17 +112,24 @@ CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
   return error;
 }
 
-// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end.
-CN_API void cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
+// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end. 0, or ETIMEDOUT: one
+// has not come in 10 s.
+CN_API int cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
   Mark& m = *static_cast<Mark*>(at);
   for (int64_t i = 0; i < rounds; ++i) {
     const uint64_t before = m.count.load(std::memory_order_acquire);
     const int64_t begun = cd::now_ns();
     c->outbox->push(rank, 0, bytes, 0);
     cd::wake(*c->outbox);
-    spin_until([&] { return m.count.load(std::memory_order_acquire) != before; });
+    bool late = false;
+    spin_until([&] {
+      late = cd::now_ns() - begun > kMessageNs;
+      return late || m.count.load(std::memory_order_acquire) != before;
+    });
+    if (late) return ETIMEDOUT;
     ns[i] = m.at_ns.load(std::memory_order_relaxed) - begun;
   }
+  return 0;
 }
 
 // The same without ring and proxy: one thread, one connection, 16 bytes and `bytes`. 0 or an errno.

@@ -73,7 +73,9 @@ int Proxy::add(NetChannel* c) {
     c->generation = ++generations_ & 0x7fffffff;
     c->outbox->event_fd = event_fd_;
     c->outbox->asleep.store(1);  // the proxy may be, and does not know this outbox yet
-    if (!c->provider->open({c, &Proxy::sent, &Proxy::arrived, &Proxy::ended}, epoll_fd_)) return EIO;
+    const Sink sink{c, &Proxy::sent, &Proxy::arrived, &Proxy::ended};
+    if (!c->provider->open(sink, c->memory, epoll_fd_, tag_of(*c, kNoPeer, 0))) return EIO;
+    while (c->outbox->stripe > c->provider->most_bytes()) c->outbox->stripe /= 2;
     channels_[i] = c;
     num_channels_ = std::max(num_channels_, i + 1);
     return 0;
@@ -83,7 +85,7 @@ int Proxy::add(NetChannel* c) {
 
 void Proxy::remove(NetChannel* c) {
   Hold hold(*this);
-  for (int rank = 0; rank < c->ranks; ++rank) {
+  for (int rank = 0; rank < c->memory.ranks; ++rank) {
     NetPeer& p = c->peers[rank];
     if (p.control_fd >= 0) {
       say(p.control_fd, {kCloses, 0, 0});
@@ -120,6 +122,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   NetPeer& p = c->peers[rank];
   if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
+  p.why = {};
   if (p.up) fall(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
   event.data.u64 = tag_of(*c, rank, kControlLane);
@@ -127,6 +130,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   for (int lane = 0; lane < num_lanes; ++lane) {
     if (c->provider->connect(rank, lane, lanes[lane], tag_of(*c, rank, lane))) continue;
     const int error = errno ? errno : EIO;
+    p.why.say("%s", c->provider->about());
     int fds[kMaxLanes];
     c->provider->release(rank, fds);  // the caller closes them
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, control_fd, nullptr);
@@ -158,13 +162,18 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
 uint64_t Proxy::up(NetChannel* c) {
   Hold hold(*this);
   uint64_t mask = 0;
-  for (int rank = 0; rank < c->ranks; ++rank) mask |= uint64_t(c->peers[rank].up) << rank;
+  for (int rank = 0; rank < c->memory.ranks; ++rank) mask |= uint64_t(c->peers[rank].up) << rank;
   return mask;
+}
+
+void Proxy::why(NetChannel* c, int rank, Text* out) {
+  Hold hold(*this);
+  *out = c->peers[rank].why;
 }
 
 void Proxy::traffic(NetChannel* c, Traffic* out) {
   Hold hold(*this);
-  for (int rank = 0; rank < c->ranks; ++rank) out[rank] = c->peers[rank].traffic;
+  for (int rank = 0; rank < c->memory.ranks; ++rank) out[rank] = c->peers[rank].traffic;
 }
 
 void Proxy::control(NetChannel& c, int rank) {
@@ -243,15 +252,19 @@ void Proxy::sent(void* channel, int rank) {
 
 void Proxy::arrived(void* channel, int rank, uint32_t imm) {
   auto* c = static_cast<NetChannel*>(channel);
-  ++c->peers[rank].traffic.received_messages;
+  NetPeer& p = c->peers[rank];
+  ++p.traffic.received_messages;
+  p.came_ns = c->proxy->arrived_ns_ = c->proxy->now_;
+  c->proxy->busy_ = true;
   c->handler(c->context, rank, NetEvent::arrived, imm);
 }
 
-void Proxy::ended(void* channel, int rank, int error) {
+void Proxy::ended(void* channel, int rank, int error, const char* why) {
   auto* c = static_cast<NetChannel*>(channel);
   NetPeer& p = c->peers[rank];
   if (!p.up) return;
   ++p.lanes_ended;
+  if (why && !*p.why.at) p.why.say("%s", why);
   c->proxy->ending(*c, rank, error);
   if (p.lanes_ended == p.lanes) c->proxy->fall(*c, rank, true);
 }

@@ -1,6 +1,8 @@
 // What a network must be able to do: reliable writes with a 32-bit immediate, in any order, between registered memory.
 #pragma once
+#include <cstdarg>
 #include <cstdint>
+#include <cstdio>
 
 namespace cd {
 
@@ -11,45 +13,83 @@ struct Write {
   uint32_t bytes, imm;
 };
 
-// Where a provider reports; the calls come from inside `poll`, `write` and `disconnect`.
+// A message for people, cut at its end if it is too long.
+struct Text {
+  char at[512] = "";
+
+  void say(const char* format, ...) __attribute__((format(printf, 2, 3))) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(at, sizeof at, format, values);
+    va_end(values);
+  }
+};
+
+// Where a provider reports; the calls come from inside `advance`, `poll`, `write` and `disconnect`, `ended` from the
+// first two alone.
 struct Sink {
   void* owner;
   void (*sent)(void* owner, int peer);                 // one write: its bytes will not be read again
   void (*arrived)(void* owner, int peer, uint32_t imm);  // the bytes of that write are in the mirror
-  void (*ended)(void* owner, int peer, int error);     // a lane brings nothing more; 0: closed in order
+  // A lane brings nothing more. 0: closed in order. `why`: what else is known, or null.
+  void (*ended)(void* owner, int peer, int error, const char* why);
 };
 
-// Where a peer's writes land.
-struct Mirror {
-  uint8_t* base;
-  uint64_t bytes;
+// What writes are taken from, and where those of peers land: rank r's mirror is at landing + r * stride.
+struct NetMemory {
+  const uint8_t* own;
+  uint64_t own_bytes;
+  uint8_t* landing;
+  uint64_t stride;
+  int ranks, lanes;
 };
 
-// Not thread-safe: the proxy calls. No method blocks. A provider with connections of its own kind makes them of what
-// the control connection carried; `fd` is such a connection already.
+// What a provider is made by. Mirrored by proxy.py.
+struct NetSettings {
+  char provider[64];   // tcp, verbs, libfabric, libfabric(NAME)
+  char devices[256];   // names, separated by commas; the first that can be used is. Empty: any
+  char address[64];    // at which peers reach this rank, for providers that speak IP
+  int32_t lanes, shuffled;
+  int32_t gid_index;   // -1: chosen
+  int32_t traffic_class, service_level;
+  int32_t mtu;         // bytes; 0: the port's
+  uint64_t seed;       // shuffle
+  int64_t drop_after;  // shuffle: writes, on average, after which a lane is dropped; 0: never
+};
+
+constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors
+constexpr int kMaxLanes = 16;
+
+// Not thread-safe: the proxy calls. No method waits for a peer. A lane is made of a TCP connection that both ranks have
+// proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it what their own connection needs, and
+// its end is the end of the lane.
 class Provider {
  public:
-  virtual bool open(const Sink&, int) { return false; }  // epoll descriptor; descriptors are registered with a tag
-  virtual void reg(int, Mirror) {}
+  // Epoll descriptor, and the tag for descriptors of the provider's own. False: it cannot be used, `about` says why.
+  virtual bool open(const Sink&, const NetMemory&, int, uint64_t) { return false; }
   virtual bool connect(int, int, int, uint64_t) { return false; }  // peer, lane, fd, tag of the descriptor in epoll
   virtual bool write(int, int, const Write&) { return false; }     // peer, lane. False: its window is full
   virtual bool poll(int, int, uint32_t) { return false; }          // peer, lane, epoll events. True: bytes came
   virtual int64_t advance(int64_t) { return -1; }                  // now. When to be called again, ns; -1: need not
+  // Before the proxy sleeps: from now on a descriptor in epoll wakes it. False: there is something to do already.
+  virtual bool rest() { return true; }
   virtual void disconnect(int) {}                                  // its writes are given up: `sent` for each of them
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.
   virtual int release(int, int*) { return 0; }
   virtual void close() {}                                          // closes all; frees itself
+  virtual void forsake() { close(); }                              // in a forked child: closes its copies only
+  virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write
+  virtual const char* about() const { return ""; }                 // what was chosen and why, or what went wrong
 
  protected:
   ~Provider() = default;
 };
 
-constexpr int kMaxLanes = 16;
-
 // Null: memory is short.
 Provider* make_tcp();
-// Takes over `inner`. `drop_after`: number of writes, on average, after which the lane of the last is dropped; 0:
-// never.
+Provider* make_verbs(const NetSettings& settings);
+Provider* make_libfabric(const NetSettings& settings);
+// Takes over `inner`.
 Provider* make_shuffle(Provider* inner, uint64_t seed, int64_t drop_after);
 
 }  // namespace cd

@@ -22,7 +22,9 @@ namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
-constexpr int64_t kAskNs = 2000;  // between questions to epoll while a lane is hot
+// Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
+constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
+constexpr int64_t kPolledNs = 100'000;  // since the last arrival
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
 int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
@@ -84,7 +86,7 @@ void Proxy::forsake() {
     for (NetPeer& p : c.peers) {
       if (p.control_fd >= 0) close(p.control_fd);
     }
-    c.provider->close();
+    c.provider->forsake();
   });
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);
@@ -114,7 +116,8 @@ void Proxy::run() {
     for (int i = 0; i < kHot; ++i) came |= happen(hot_[i], EPOLLIN);
     epoll_event events[64];
     int n = 0;
-    if (!hot_[0] || now_ - asked_ns_ >= kAskNs) {
+    const bool polled = !hot_[0] && now_ - arrived_ns_ < kPolledNs;
+    if (now_ - asked_ns_ >= (hot_[0] ? kAskNs : polled ? kAskPolledNs : 0)) {
       asked_ns_ = now_;
       n = epoll_wait(epoll_fd_, events, 64, 0);
     }
@@ -128,7 +131,8 @@ void Proxy::run() {
     }
     std::fill_n(hot_, kHot, 0);
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
-    const bool sleep = idle();
+    bool sleep = idle();
+    for_each([&](NetChannel& c) { sleep &= c.provider->rest(); });
     const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
     pthread_mutex_unlock(&mutex_);
     if (sleep) {
@@ -154,7 +158,7 @@ bool Proxy::turn() {
   for_each([&](NetChannel& c) {
     busy |= flush(c);
     at(c.provider->advance(now));
-    for (int rank = 0; rank < c.ranks; ++rank) {
+    for (int rank = 0; rank < c.memory.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
       if (!p.up || !p.ends_ns) continue;
       if (now >= p.ends_ns) over(c, rank, now);
@@ -177,6 +181,8 @@ bool Proxy::turn() {
   }
   if (lingering_count_) at(now + kLingerLookNs);
   next_ns_ = next;
+  busy |= busy_;
+  busy_ = false;
   return busy;
 }
 
@@ -186,7 +192,8 @@ bool Proxy::flush(NetChannel& c) {
   Order order;
   for (int i = 0; i < 256 && box.pop(&order); ++i) {
     NetPeer& p = c.peers[order.rank];
-    if (!p.up || order.offset + order.bytes > c.own_bytes || !p.backlog.push(order)) {
+    const bool fits = order.offset + order.bytes <= c.memory.own_bytes && order.bytes <= box.most(order.offset, ~0ull);
+    if (!p.up || !fits || !p.backlog.push(order)) {
       if (p.up) fall(c, order.rank, true);  // an order that cannot be carried out: the peer must not wait for it
       sent(&c, order.rank);
       continue;
@@ -195,11 +202,11 @@ bool Proxy::flush(NetChannel& c) {
     p.traffic.backlog_most = std::max(p.traffic.backlog_most, p.backlog.count());
   }
   bool moved = touched != 0;
-  for (int rank = 0; rank < c.ranks; ++rank) {
+  for (int rank = 0; rank < c.memory.ranks; ++rank) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
       const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
-      if (!c.provider->write(rank, lane, {c.own + next->offset, next->offset, next->bytes, next->imm})) break;
+      if (!c.provider->write(rank, lane, {c.memory.own + next->offset, next->offset, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;
       p.traffic.sent_bytes += next->bytes;
       p.backlog.pop();
@@ -219,6 +226,7 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
   NetChannel* c = channels_[tag >> 16 & 0xffff];
   if (!c || c->generation != uint32_t(tag >> 32)) return false;
   const int rank = int(tag >> 8 & 0xff), lane = int(tag & 0xff);
+  if (rank == kNoPeer) return c->provider->poll(kNoPeer, lane, events) && false;
   if (!c->peers[rank].up) return false;
   if (lane == kControlLane) {
     control(*c, rank);

@@ -45,6 +45,7 @@ struct NetPeer {
   bool in_order = false;  // it said that it closes
   uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
   int error = 0;
+  Text why;  // of the error, in the provider's words
   int64_t came_ns = 0;  // about when the last bytes came
   int64_t ends_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
   uint8_t message[16];
@@ -60,9 +61,7 @@ struct NetChannel {
   Proxy* proxy;
   int index;
   uint32_t generation;
-  int ranks;
-  const uint8_t* own;
-  uint64_t own_bytes;
+  NetMemory memory;
   NetHandler handler;
   void* context;
   Provider* provider;
@@ -79,13 +78,14 @@ struct Proxy {
   void stop();  // every channel is closed; frees nothing
 
   // Any thread.
-  int add(NetChannel* channel);     // 0 or an errno
+  int add(NetChannel* channel);     // 0 or an errno; EIO: the provider's `about` says more
   void remove(NetChannel* channel);  // no event comes any more
   // Replaces a connection that stands: a peer that dials anew has lost it. `join` and `leave` of another thread may
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
   uint64_t up(NetChannel* channel);
+  void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
   void forsake();  // in a forked child: closes its copies of descriptors
 
@@ -117,7 +117,7 @@ struct Proxy {
   bool idle() const;
   static void sent(void* channel, int rank);
   static void arrived(void* channel, int rank, uint32_t imm);
-  static void ended(void* channel, int rank, int error);
+  static void ended(void* channel, int rank, int error, const char* why);
 
   pthread_t thread_;
   pthread_mutex_t mutex_;
@@ -127,7 +127,8 @@ struct Proxy {
   // Lanes that brought something since the last sleep, newest first, read without asking epoll: a read that finds
   // nothing costs no more than the question. 0: none. A tag of a channel has a generation, so it is not 0.
   uint64_t hot_[kHot];
-  int64_t asked_ns_;
+  int64_t asked_ns_, arrived_ns_;
+  bool busy_;  // something arrived since the last turn
   int epoll_fd_, event_fd_;
   uint32_t generations_;
   int num_channels_;  // one more than the highest index in use

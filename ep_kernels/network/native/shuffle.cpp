@@ -25,11 +25,10 @@ class Shuffle final : public Provider {
     until_drop_ = drop_after ? 1 + int64_t(random() % uint64_t(2 * drop_after)) : -1;
   }
 
-  bool open(const Sink& sink, int epoll_fd) override {
+  bool open(const Sink& sink, const NetMemory& memory, int epoll_fd, uint64_t tag) override {
     sink_ = sink;
-    return inner_->open(sink, epoll_fd);
+    return inner_->open(sink, memory, epoll_fd, tag);
   }
-  void reg(int peer, Mirror mirror) override { inner_->reg(peer, mirror); }
   bool connect(int peer, int lane, int fd, uint64_t tag) override {
     fds_[peer][lane] = fd;
     return inner_->connect(peer, lane, fd, tag);
@@ -75,6 +74,13 @@ class Shuffle final : public Provider {
     inner_->close();
     free(this);
   }
+  void forsake() override {
+    inner_->forsake();
+    free(this);
+  }
+  bool rest() override { return inner_->rest(); }
+  uint64_t most_bytes() const override { return inner_->most_bytes(); }
+  const char* about() const override { return inner_->about(); }
 
  private:
   bool pass(int peer, const Held& h) {

@@ -56,13 +56,12 @@ struct Lane {
 
 class Tcp final : public Provider {
  public:
-  bool open(const Sink& sink, int epoll_fd) override {
+  bool open(const Sink& sink, const NetMemory& memory, int epoll_fd, uint64_t) override {
     sink_ = sink;
+    memory_ = memory;
     epoll_fd_ = epoll_fd;
     return true;
   }
-
-  void reg(int peer, Mirror mirror) override { mirrors_[peer] = mirror; }
 
   bool connect(int peer, int lane, int fd, uint64_t tag) override {
     void* memory = malloc(sizeof(Lane));
@@ -145,9 +144,11 @@ class Tcp final : public Provider {
   }
 
  private:
+  uint8_t* mirror(int peer) const { return memory_.landing + uint64_t(peer) * memory_.stride; }
+
   void end(int peer, Lane& l, int error) {
     shut(peer, l);
-    sink_.ended(sink_.owner, peer, error);
+    sink_.ended(sink_.owner, peer, error, nullptr);
   }
 
   void shut(int peer, Lane& l) {
@@ -208,7 +209,7 @@ class Tcp final : public Provider {
     while (budget > 0 && l.fd >= 0) {
       iovec parts[2];
       int n = 0;
-      if (l.left) parts[n++] = {mirrors_[peer].base + (l.in.where & ~kMarkBits) + (l.in.bytes - l.left), l.left};
+      if (l.left) parts[n++] = {mirror(peer) + (l.in.where & ~kMarkBits) + (l.in.bytes - l.left), l.left};
       // After a long frame another one is likely: then its first bytes alone come by the way of the stage.
       const size_t room = l.in.bytes >= kLong ? std::max(kAhead, l.staged + sizeof(Header)) : kStage;
       parts[n++] = {l.stage + l.staged, room - l.staged};
@@ -247,9 +248,9 @@ class Tcp final : public Provider {
       memcpy(&l.in, l.stage + at, sizeof(Header));
       at += sizeof(Header);
       const uint64_t offset = l.in.where & ~kMarkBits;
-      if ((l.in.where & kMarkBits) != kMark || offset + l.in.bytes > mirrors_[peer].bytes) return false;
+      if ((l.in.where & kMarkBits) != kMark || offset + l.in.bytes > memory_.stride) return false;
       const size_t here = std::min(size_t(l.in.bytes), l.staged - at);
-      if (here) memcpy(mirrors_[peer].base + offset, l.stage + at, here);
+      if (here) memcpy(mirror(peer) + offset, l.stage + at, here);
       at += here;
       l.left = l.in.bytes - here;
       if (l.left == 0) sink_.arrived(sink_.owner, peer, l.in.imm);
@@ -264,7 +265,7 @@ class Tcp final : public Provider {
   Sink sink_{};
   int epoll_fd_ = -1;
   uint64_t to_send_ = 0;  // bit per peer: frames were taken since the last `advance`
-  Mirror mirrors_[kNetRanks] = {};
+  NetMemory memory_{};
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
 };
 

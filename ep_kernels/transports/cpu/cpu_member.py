@@ -180,7 +180,11 @@ class CpuMember(Generic[N]):
             raise AbortedError(self.reason or "aborted")
         fault = native.NativeFault()
         self.lib.cd_fault(comm.pointer, ctypes.byref(fault))
-        raise fault.difference() if status == native.DIFFERS else fault.timeout()
+        raise fault.difference() if status == native.DIFFERS else fault.timeout(self._why(fault.peer))
+
+    def _why(self, peer: int) -> str:
+        """What is known of the end of a connection with that rank."""
+        return ""
 
 
 def mask_of(active: Sequence[bool]) -> int:

@@ -148,11 +148,12 @@ class NativeFault(ctypes.Structure):
         text = f"{what} {other}, this rank {mine}; every rank must bring the same operation, sizes and dtype"
         return TransportError(f"{OPS[self.op]}: rank {self.peer} brought {text}")
 
-    def _end(self) -> str:
-        return f"its connection has ended ({os.strerror(self.error) if self.error else 'closed by the other end'})"
+    def _end(self, why: str) -> str:
+        error = why or (os.strerror(self.error) if self.error else "closed by the other end")
+        return f"its connection has ended ({error})"
 
-    def timeout(self) -> PeerTimeout:
-        """The exception for TIMEOUT."""
+    def timeout(self, why: str = "") -> PeerTimeout:
+        """The exception for TIMEOUT. `why`: what the network knows of the end of the peer's connection."""
         rounds = _ROUND_BITS if self.op >= OPS.index("all_gather") else 0
         return PeerTimeout(
             peer=self.peer,
@@ -162,7 +163,7 @@ class NativeFault(ctypes.Structure):
             seen=self.seen >> rounds,
             waited_s=self.waited_ns / 1e9,
             gone=self.why in {_GONE, _DISCONNECTED},
-            end=self._end() if self.why == _DISCONNECTED else "",
+            end=self._end(why) if self.why == _DISCONNECTED else "",
             given_up=self.why == _GIVEN_UP,
         )
 

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from ep_kernels.errors import TransportError
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
 
 _PROC = Path("/proc")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -18,7 +18,8 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
@@ -116,6 +117,10 @@ class CpuTransport(CpuMember[NativeComm]):
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
+
+    def _why(self, peer: int) -> str:
+        channel = self.native().channel
+        return "" if channel is None else channel.why(peer)
 
     def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
         """The region of a rank of this host, and its mirrors."""

@@ -5,6 +5,7 @@ Only paths of secrets are configured, never secrets: a config may be logged, dum
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -135,14 +136,20 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     )
 
 
+_CARRIER = r"(tcp|verbs|libfabric(\([a-z0-9_;-]{1,40}\))?)"
+PROVIDER_PATTERN = rf"^({_CARRIER}|shuffle\({_CARRIER}\))$"
+
+
 class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a worker reaches ranks of other hosts. The fields of `ep_kernels.network.NetworkConfig`, where no torch is.
 
     Workers of one group may differ in everything but `provider`. Workers of one `domain` share memory among themselves.
     """
 
-    provider: Literal["tcp", "shuffle(tcp)"] = "tcp"
-    """tcp: sockets, nothing to install. shuffle(tcp): the same, writes delayed and reordered, for tests."""
+    provider: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": PROVIDER_PATTERN})] = "tcp"
+    """tcp: sockets, nothing to install. verbs: InfiniBand and RoCE by libibverbs. libfabric: EFA, Slingshot (cxi), or
+    what else libfabric finds; libfabric(NAME): this provider of it. shuffle(...): one of these, writes delayed and
+    reordered, for tests."""
     listen: str = "0.0.0.0:0"
     """address:port of the data port; a fixed port counts up by local rank, port 0 is any free one. It takes members of
     the group only, and its bytes are plain text: keep it inside the cluster's network."""
@@ -150,7 +157,8 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Address, without port, at which ranks of other hosts reach the data port. Empty: the one `listen` names; for
     every interface, the address of the interface of the default route."""
     devices: tuple[str, ...] = ()
-    """Network interfaces to use, the first that has an address wins. Empty: chosen by `advertise`."""
+    """Devices to use, the first that can be used wins. tcp: network interfaces, empty: chosen by `advertise`. verbs:
+    RDMA devices, as mlx5_0 or mlx5_0:1 with a port, empty: the first active port. libfabric: names of its domains."""
     domain: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
     user. Containers of one pod without a shared PID namespace are two domains."""
@@ -161,12 +169,24 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     adds a wake-up to the next message."""
     cpus: tuple[Annotated[int, msgspec.Meta(ge=0, lt=4096)], ...] = ()
     """Processors that the proxy thread may run on. Empty: any."""
+    gid_index: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
+    """verbs: index of the port's GID. -1: RoCE v2 with an IPv4 address if there is one; on InfiniBand the first."""
+    traffic_class: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    """verbs: of the packets; on RoCE its upper 6 bits are the DSCP, by which switches choose a lossless queue. 0: the
+    default queue, since which one is lossless is the site's choice."""
+    service_level: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
+    """verbs: InfiniBand maps it to a virtual lane, RoCE with VLANs to a priority. 0: the default one."""
+    mtu: Literal[0, 256, 512, 1024, 2048, 4096] = 0
+    """verbs: bytes of a packet. 0: the port's; the smaller one of two ends is used."""
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     """shuffle: of its choices."""
     drop_after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """shuffle: number of writes, on average, after which a connection is dropped. 0: none is."""
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(PROVIDER_PATTERN, self.provider):
+            expected = "tcp, verbs, libfabric, libfabric(NAME), or shuffle() around one"
+            raise ValueError(f"network.provider: expected {expected}, got {self.provider!r}")
         try:
             msgspec.structs.force_setattr(self, "listen", format_address(*split_address(self.listen)))
         except AddressError as error:

@@ -1,0 +1,65 @@
+"""Connections to a data port: what a ticket tells, the dialer's side of the handshake, options of a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import msgspec
+
+from ep_kernels.network import handshake
+from ep_kernels.network.handshake import Greeting
+
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
+_UNACKED_MS = 10_000
+"""A host that vanished is noticed by these, if no deadline came first."""
+
+
+class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How ranks of other hosts reach a channel. For members of the group only: it holds the secret.
+
+    Attributes:
+        provider: both ends must use the same.
+        address, port: of the data port.
+        token: names the channel there.
+        secret: hexadecimal; proves membership.
+    """
+
+    provider: str
+    address: str
+    port: int
+    token: int
+    secret: str
+
+
+def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:
+    """The dialer's side of the handshake. Raises OSError, ValueError."""
+    secret, raw = bytes.fromhex(ticket.secret), hello.encode()
+    connection.sendall(raw)
+    challenge = _exactly(connection, handshake.CHALLENGE_BYTES)
+    connection.sendall(handshake.proof(secret, raw, challenge))
+    answer = _exactly(connection, handshake.PROOF_BYTES)
+    if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
+        raise ValueError("the listener does not know the secret of the ticket")
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        chunk = connection.recv(num_bytes - len(received))
+        if not chunk:
+            raise ValueError("it closed the connection")
+        received += chunk
+    return bytes(received)
+
+
+def prepare(connection: socket.socket, *, control: bool) -> None:
+    """Options of a connection whose handshake is done."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+    if control:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)

@@ -1,0 +1,47 @@
+// libfabric: one domain of one of its providers, and memory registered there.
+#pragma once
+#include "fabric_abi.hpp"
+#include "provider.hpp"
+
+namespace cd::fi {
+
+// The functions of libfabric that are no inline calls.
+struct Library {
+  int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const Info*, Info**);
+  Info* (*dupinfo)(const Info*);
+  void (*freeinfo)(Info*);
+  int (*fabric)(FabricAttr*, Fabric**, void*);
+  const char* (*strerror)(int);
+  uint32_t (*version)();
+};
+
+// Loaded once for the process. Null: `text` says why.
+const Library* load(Text* text);
+
+struct Access {
+  const Library* lib = nullptr;
+  Info* info = nullptr;
+  Fabric* fabric = nullptr;
+  Domain* domain = nullptr;
+  Vector* peers = nullptr;  // addresses of endpoints of peers
+  uint64_t next_key = 1;
+
+  // The first domain that can be used of the providers, and of the devices, that settings name. False: `text` says why.
+  bool open(const NetSettings& settings, int endpoints, Text* text);
+  void close();
+  bool has(int mr_mode) const { return (info->domain->mr_mode & mr_mode) != 0; }
+  bool takes_recvs() const { return ((info->mode | info->rx->mode) & kRecvForData) != 0; }
+  bool is_manual() const {
+    return info->domain->data_progress == kProgressManual || info->domain->control_progress == kProgressManual;
+  }
+  // Null: `text` says why.
+  Region* reg(const void* address, uint64_t bytes, uint64_t access, Text* text);
+
+ private:
+  Info* find(const char* provider, const NetSettings& settings, int* error);
+};
+
+// Every domain of the providers that are tried, a line each, as verbs_device.hpp's. False: `text` says why.
+bool list_domains(char* lines, size_t size, Text* text);
+
+}  // namespace cd::fi

@@ -1,0 +1,164 @@
+// The lanes of `verbs`: how a queue pair is made, connected by the cards of both ends, and let go of.
+#include <errno.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "verbs.hpp"
+
+namespace cd::ib {
+namespace {
+
+// 4.096 us << 14 until a retry, six of them: 0.5 to 2 s. Not seven, which Soft-RoCE takes for ever. A peer that is not
+// ready is asked six times more, 0.6 ms apart, which it is only if it breaks the flow control.
+constexpr uint8_t kTimeout = 14, kRetries = 6, kNotReadyRetries = 6, kNotReadyTimer = 12;
+
+}  // namespace
+
+bool Verbs::connect(int peer, int lane, int fd, uint64_t tag) {
+  if (is_dead_) {  // a device that came back is opened anew
+    for (int other = 0; other < kNetRanks; ++other) {
+      if (other != peer) disconnect(other);
+    }
+    end();
+    if (!begin()) return end(), errno = ENODEV, false;
+  }
+  Lane*& l = lanes_[peer][lane];
+  drop(peer, l, true);
+  void* memory = malloc(sizeof(Lane));
+  if (!memory) return errno = ENOMEM, false;
+  l = new (memory) Lane;
+  l->generation = ++generations_;
+  if (make_pair(peer, lane, *l)) {
+    const Region& mirror = *mirrors_[peer];
+    const Card card{kMagic, l->pair->number, l->psn, mirror.rkey, reinterpret_cast<uint64_t>(mirror.address),
+                    memory_.stride, port_.gid.gid, port_.attr.lid, port_.attr.link_layer, uint8_t(port_.mtu),
+                    uint32_t(depth_)};
+    if (l->exchange.begin(epoll_fd_, fd, tag, card)) return true;
+  }
+  const int error = errno;
+  drop(peer, l, false);
+  errno = error ? error : EIO;
+  return false;
+}
+
+bool Verbs::make_pair(int peer, int lane, Lane& l) {
+  const uint64_t needed = memory_.own_bytes + memory_.stride * uint64_t(memory_.ranks - 1);
+  if (!mirrors_[peer]) {
+    uint8_t* mirror = memory_.landing + uint64_t(peer) * memory_.stride;
+    mirrors_[peer] = port_.reg(mirror, memory_.stride, kLocalWrite | kRemoteWrite, needed, &about_);
+    if (!mirrors_[peer]) return false;
+  }
+  PairInit init{};
+  init.send_queue = init.recv_queue = queue_;
+  const uint32_t room = uint32_t(depth_ + kCredits);
+  init.capacity = {room, room, 1, 1, kInlineBytes};
+  init.type = kReliable;
+  l.pair = port_.lib->create_qp(port_.domain, &init);
+  if (!l.pair) return about_.say("verbs: no queue pair: %s", strerror(errno)), false;
+  if (getrandom(&l.psn, sizeof l.psn, 0) != sizeof l.psn) l.psn = l.pair->number * 2654435761u;
+  l.psn &= 0xffffff;
+  PairAttr attr{};
+  attr.state = kInit;
+  attr.port = port_.number;
+  attr.access = kLocalWrite | kRemoteWrite;
+  if (int error = port_.lib->modify_qp(l.pair, &attr, kState | kKeyIndex | kPort | kAccessFlags)) {
+    about_.say("verbs: the queue pair does not start: %s", strerror(error));
+    return errno = error, false;
+  }
+  for (uint32_t i = 0; i < room; ++i) {
+    if (!post_recv(peer, lane, l)) return about_.say("verbs: no receive can be posted"), false;
+  }
+  return true;
+}
+
+void Verbs::hear(int peer, int lane, Lane& l) {
+  int error = 0;
+  for (;;) {
+    const Heard heard = l.exchange.hear();
+    if (heard == Heard::nothing) return;
+    if (heard == Heard::ready) l.is_up = true;
+    if (heard == Heard::card) error = to_peer(lane, l);
+    if (heard == Heard::end) error = l.exchange.error;
+    if (heard == Heard::end || error) break;
+  }
+  const uint32_t generation = l.generation;
+  while (drain() == kTurns * kBatch) {  // what the peer had sent comes before its end
+  }
+  Lane*& here = lanes_[peer][lane];
+  if (!here || here->generation != generation) return;
+  if (here->error) return;  // told in `advance`
+  drop(peer, here, true);
+  sink_.ended(sink_.owner, peer, error, error ? why_.at : nullptr);
+}
+
+// Connects the queue pair by the peer's card. 0 or an errno.
+int Verbs::to_peer(int lane, Lane& l) {
+  memcpy(&l.peer, l.exchange.words, sizeof(Card));
+  const Card& p = l.peer;
+  why_.say("verbs: the peer's card is none of this version, or of another kind of network");
+  if (p.magic != kMagic || p.depth < kLeast || p.link_layer != port_.attr.link_layer) return EPROTO;
+  PairAttr attr{};
+  attr.state = kReadyToReceive;
+  attr.mtu = std::max(1, std::min(port_.mtu, int(p.mtu)));
+  attr.peer_pair = p.pair;
+  attr.recv_psn = p.psn;
+  attr.peer_reads = 1;
+  attr.not_ready_timer = kNotReadyTimer;
+  Address& to = attr.address;
+  to.port = port_.number;
+  to.lid = p.lid;
+  to.level = uint8_t(settings_.service_level);
+  // InfiniBand needs the global route only beyond the subnet, of which the first half of the GID is the name.
+  to.is_global = port_.ethernet || settings_.gid_index >= 0 || memcmp(p.gid.raw, port_.gid.gid.raw, 8) != 0;
+  to.route.gid = p.gid;
+  to.route.own_gid_index = uint8_t(port_.gid.index);
+  to.route.hop_limit = 64;
+  to.route.traffic_class = uint8_t(settings_.traffic_class);
+  // RoCE: drivers derive the UDP source port, by which switches choose a path, from the label: each lane has its own.
+  to.route.flow_label = (l.psn & 0x3fff & ~(kMaxLanes - 1u)) | uint32_t(lane);
+  const int path = kAddress | kPathMtu | kPeerPair | kRecvPsn | kPeerReads | kNotReadyWait;
+  int error = port_.lib->modify_qp(l.pair, &attr, kState | path);
+  if (!error) {
+    attr = {};
+    attr.state = kReadyToSend;
+    attr.send_psn = l.psn;
+    attr.timeout = kTimeout;
+    attr.retries = kRetries;
+    attr.not_ready_retries = kNotReadyRetries;
+    attr.reads = 1;
+    error = port_.lib->modify_qp(l.pair, &attr, kState | kTimer | kRetryCount | kNotReadyCount | kSendPsn | kReads);
+  }
+  why_.say("verbs: the queue pair cannot be connected: %s; is the peer's GID reachable from GID %d here?",
+           strerror(error), port_.gid.index);
+  if (error) return error;
+  why_.say("verbs: the peer closed while it was being connected");
+  if (!l.exchange.say_ready()) return ECONNRESET;
+  l.granted = p.depth;
+  why_ = {};
+  return 0;
+}
+
+// Ends a lane: of what it had out nothing is read any more.
+void Verbs::drop(int peer, Lane*& l, bool close_fd) {
+  Lane* gone = l;
+  l = nullptr;
+  if (!gone) return;
+  if (gone->pair) port_.lib->destroy_qp(gone->pair);
+  gone->exchange.end(epoll_fd_, close_fd);
+  for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
+  free(gone);
+}
+
+int Verbs::release(int peer, int* fds) {
+  int n = 0;
+  for (Lane*& l : lanes_[peer]) {
+    if (l && l->exchange.fd >= 0) fds[n++] = l->exchange.fd;
+    drop(peer, l, false);
+  }
+  return n;
+}
+
+}  // namespace cd::ib

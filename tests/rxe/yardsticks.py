@@ -1,0 +1,173 @@
+"""In the guest: ring, proxy and provider beside what others measure on the same devices. Prints lines of JSON.
+
+    python tests/rxe/yardsticks.py BARE_FABRIC [BLOCKS]
+
+verbs: beside ib_write_lat and ib_write_bw. libfabric: beside a bare loop of fi_writedata. Both take turns, so whatever
+else the machine does, it does to both. A message is one that each end's proxy thread answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing as mp
+import re
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import inside  # noqa: F401  makes ep_kernels importable without torch
+
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.providers import Mark
+from tests.unit.network_ends import devices_of
+
+PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 1000, 400, 120.0
+MIB = 1 << 20
+PROVIDERS = ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)")
+
+
+class Pong(ctypes.Structure):
+    """`Pong` of native/bench.cpp."""
+
+    _fields_ = (
+        ("box", ctypes.c_void_p),
+        ("ns", ctypes.c_void_p),
+        ("rounds", ctypes.c_int64),
+        ("at_ns", ctypes.c_int64),
+        ("done", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("bytes", ctypes.c_uint32),
+    )
+
+
+class Side:
+    """One of two ranks."""
+
+    def __init__(self, rank: int, provider: str) -> None:
+        self.rank = rank
+        fields: dict[str, Any] = {"listen": "127.0.0.1:0", "spin_us": 100_000, **devices_of(provider, rank)}
+        self.network = Network(NetworkConfig(provider=provider, **fields))
+        size = COUNT * BULK_BYTES
+        self._own, self._landing = ctypes.create_string_buffer(size), ctypes.create_string_buffer(2 * size)
+        self.ns = (ctypes.c_int64 * ROUNDS)()
+        self.pong = Pong(None, ctypes.addressof(self.ns) if rank == 0 else None, ROUNDS, 0, 0, 1 - rank, PING_BYTES)
+        own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
+        handler, context = self.network.lib.cn_bench_ponger(), ctypes.addressof(self.pong)
+        self.channel = Channel(self.network, rank, 2, ChannelMemory(own, size, landing, size, handler, context))
+        self.pong.box = self.channel.outbox
+
+    def join(self, pipe: Connection) -> None:
+        """Connect with the other one."""
+        pipe.send(self.channel.ticket())
+        self.channel.connect({1 - self.rank: pipe.recv()}, WAIT_S)
+
+    def latency_us(self) -> float:
+        """Median of one way."""
+        self.pong.done = 0
+        self.network.lib.cn_bench_ping(ctypes.byref(self.pong))
+        until = time.monotonic() + WAIT_S
+        while self.pong.done < ROUNDS:
+            time.sleep(0.05)
+            if time.monotonic() > until:
+                raise TimeoutError(self.channel.why(1))
+        return sorted(self.ns)[ROUNDS // 2] / 2e3
+
+    def mib_per_s(self) -> float:
+        """Of a stream, until all of it has been acknowledged."""
+        sizes = (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
+        took = self.network.lib.cn_bench_stream(self.channel.pointer, ctypes.byref(Mark()), 1, sizes, COUNT, 0)
+        if took < 0:
+            raise TimeoutError(self.channel.why(1))
+        return COUNT * BULK_BYTES / MIB / (took / 1e9)
+
+
+def answer(pipe: Connection, provider: str) -> None:
+    """The other rank."""
+    side = Side(1, provider)
+    side.join(pipe)
+    pipe.recv()
+    side.pong.rank = -1
+    pipe.send("counts")
+    pipe.recv()
+
+
+class Ours:
+    """Both ranks, for a block of measurements."""
+
+    def __init__(self, provider: str) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.other = context.Process(target=answer, args=(there, provider), daemon=True)
+        self.other.start()
+        self.side = Side(0, provider)
+        self.side.join(self.pipe)
+
+    def measure(self) -> tuple[float, float]:
+        """Latency in us, bandwidth in MiB/s."""
+        latency = self.side.latency_us()
+        self.pipe.send("count")
+        self.pipe.recv()
+        return latency, self.side.mib_per_s()
+
+    def end(self) -> None:
+        """Let the other process go."""
+        self.pipe.send("over")
+        self.other.join()
+        self.side.channel.close()
+        self.side.network.close()
+
+
+def perftest(tool: str, *arguments: str) -> list[str]:
+    """The figures of one of perftest's tools, from rxe0 to rxe1."""
+    for port in range(18515, 18525):  # the last one may still be held
+        common = ["-x", "1", "-F", "-p", str(port), *arguments]
+        server = subprocess.Popen([tool, "-d", "rxe1", *common], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while not _listens(port) and time.monotonic() < until:
+            time.sleep(0.1)
+        command = [tool, "-d", "rxe0", *common, "127.0.0.1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        server.kill()
+        server.wait()
+        if done.returncode == 0:
+            figures: list[str] = re.findall(r"^ \d+ .*$", done.stdout, re.MULTILINE)
+            return figures[-1].split()
+    raise RuntimeError(f"{tool}: {done.stdout}{done.stderr}")
+
+
+def _listens(port: int) -> bool:
+    return any(f":{port:04X} 00000000:0000 0A" in line for line in Path("/proc/net/tcp").read_text().splitlines())
+
+
+def theirs(provider: str, bare: str) -> tuple[float, float]:
+    """Latency in us, bandwidth in MiB/s, of the yardstick."""
+    if provider == "verbs":
+        latency = float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS))[4])
+        return latency, float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT))[3])
+    name = provider[len("libfabric(") : -1]
+    arguments = [name, devices_of(provider, 0)["listen"].split(":")[0], ROUNDS, PING_BYTES, BULK_BYTES, COUNT]
+    done = subprocess.run([bare, *map(str, arguments)], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    latency, mb = map(float, done.stdout.split())
+    return latency, mb * 1e6 / MIB
+
+
+def main(bare: str, blocks: int) -> None:
+    """Every provider, block by block."""
+    for provider in PROVIDERS:
+        for block in range(blocks):
+            ours = Ours(provider)
+            for name, (latency, bandwidth) in (("ours", ours.measure()), ("yardstick", theirs(provider, bare))):
+                row = {"provider": provider, "block": block, "of": name, "us": latency, "mib_per_s": bandwidth}
+                print("ROW " + json.dumps(row), flush=True)
+            ours.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5)
