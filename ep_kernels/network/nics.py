@@ -13,8 +13,11 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ep_kernels.errors import TransportError
-from ep_kernels.topology import Gid, Gpu, HostFacts, Nic, distance
+from ep_kernels.network.network_config import NetworkConfig
+from ep_kernels.topology import Gid, Gpu, HostFacts, Nic, distance, probe
 from ep_kernels.topology.facts import DISTANCES
 from ep_kernels.topology.sysfs import natural
 
@@ -92,6 +95,26 @@ def nic_of_rank(
     nic = usable[local_rank % len(usable)]
     why = f"no GPU: local rank {local_rank} takes port {local_rank % len(usable)} of {len(usable)}{_of(devices)}"
     return NicChoice(nic, "", why, *best_gid(nic, gid_index))
+
+
+def resolved(
+    config: NetworkConfig, gpu: str = "", local_rank: int = 0, facts: HostFacts | None = None
+) -> tuple[NetworkConfig, NicChoice | None]:
+    """The config with the port of one rank as its only device. None as the port: the provider takes network interfaces,
+    as tcp, and the config is as it was.
+
+    Args:
+        config: of the network.
+        gpu, local_rank: as in `nic_of_rank`.
+        facts: of this host; None: probed.
+
+    Raises:
+        TransportError: as `nic_of_rank`.
+    """
+    if "tcp" in config.provider:
+        return config, None
+    choice = nic_of_rank(facts or probe(), gpu, local_rank, config.devices)
+    return msgspec.structs.replace(config, devices=(choice.nic.name,)), choice
 
 
 def usable_nics(nics: Sequence[Nic], devices: Sequence[str] = ()) -> list[Nic]:

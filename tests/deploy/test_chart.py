@@ -322,11 +322,6 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
             "tls.enabled=true,worker.config.security.cert_file=mine",
             "worker.config.security.cert_file: expected none beside tls.enabled, got mine",
         ),
-        (
-            "worker.hosts=2,worker.gpus=4",
-            "expected 1 and no worker.config.network with transport nvlink (cpu joins several hosts), got 2",
-        ),
-        ("worker.gpus=4,worker.config.network.provider=tcp", "worker.hosts: expected 1 and no worker.config.network"),
         ("worker.numWorkers=0", "numWorkers"),
         ("worker.nmuWorkers=3", "nmuWorkers"),
         ("control.config.lease_s=none", "lease_s"),
