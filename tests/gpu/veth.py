@@ -1,5 +1,5 @@
-"""Two processes that put themselves into network namespaces of their own, joined by one cable. No program is needed, but
-the right to do so."""
+"""Two processes that put themselves into network namespaces of their own, joined by one cable. No program is needed,
+but the right to do so."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CABLE = "cd0"
 
 
 def join(rank: int, store: Any) -> str:
-    """Into a namespace of this rank (0 or 1), with a cable to the other one's; this rank's address. Raises OSError where
-    that is not allowed."""
+    """Into a namespace of this rank (0 or 1), with a cable to the other one's; this rank's address. Raises OSError
+    where that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     moved = libc.unshare(_CLONE_NEWNET) == 0
     reason = os.strerror(ctypes.get_errno())
