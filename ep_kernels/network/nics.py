@@ -22,6 +22,8 @@ from ep_kernels.topology.facts import DISTANCES
 from ep_kernels.topology.sysfs import natural
 
 ROCE_V2 = "RoCE v2"
+_OF_LIBFABRIC = "-rdm"
+"""Ending of libfabric's name for an EFA device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ def nic_of_rank(
 def resolved(
     config: NetworkConfig, gpu: str = "", local_rank: int = 0, facts: HostFacts | None = None
 ) -> tuple[NetworkConfig, NicChoice | None]:
-    """The config with the port of one rank as its only device. None as the port: the provider takes network interfaces,
-    as tcp, and the config is as it was.
+    """The config with the port of one rank as its only device, as the provider names it. None as the port: the config
+    is as it was, since the provider takes network interfaces, as tcp, or devices that the kernel does not list as RDMA.
 
     Args:
         config: of the network.
@@ -113,8 +115,16 @@ def resolved(
     """
     if "tcp" in config.provider:
         return config, None
-    choice = nic_of_rank(facts or probe(), gpu, local_rank, config.devices)
-    return msgspec.structs.replace(config, devices=(choice.nic.name,)), choice
+    facts = facts or probe()
+    by_libfabric = "libfabric" in config.provider
+    devices = [device.removesuffix(_OF_LIBFABRIC) if by_libfabric else device for device in config.devices]
+    known = {name for nic in facts.nics for name in (nic.device, nic.name)}
+    if by_libfabric and (not known or not known.issuperset(devices)):  # as cxi0 of Slingshot
+        return config, None
+    choice = nic_of_rank(facts, gpu, local_rank, devices)
+    device = choice.nic.device
+    named = (device, device + _OF_LIBFABRIC) if by_libfabric else (f"{device}:{choice.nic.port}",)
+    return msgspec.structs.replace(config, devices=named), choice
 
 
 def usable_nics(nics: Sequence[Nic], devices: Sequence[str] = ()) -> list[Nic]:
