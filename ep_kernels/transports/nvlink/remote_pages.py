@@ -93,8 +93,8 @@ class RemotePages:
 
     def send(self, block: int, mask: int) -> None:
         """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
-        the proxy empties whatever peers do."""
-        for rank in self._tickets:
+        the proxy empties whatever peers do. Nothing after `close`."""
+        for rank in self._tickets if self._channel.pointer is not None else ():
             if mask >> rank & 1:
                 self._told[rank] = self._joined[rank]
                 where = 8 * BLOCK_WORDS * block
