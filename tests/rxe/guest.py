@@ -24,6 +24,7 @@ PACKAGES = (
 _TOOLS = ("qemu-system-x86_64", "cpio", "rdma", "ib_write_bw", "apt-get", "dpkg")
 _MODULES = "virtio_pci virtio_rng 9p 9pnet_virtio overlay rdma_rxe rdma_ucm ib_uverbs crc32_generic crc32_pclmul veth"
 _KERNEL = "linux-image-amd64"
+SBIN = "/sbin/{}"
 _MACHINE = "-M q35 -accel tcg,thread=multi -cpu max -smp 2 -m 3G -nodefaults -no-reboot -nographic -serial stdio"
 
 
@@ -106,7 +107,7 @@ def _unpack(kernel: Path) -> None:
     (archive,) = BUILT.glob("linux-image-*.deb")
     _run("dpkg", "-x", str(archive), str(BUILT / "root"))
     archive.unlink()
-    _run("/sbin/depmod", "-b", str(BUILT / "root"), _version())
+    _run(SBIN.format("depmod"), "-b", str(BUILT / "root"), _version())
     (image,) = (BUILT / "root" / "boot").glob("vmlinuz-*")
     shutil.copyfile(image, kernel)
 
@@ -123,14 +124,14 @@ def _pack(initrd: Path) -> None:
         root = Path(folder)
         there = root / "lib" / "modules" / _version()
         for module in [*_MODULES.split(), "sch_netem"]:
-            shown = _run("/sbin/modprobe", "-d", str(BUILT / "root"), "-S", _version(), "--show-depends", module)
+            shown = _run(SBIN.format("modprobe"), "-d", str(BUILT / "root"), "-S", _version(), "--show-depends", module)
             for path in map(Path, re.findall(r"^insmod (\S+)", shown, re.MULTILINE)):
                 copy = there / path.relative_to(modules)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
         for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
             shutil.copyfile(modules / name, there / name)
-        _run("/sbin/depmod", "-b", folder, _version())
+        _run(SBIN.format("depmod"), "-b", folder, _version())
         (root / "bin").mkdir()
         shutil.copy("/bin/busybox", root / "bin" / "busybox")
         shutil.copy(HERE / "init.sh", root / "init")

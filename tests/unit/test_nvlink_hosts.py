@@ -16,6 +16,7 @@ import pytest
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import links, sharing, watch
 from ep_kernels.transports.nvlink.domain import Domain
@@ -51,6 +52,8 @@ def boxes(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
     yield made
     for box in made:
         box.close()
+    if (network := Network._shared.pop(config, None)) is not None:
+        network.close()  # with what still lingers: other tests count descriptors
 
 
 def agree_without(boxes: list[Mailbox], ranks: list[int], epoch: int) -> None:

@@ -7,6 +7,7 @@ import enum
 import multiprocessing as mp
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ import pytest
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import links
 from ep_kernels.transports.nvlink.domain import Domain
@@ -28,6 +30,16 @@ from tests.gpu.loopback_group import LoopGroup
 WAIT_S = 30.0
 SOON_S = 2.0
 ABI = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def no_network_stays() -> Iterator[None]:
+    """What lingers would be counted by other tests."""
+    yield
+    for network in list(Network._shared.values()):
+        if not network.in_use:
+            del Network._shared[network.config]
+            network.close()
 
 
 class Kind(enum.Enum):

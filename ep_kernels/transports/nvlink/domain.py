@@ -24,7 +24,7 @@ import torch
 from ep_kernels.config import Group
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.nvlink import links, mailbox, sharing, watch
 from ep_kernels.transports.nvlink.host_page import HostPage
 from ep_kernels.transports.nvlink.links import TICKET

@@ -15,7 +15,7 @@ import msgspec
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.topology import Gpu, nvml, sysfs
 from ep_kernels.types import Mode
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, RemotePages

@@ -18,7 +18,8 @@ from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
+from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.build import native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
@@ -93,8 +94,8 @@ class RemotePages:
 
     def send(self, block: int, mask: int) -> None:
         """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
-        the proxy empties whatever peers do."""
-        for rank in self._tickets:
+        the proxy empties whatever peers do. Nothing after `close`."""
+        for rank in self._tickets if self._channel.pointer is not None else ():
             if mask >> rank & 1:
                 self._told[rank] = self._joined[rank]
                 where = 8 * BLOCK_WORDS * block

@@ -38,6 +38,7 @@ class DoctorRequest:
         num_workers: on this host.
         listen, peer: host:port where a trial between two hosts meets: listen there, or connect to it; "" = neither.
         wait_s: how long the other host may take to come.
+        step_timeout_s: deadline of a step of this host's workers.
     """
 
     transport: str = "auto"
@@ -51,6 +52,7 @@ class DoctorRequest:
     listen: str = ""
     peer: str = ""
     wait_s: float = 300.0
+    step_timeout_s: float = 10.0
 
 
 def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[Finding]:
@@ -93,6 +95,7 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     network = data_port.trial_network(request.network, meeting, listens=listens) if meeting else request.network
     assert network is not None
     yield from data_port.judge_network(network, request.num_workers)
+    yield from rdma.judge_retries(network.provider, request.step_timeout_s)
     if request.passes:
         yield trial.judge_ping(trial.run_ping(network))
     if meeting:
