@@ -143,7 +143,7 @@ def test_no_link_is_expected_after_an_epoch() -> None:
     metrics, comm = WorkerMetrics(), TalkingComm()
     telemetry = WorkerTelemetry(metrics, (8, 8))
     collected(telemetry, comm)
-    telemetry.parted()
+    telemetry.parted(comm)
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
     assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0

@@ -257,6 +257,13 @@ class ControlMetrics(GuardedMetrics):
             "excluded_workers", "workers", "Workers excluded from the group: cordoned or quarantined", "cause"
         )
         self.watch_streams = self._gauge("watch_streams", "streams", "Open Watch streams")
+        self.verdict_lost_ratio = self._gauge(
+            "verdict_lost_ratio",
+            "1",
+            "Share of the time of steps that the group loses to what the latency verdict names; absent: nothing named",
+            "kind",
+            "subject",
+        )
 
     def _declare_placement(self) -> None:
         self.placement_version = self._gauge(
@@ -278,6 +285,7 @@ class ControlMetrics(GuardedMetrics):
         for gauge in (*counted, self.placement_version, self.expert_imbalance_ratio):
             gauge.set(0)
         self.group_state.clear()
+        self.verdict_lost_ratio.clear()
 
 
 class HostMetrics(_Metrics):

@@ -17,7 +17,7 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, group_state, views
+from crossdock.control import barred, blame, discovery, group_state, latency, views
 from crossdock.control.group import new_group, step
 from crossdock.control.group_state import (
     Blamed,
@@ -104,6 +104,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
+        self._latency = latency.Latency(metrics)
         metrics.world_size.set(config.num_ranks)
         self._measure()
 
@@ -169,11 +170,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Renew a lease; record reports of silent ranks and of experts."""
         self._keys.check(request.worker, context)
         report = self._experts.check_report(self._group, request)
+        latency.check(request.stats.latency, self._limits.world_size)
         self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
         if report is not None:
             self._experts.record_report(request.epoch, *report)
         if request.HasField("stats"):
+            self._latency.record(self._group, request, self._clock())
             request.stats.DiscardUnknownFields()  # unknown fields would be copied into every view
             self._stats[request.worker.uid] = request.stats
         response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
@@ -253,6 +256,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Advance time."""
         self._apply(Tick())
         self._metrics.sick_ranks.set(len(blame.sick(self._group)))
+        self._latency.tick(self._group, self._clock())
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
@@ -274,6 +278,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
             whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
+            self._latency.show(whole, self._clock())
             return whole, has_table
         table = group.sealed and not (table_once and _needs_no_table(group, has_table))
         return self._brief(worker, table), group.epoch if table else has_table
@@ -308,6 +313,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Lost(rank, uid, cause):
                 self._metrics.members_lost_total.labels(cause=cause).inc()
                 self._stats.pop(uid, None)
+                self._latency.forget(uid)
                 self._facts.pop(uid, None)
                 if cause != "replaced":
                     self._keys.forget(uid)

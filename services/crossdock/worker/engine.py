@@ -171,7 +171,7 @@ class Engine:
         except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
             ended = Fault(f"engine: {type(error).__name__}: {error}")
-        self._telemetry.parted()
+        self._telemetry.parted(comm)
         with self._lock:
             self._comm = None
             failure = self._refusal or _failure_of(ended, epoch)

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,13 +20,14 @@ import torch
 from crossdock.common import log
 from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.latency_report import LatencySums
 from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
 
 _log = log.get(__name__)
 
 _COLLECT_S = 0.25
-"""The sample ring holds 4096 records, half as many steps: enough for 8,000 steps a second."""
+"""The sample ring holds 4096 records, a third as many steps: enough for 5,400 steps a second."""
 _MAX_RECORDS = 4096
 """Limit of queued records; further ones are dropped and counted."""
 
@@ -76,6 +77,7 @@ class WorkerTelemetry:
         self._metrics = metrics
         self._row_bytes = row_bytes
         self._network = NetworkCounts(metrics)
+        self._latency = LatencySums()
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
         self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
@@ -129,11 +131,11 @@ class WorkerTelemetry:
         now_s = time.monotonic()
         if now_s >= self._next_collect_s:
             self._next_collect_s = now_s + _COLLECT_S
-            self._put(comm.samples())
             self._put(_Look(comm))
 
-    def parted(self) -> None:
+    def parted(self, comm: MoECommunicator) -> None:
         """The epoch has ended (engine's thread)."""
+        self._put(comm.samples())
         self._put(_Look(None))
 
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
@@ -163,6 +165,7 @@ class WorkerTelemetry:
             num_experts=len(self._expert_ids),
             expert_bytes=self._expert_bytes,
             scattered=self._scattered,
+            latency=self._latency.take(),
         )
 
     def close(self) -> None:
@@ -201,6 +204,7 @@ class WorkerTelemetry:
         elif record.comm is None:
             self._network.parted()
         else:
+            self._count_samples(record.comm.samples())
             self._network.count(record.comm)
 
     def _count_step(self, record: StepRecord) -> None:
@@ -211,19 +215,21 @@ class WorkerTelemetry:
         for counter, row_bytes in zip(self._bytes, self._row_bytes, strict=True):
             counter.inc(record.remote_rows * row_bytes)
         held = self._expert_ids if record.experts is None else record.experts
+        computed = {expert: rows for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False) if rows}
+        self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)
         with self._rows_lock:
-            for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False):
-                if rows:
-                    self._expert(expert).inc(rows)
-                    key = record.layer, expert
-                    self._rows[key] = self._rows.get(key, 0) + rows
+            for expert, rows in computed.items():
+                self._expert(expert).inc(rows)
+                key = record.layer, expert
+                self._rows[key] = self._rows.get(key, 0) + rows
 
     def _expert(self, expert: int) -> Counter:
         if expert not in self._experts:
             self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
         return self._experts[expert]
 
-    def _count_samples(self, samples: Iterable[LatencySample]) -> None:
+    def _count_samples(self, samples: Sequence[LatencySample]) -> None:
+        self._latency.add_samples(samples)
         for sample in samples:
             send, wait, total = self._histograms(sample.op, sample.mode)
             send.observe(sample.send_ns * 1e-9)

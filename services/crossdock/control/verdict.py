@@ -1,0 +1,285 @@
+"""What a group waits for: a pure function over where the time of its steps went in an interval.
+
+    judge(evidence, usual) -> Finding
+
+Ranks meet in every step, so one late rank makes all others wait. `late[op][i][j]` is the time that rank i waited for
+rank j beyond the typical peer, summed over the operations of the interval. From it
+
+    common   of j: what the others wait for j alike (the median over i), less what j itself waited for one peer alone:
+             a rank is not slow because of the link that feeds it
+    pair     of (i, j): what i waits for j and the others do not
+
+The largest `common` is a slow rank, or what it computes: if it is late with its experts, and they had more rows than
+those of the others at the same time per row, the routing is. Ranks of one host that are all late are a slow host; two
+hosts of which each waits for the other, and no rank for its neighbours, have a slow line; a `pair` that is largest is a
+slow link. If all have become slower together, and nobody waits, the slowness is uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+OPS = ("exchange", "dispatch", "combine")
+MIN_STEPS = 20
+"""Fewer steps than these tell nothing."""
+MIN_LOST = 0.1
+"""Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
+CLEAR = 1.8
+"""How many times as much as the next cause it must have cost."""
+LOADED = 1.5
+"""Rows of a rank over those of the median rank, from which on its load explains that it is late."""
+SLOWER = 2.0
+"""Time per row, and per step, over the usual ones, from which on all are slow."""
+
+Matrix = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """One rank's sums over an interval.
+
+    Attributes:
+        steps: number of them.
+        step_s, experts_s: seconds of all its steps, and of its experts therein.
+        rows: computed by its experts.
+        hot_expert, hot_rows: the expert that computed most of them, and how many.
+        late_s: by operation, by peer: seconds waited for it beyond the typical peer.
+        host: ranks of one host share memory.
+    """
+
+    steps: int
+    step_s: float
+    experts_s: float
+    rows: int
+    hot_expert: int
+    hot_rows: int
+    late_s: Mapping[str, Sequence[float]]
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What the group's experts took when nothing was wrong: seconds per step and per row of all ranks together."""
+
+    per_step_s: float
+    per_row_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the group waits for.
+
+    Attributes:
+        kind: "unknown" (too few steps), "nothing", "slow_rank", "slow_host", "slow_link", "hot_expert",
+            "skewed_routing" or "uniform_slowness".
+        ranks: that are named; of a link its two ends.
+        hosts: of these, where the host or the line between two hosts is named.
+        expert: the hot one; -1: none.
+        lost_share: of the time of steps.
+        confidence: 0..1, how clearly this cause stands out against the next one.
+        detail: figures, in words.
+    """
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    expert: int = -1
+    lost_share: float = 0.0
+    confidence: float = 0.0
+    detail: str = ""
+
+    @property
+    def named(self) -> tuple[object, ...]:
+        """What is named, without figures."""
+        return self.kind, self.ranks, self.hosts, self.expert
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The waits of an interval, taken apart. `ranks`: those with figures; the rest is by position in them."""
+
+    ranks: Sequence[int]
+    times: Sequence[RankTimes]
+    step_s: float
+    common: dict[str, list[float]] = field(default_factory=dict)
+    pair: list[list[float]] = field(default_factory=list)
+    net: list[float] = field(default_factory=list)
+
+
+def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Finding:
+    """What the ranks, by number, waited for in an interval; `usual`: None where it is not known."""
+    ranks = sorted(rank for rank, one in times.items() if one.steps >= MIN_STEPS and one.step_s > 0)
+    if len(ranks) < 2 or len(ranks) < len(times):
+        return Finding("unknown", detail="too few steps")
+    sums = _sums(ranks, [times[rank] for rank in ranks])
+    for rule in (_slow_link, _slow_line, _slow_host, _slow_rank):
+        found = rule(sums)
+        if found is not None:
+            return found
+    return _uniform(sums, usual) or Finding("nothing", confidence=_calm(sums))
+
+
+def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
+    """What is usual, if nothing is wrong with these; None: too few."""
+    steps, rows = sum(one.steps for one in times.values()), sum(one.rows for one in times.values())
+    experts_s = sum(one.experts_s for one in times.values())
+    return Usual(experts_s / steps, experts_s / rows) if steps >= MIN_STEPS and rows and experts_s else None
+
+
+def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
+    sums = _Sums(ranks, times, sum(one.step_s for one in times) / len(times))
+    places = range(len(ranks))
+    late = {op: [[_at(one.late_s.get(op, ()), rank) for rank in ranks] for one in times] for op in OPS}
+    for op in OPS:
+        sums.common[op] = [_typical([late[op][i][j] for i in places if i != j]) for j in places]
+    for i in places:
+        sums.pair.append([
+            0.0 if i == j else sum(max(0.0, late[op][i][j] - sums.common[op][j]) for op in OPS) for j in places
+        ])  # fmt: skip
+    for j in places:
+        suffered = max(sums.pair[j])
+        sums.net.append(max(0.0, sum(sums.common[op][j] for op in OPS) - suffered))
+    return sums
+
+
+def _at(values: Sequence[float], rank: int) -> float:
+    return values[rank] if rank < len(values) else 0.0
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median; of two the smaller one, so that one pair of three ranks does not look like a slow rank."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _clear(lost_s: float, next_s: float, sums: _Sums) -> bool:
+    return lost_s - next_s >= MIN_LOST * sums.step_s and lost_s >= CLEAR * next_s
+
+
+def _confidence(lost_s: float, next_s: float) -> float:
+    return round(lost_s / (lost_s + next_s), 3)
+
+
+def _slow_link(sums: _Sums) -> Finding | None:
+    """One pair costs more than any rank, and than any pair that does not touch it at both ends."""
+    places = range(len(sums.ranks))
+    if len(sums.ranks) < 3:
+        return None
+    both = {(i, j): sums.pair[i][j] + sums.pair[j][i] for i in places for j in places if i < j}
+    (i, j), lost_s = max(both.items(), key=lambda item: item[1])
+    others = [cost for pair, cost in both.items() if pair != (i, j)]
+    next_s = max(max(others), max(sums.net))
+    if not _clear(lost_s, next_s, sums):
+        return None
+    ends = sums.ranks[i], sums.ranks[j]
+    hosts = tuple(dict.fromkeys((sums.times[i].host, sums.times[j].host)))
+    one, other = sums.pair[i][j] / sums.step_s, sums.pair[j][i] / sums.step_s
+    detail = f"rank {ends[0]} waits for {ends[1]} {one:.0%} of its steps, {ends[1]} for {ends[0]} {other:.0%}"
+    return _finding("slow_link", ends, lost_s, next_s, sums, hosts=hosts if len(hosts) > 1 else (), detail=detail)
+
+
+def _blocks(sums: _Sums) -> dict[str, list[int]]:
+    blocks: dict[str, list[int]] = {}
+    for place, one in enumerate(sums.times):
+        blocks.setdefault(one.host, []).append(place)
+    return blocks
+
+
+def _between(sums: _Sums, waiting: Sequence[int], late: Sequence[int]) -> float:
+    """What ranks of one host wait for each of another's, on average."""
+    costs = [
+        sum(_at(sums.times[i].late_s.get(op, ()), sums.ranks[j]) for op in OPS) for i in waiting for j in late if i != j
+    ]
+    return sum(costs) / len(costs) if costs else 0.0
+
+
+def _slow_line(sums: _Sums) -> Finding | None:
+    """Two hosts of which each waits for the other, and for nobody else as long."""
+    blocks = _blocks(sums)
+    if len(blocks) < 2:
+        return None
+    names = sorted(blocks)
+    both = {
+        (a, b): min(_between(sums, blocks[a], blocks[b]), _between(sums, blocks[b], blocks[a]))
+        for a in names for b in names if a < b
+    }  # fmt: skip
+    (a, b), lost_s = max(both.items(), key=lambda item: item[1])
+    inside = [_between(sums, blocks[name], blocks[name]) for name in names]
+    next_s = max([*inside, *(cost for pair, cost in both.items() if pair != (a, b))])
+    if not _clear(lost_s, next_s, sums):
+        return None
+    ranks = tuple(sorted(sums.ranks[place] for place in (*blocks[a], *blocks[b])))
+    detail = f"each waits for the other {lost_s / sums.step_s:.0%} of its steps"
+    return _finding("slow_link", ranks, lost_s, next_s, sums, hosts=(a, b), detail=detail)
+
+
+def _slow_host(sums: _Sums) -> Finding | None:
+    """All ranks of one host of several are late, and those of the others are not."""
+    blocks = {name: places for name, places in _blocks(sums).items() if len(places) > 1}
+    if not blocks or len(_blocks(sums)) < 2:
+        return None
+    least = {name: min(sums.net[place] for place in places) for name, places in blocks.items()}
+    name = max(least, key=lambda one: least[one])
+    next_s = max(sums.net[place] for place in range(len(sums.ranks)) if place not in blocks[name])
+    if not _clear(least[name], next_s, sums):
+        return None
+    ranks = tuple(sums.ranks[place] for place in blocks[name])
+    detail = f"the others wait for each of its ranks at least {least[name] / sums.step_s:.0%} of their steps"
+    return _finding("slow_host", ranks, least[name], next_s, sums, hosts=(name,), detail=detail)
+
+
+def _slow_rank(sums: _Sums) -> Finding | None:
+    """One rank is late for all others: because of its rows, or of itself."""
+    order = sorted(range(len(sums.ranks)), key=lambda place: -sums.net[place])
+    late, following = order[0], order[1]
+    lost_s, next_s = sums.net[late], sums.net[following]
+    if not _clear(lost_s, next_s, sums):
+        return None
+    rank = sums.ranks[late]
+    share = f"the others wait for it {lost_s / sums.step_s:.0%} of their steps"
+    one, rest = sums.times[late], [times for place, times in enumerate(sums.times) if place != late]
+    typical_rows = median(times.rows for times in rest)
+    per_row = [times.experts_s / times.rows for times in rest if times.rows]
+    in_combine = sums.common["combine"][late] >= 0.5 * sum(sums.common[op][late] for op in OPS)
+    as_fast = one.rows and (not per_row or one.experts_s / one.rows <= LOADED * median(per_row))
+    if in_combine and as_fast and one.rows >= LOADED * max(typical_rows, 1):
+        surplus = one.rows - typical_rows
+        detail = f"{share}; it computes {one.rows / max(typical_rows, 1):.1f} times the typical rank's rows"
+        if one.hot_rows >= 0.6 * surplus:
+            detail += f", {one.hot_rows / one.rows:.0%} of them for expert {one.hot_expert}"
+            return _finding("hot_expert", (rank,), lost_s, next_s, sums, expert=one.hot_expert, detail=detail)
+        return _finding("skewed_routing", (rank,), lost_s, next_s, sums, detail=detail)
+    return _finding("slow_rank", (rank,), lost_s, next_s, sums, detail=share)
+
+
+def _uniform(sums: _Sums, usual: Usual | None) -> Finding | None:
+    now = usual_of(dict(enumerate(sums.times)))
+    if usual is None or now is None:
+        return None
+    slower = min(now.per_step_s / usual.per_step_s, now.per_row_s / usual.per_row_s)
+    if slower < SLOWER:
+        return None
+    detail = f"experts take {slower:.1f} times as long as usual on all ranks"
+    confidence = round(min(1.0, slower / SLOWER - 0.5), 3)
+    return Finding("uniform_slowness", tuple(sums.ranks), lost_share=1 - 1 / slower, confidence=confidence, detail=detail)
+
+
+def _calm(sums: _Sums) -> float:
+    """How far the largest loss is from being named."""
+    return round(max(0.0, 1 - max(sums.net) / sums.step_s), 3)
+
+
+def _finding(
+    kind: str,
+    ranks: tuple[int, ...],
+    lost_s: float,
+    next_s: float,
+    sums: _Sums,
+    *,
+    hosts: tuple[str, ...] = (),
+    expert: int = -1,
+    detail: str = "",
+) -> Finding:
+    share = min(1.0, (lost_s - next_s) / sums.step_s)
+    return Finding(kind, ranks, hosts, expert, share, _confidence(lost_s, next_s), detail)
