@@ -50,8 +50,8 @@ def stopped(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
 
 
 def limited(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
-    """A rank that runs 8 ms of every 20 ms, as under a limit of its CPU time."""
-    return pulses([group.ranks[rank]], 0.012, 0.008)
+    """A rank that runs 6 ms of every 20 ms, as under a limit of its CPU time."""
+    return pulses([group.ranks[rank]], 0.014, 0.006)
 
 
 def uniform(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:

@@ -23,9 +23,9 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import expert_pb2
 from tests.services.cluster import ANSWER_S, FORM_S, Caller
 
-E, H, INNER, K = 16, 384, 1024, 2
+E, H, INNER, K = 16, 256, 512, 2
 LEASE_S = 3.0
-TOKENS, PERIOD_S = 24, 0.05
+TOKENS, PERIOD_S = 96, 0.1
 
 
 def write_model(folder: Path) -> None:
@@ -112,7 +112,7 @@ class Group:
 def _worker(folder: Path, number: int, host: int, place: hosts.HostPlace, num_hosts: int) -> WorkerConfig:
     plain = WorkerConfig(
         model=str(folder / "model"), local_rank=number, uid=f"host-{host}/{number}", dtype="float32",
-        max_tokens_per_step=64, torch_threads=1, step_timeout_s=60,
+        max_tokens_per_step=128, torch_threads=1, step_timeout_s=60,
     )  # fmt: skip
     if num_hosts == 1:
         return plain

@@ -24,7 +24,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from tests.observability.faults import FAULTS
 from tests.observability.group import Group, group
 
-SETTLE_S = INTERVAL_S + 2
+SETTLE_S = INTERVAL_S + LOOK_EVERY_S + 2
 
 
 def look(view: pb.GroupView) -> dict[str, object]:

@@ -318,6 +318,14 @@ class Uncordon:
 
 
 @dataclass(frozen=True, slots=True)
+class Slow:
+    """The latency verdict has called a rank slow for `quarantine_slow_s`."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishRegion:
     uid: str
     incarnation: int
@@ -358,7 +366,7 @@ class Tick:
     """Time has advanced. Expected at least four times per lease."""
 
 
-Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Tick
+Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
 
 
 @dataclass(frozen=True, slots=True)

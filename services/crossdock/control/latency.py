@@ -15,13 +15,15 @@ from crossdock.common import log as logs
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
 from crossdock.control import verdict
-from crossdock.control.group_state import Group, Phase
+from crossdock.control.group_state import Group, Phase, Slow
 from crossdock.control.verdict import Finding, RankTimes, Usual
 from crossdock.protocol.v1 import control_pb2 as pb
 
 INTERVAL_S = 15.0
-"""Reports are kept this long, and at least LEAST of each member."""
-LEAST = 3
+"""Reports are kept this long, at least LEAST of each member; and until they hold enough steps, up to LONGEST_S."""
+LEAST, LONGEST_S = 3, 60.0
+SURE = 0.7
+"""Confidence from which on a slow rank may be replaced."""
 LOOK_EVERY_S = 5.0
 MAX_REPORTS = 256
 _NEW = 0.1
@@ -101,6 +103,14 @@ class Latency:
         if agreed or found.named == self._said.finding.named:
             self._say(found, now)
 
+    def slow(self, group: Group, held_s: float, now: float) -> Slow | None:
+        """The rank that was called slow for `held_s` and still is, for sure."""
+        found, uids = self._said.finding, {member.rank: member.uid for member in group.members}
+        held = found.kind == "slow_rank" and now - self._said.since >= held_s and found.named == self._last.named
+        if not (held and min(found.confidence, self._last.confidence) >= SURE and found.ranks[0] in uids):
+            return None
+        return Slow(uids[found.ranks[0]], f"slow for {now - self._said.since:.0f} s: {found.detail}")
+
     def times(self, group: Group) -> Mapping[int, RankTimes]:
         """The ranks' figures of the interval."""
         return {
@@ -138,7 +148,11 @@ class Latency:
 
     def _expire(self, now: float) -> None:
         for kept in self._reports.values():
+            steps = sum(report.steps for _, report in kept)
             while len(kept) > LEAST and kept[0][0] <= now - INTERVAL_S:
+                steps -= kept[0][1].steps
+                if steps < verdict.MIN_STEPS and kept[0][0] > now - LONGEST_S:
+                    break
                 kept.popleft()
 
     def _learn(self, group: Group) -> None:
@@ -177,7 +191,7 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
             raise InvalidArgument(
                 f"latency: expected one of {verdict.OPS} and <= {world_size} ranks, got {one.op[:16]!r}, {len(one.late_s)}"
             )
-        numbers += [one.p50_s, one.p99_s, *one.late_s]
+        numbers += [one.p50_s, one.p99_s, one.wait_s, *one.late_s]
     if not all(math.isfinite(number) and 0 <= number <= 1e6 for number in numbers):
         raise InvalidArgument("latency: expected seconds >= 0, got others")
 
@@ -233,13 +247,14 @@ def _add(total: pb.LatencyReport, report: pb.LatencyReport) -> None:
         whole = into.count + one.count
         into.p50_s += (one.p50_s - into.p50_s) * one.count / max(whole, 1)  # of the interval, about
         into.p99_s = max(into.p99_s, one.p99_s)
-        into.count = whole
+        into.count, into.wait_s = whole, into.wait_s + one.wait_s
         late = [a + b for a, b in zip(into.late_s, one.late_s, strict=False)]
         into.late_s[:] = late if len(into.late_s) == len(one.late_s) else list(one.late_s)
 
 
 def _times(total: pb.LatencyReport, host: str) -> RankTimes:
     late = {one.op: tuple(one.late_s) for one in total.operations}
+    waits_s = sum(one.wait_s for one in total.operations)
     return RankTimes(
-        total.steps, total.step_s, total.experts_s, total.rows, total.hot_expert, total.hot_rows, late, host
+        total.steps, total.step_s, waits_s, total.experts_s, total.rows, total.hot_expert, total.hot_rows, late, host
     )

@@ -104,7 +104,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
-        self._latency = latency.Latency(metrics)
+        self._latency, self._slow_s = latency.Latency(metrics), config.quarantine_slow_s
         metrics.world_size.set(config.num_ranks)
         self._measure()
 
@@ -257,6 +257,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._apply(Tick())
         self._metrics.sick_ranks.set(len(blame.sick(self._group)))
         self._latency.tick(self._group, self._clock())
+        slow = self._latency.slow(self._group, self._slow_s, self._clock()) if self._slow_s else None
+        if slow is not None:
+            self._apply(slow)
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:

@@ -5,8 +5,8 @@
 Ranks meet in every step, so one late rank makes all others wait. `late[op][i][j]` is the time that rank i waited for
 rank j beyond the typical peer, summed over the operations of the interval. From it
 
-    common   of j: what the others wait for j alike (the median over i), less what j itself waited for one peer alone:
-             a rank is not slow because of the link that feeds it
+    common   of j: what the others wait for j alike (the median over i). A rank that is late because it was kept waiting
+             itself is not slow: the culprit must also wait less than the others do
     pair     of (i, j): what i waits for j and the others do not
 
 The largest `common` is a slow rank, or what it computes: if it is late with its experts, and they had more rows than
@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from statistics import median
 
 OPS = ("exchange", "dispatch", "combine")
-MIN_STEPS = 20
+MIN_STEPS = 12
 """Fewer steps than these tell nothing."""
 MIN_LOST = 0.1
 """Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
 CLEAR = 1.8
 """How many times as much as the next cause it must have cost."""
+BUSIER = 0.25
+"""How much less than the others a slow rank must wait itself, as a share of what they wait for it."""
 LOADED = 1.5
 """Rows of a rank over those of the median rank, from which on its load explains that it is late."""
 SLOWER = 2.0
@@ -42,7 +44,7 @@ class RankTimes:
 
     Attributes:
         steps: number of them.
-        step_s, experts_s: seconds of all its steps, and of its experts therein.
+        step_s, waits_s, experts_s: seconds of all its steps; therein of its waits for the last peer, and of its experts.
         rows: computed by its experts.
         hot_expert, hot_rows: the expert that computed most of them, and how many.
         late_s: by operation, by peer: seconds waited for it beyond the typical peer.
@@ -51,6 +53,7 @@ class RankTimes:
 
     steps: int
     step_s: float
+    waits_s: float
     experts_s: float
     rows: int
     hot_expert: int
@@ -98,13 +101,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Sums:
-    """The waits of an interval, taken apart. `ranks`: those with figures; the rest is by position in them."""
+    """The waits of an interval, taken apart. `ranks`: those with figures; the rest is by position in them: `common` by
+    operation, `total` of all operations, `net` the same of ranks that wait less than the others, else 0."""
 
     ranks: Sequence[int]
     times: Sequence[RankTimes]
     step_s: float
     common: dict[str, list[float]] = field(default_factory=dict)
     pair: list[list[float]] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
     net: list[float] = field(default_factory=list)
 
 
@@ -139,8 +144,10 @@ def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
             0.0 if i == j else sum(max(0.0, late[op][i][j] - sums.common[op][j]) for op in OPS) for j in places
         ])  # fmt: skip
     for j in places:
-        suffered = max(sums.pair[j])
-        sums.net.append(max(0.0, sum(sums.common[op][j] for op in OPS) - suffered))
+        others = sorted(one.waits_s for i, one in enumerate(times) if i != j)
+        busier_s = others[len(others) // 2] - times[j].waits_s
+        sums.total.append(sum(sums.common[op][j] for op in OPS))
+        sums.net.append(sums.total[j] if busier_s >= BUSIER * sums.total[j] else 0.0)
     return sums
 
 
@@ -197,8 +204,8 @@ def _between(sums: _Sums, waiting: Sequence[int], late: Sequence[int]) -> float:
 def _slow_line(sums: _Sums) -> Finding | None:
     """Two hosts of which each waits for the other, and for nobody else as long."""
     blocks = _blocks(sums)
-    if len(blocks) < 2:
-        return None
+    if len(blocks) < 2 or all(len(places) < 2 for places in blocks.values()):
+        return None  # nobody has a neighbour to compare with
     names = sorted(blocks)
     both = {
         (a, b): min(_between(sums, blocks[a], blocks[b]), _between(sums, blocks[b], blocks[a]))
@@ -221,7 +228,7 @@ def _slow_host(sums: _Sums) -> Finding | None:
         return None
     least = {name: min(sums.net[place] for place in places) for name, places in blocks.items()}
     name = max(least, key=lambda one: least[one])
-    next_s = max(sums.net[place] for place in range(len(sums.ranks)) if place not in blocks[name])
+    next_s = max(sums.total[place] for place in range(len(sums.ranks)) if place not in blocks[name])
     if not _clear(least[name], next_s, sums):
         return None
     ranks = tuple(sums.ranks[place] for place in blocks[name])
@@ -231,9 +238,8 @@ def _slow_host(sums: _Sums) -> Finding | None:
 
 def _slow_rank(sums: _Sums) -> Finding | None:
     """One rank is late for all others: because of its rows, or of itself."""
-    order = sorted(range(len(sums.ranks)), key=lambda place: -sums.net[place])
-    late, following = order[0], order[1]
-    lost_s, next_s = sums.net[late], sums.net[following]
+    late = max(range(len(sums.ranks)), key=lambda place: sums.net[place])
+    lost_s, next_s = sums.net[late], max(cost for place, cost in enumerate(sums.total) if place != late)
     if not _clear(lost_s, next_s, sums):
         return None
     rank = sums.ranks[late]
@@ -241,7 +247,7 @@ def _slow_rank(sums: _Sums) -> Finding | None:
     one, rest = sums.times[late], [times for place, times in enumerate(sums.times) if place != late]
     typical_rows = median(times.rows for times in rest)
     per_row = [times.experts_s / times.rows for times in rest if times.rows]
-    in_combine = sums.common["combine"][late] >= 0.5 * sum(sums.common[op][late] for op in OPS)
+    in_combine = sums.common["combine"][late] >= 0.5 * sums.total[late]
     as_fast = one.rows and (not per_row or one.experts_s / one.rows <= LOADED * median(per_row))
     if in_combine and as_fast and one.rows >= LOADED * max(typical_rows, 1):
         surplus = one.rows - typical_rows

@@ -27,7 +27,7 @@ class _Operation:
 
     def __init__(self) -> None:
         self.count = 0
-        self.total_ns = 0
+        self.total_ns = self.wait_ns = 0
         self.totals_ns: list[int] = []
         self.late_ns = np.zeros(0, np.int64)
 
@@ -36,13 +36,17 @@ class _Operation:
         self.count += len(samples)
         self.total_ns += sum(totals)
         self.totals_ns += totals[: _MAX_TOTALS - len(self.totals_ns)]
-        late_ns = late([sample.peer_wait_ns for sample in samples]).sum(0)
+        waits_ns = np.array([sample.peer_wait_ns for sample in samples], np.int64)
+        self.wait_ns += int(waits_ns.max(1).sum())
+        late_ns = late(waits_ns).sum(0)
         self.late_ns = self.late_ns + late_ns if self.late_ns.shape == late_ns.shape else late_ns
 
     def message(self, op: str) -> control_pb2.OperationLatency:
         p50, p99 = np.quantile(self.totals_ns, (0.5, 0.99)) * _NS
-        late_s = (self.late_ns * _NS).tolist()
-        return control_pb2.OperationLatency(op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s)
+        late_s, wait_s = (self.late_ns * _NS).tolist(), self.wait_ns * _NS
+        return control_pb2.OperationLatency(
+            op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s, wait_s=wait_s
+        )
 
 
 class LatencySums:
@@ -93,9 +97,9 @@ class LatencySums:
         return report
 
 
-def late(waits_ns: Sequence[Sequence[int]]) -> np.ndarray:
-    """[n, R] what each peer was waited for beyond the typical one, of waits [n, R] in ns."""
-    waits = np.array(waits_ns, np.int64)
-    typical = np.partition(waits, (waits.shape[1] - 1) // 2, axis=1)[:, (waits.shape[1] - 1) // 2]
-    found: np.ndarray = np.maximum(waits - typical[:, None], 0)
+def late(waits_ns: np.ndarray) -> np.ndarray:
+    """[n, R] what each peer was waited for beyond the typical one, of waits int64 [n, R]; ns."""
+    middle = (waits_ns.shape[1] - 1) // 2
+    typical = np.partition(waits_ns, middle, axis=1)[:, middle]
+    found: np.ndarray = np.maximum(waits_ns - typical[:, None], 0)
     return found

@@ -283,18 +283,20 @@ class LatencyReport(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., experts_s: _Optional[float] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., hot_expert: _Optional[int] = ..., hot_rows: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[OperationLatency, _Mapping]]] = ...) -> None: ...
 
 class OperationLatency(_message.Message):
-    __slots__ = ("op", "count", "p50_s", "p99_s", "late_s")
+    __slots__ = ("op", "count", "p50_s", "p99_s", "late_s", "wait_s")
     OP_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     P50_S_FIELD_NUMBER: _ClassVar[int]
     P99_S_FIELD_NUMBER: _ClassVar[int]
     LATE_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     op: str
     count: int
     p50_s: float
     p99_s: float
     late_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ..., late_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    wait_s: float
+    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ..., late_s: _Optional[_Iterable[float]] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("kind", "ranks", "hosts", "expert", "confidence", "lost_share", "text", "age_s", "interval_s")

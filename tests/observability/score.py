@@ -1,0 +1,164 @@
+"""How often the verdict is right, on modelled groups and on recorded looks.
+
+    python -m tests.observability.score [LOOKS.jsonl ...] [--cases 2000] [--out DIR]
+
+A look is right if it names the kind of the injected fault, and its rank; a look without a fault that names anything is
+a false alarm. `--out` writes score.csv and run.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from crossdock.control.verdict import Finding, RankTimes, Usual, judge, usual_of
+from tests.unit.lockstep import Lockstep
+
+KINDS = {
+    "none": "nothing", "stopped": "slow_rank", "limited": "slow_rank", "niced": "slow_rank", "hot_expert": "hot_expert",
+    "skewed": "skewed_routing", "throttled": "slow_link", "uniform": "uniform_slowness", "slow_host": "slow_host",
+}  # fmt: skip
+"""The right verdict on each fault."""
+RANKED = {"stopped", "limited", "niced", "hot_expert", "skewed"}
+
+
+def is_right(fault: str, rank: int, found: Finding) -> bool:
+    """Whether a finding names the fault, and its rank where it has one."""
+    return found.kind == KINDS[fault] and (fault not in RANKED or found.ranks == (rank,))
+
+
+def times_of(look: Mapping[str, Any]) -> dict[int, RankTimes]:
+    """The figures of a recorded look."""
+    return {int(rank): _rank_times(figures) for rank, figures in look["ranks"].items()}
+
+
+def _rank_times(figures: Mapping[str, Any]) -> RankTimes:
+    waits_s = sum(one.get("wait_s", 0.0) for one in figures.get("operations", ()))
+    late = {one["op"]: tuple(one.get("late_s", ())) for one in figures.get("operations", ())}
+    return RankTimes(
+        int(figures.get("steps", 0)), figures.get("step_s", 0.0), waits_s, figures.get("experts_s", 0.0),
+        int(figures.get("rows", 0)), int(figures.get("hot_expert", 0)), int(figures.get("hot_rows", 0)), late,
+        figures.get("host", ""),
+    )  # fmt: skip
+
+
+def recorded(looks: Iterable[Mapping[str, Any]]) -> Counter[tuple[str, str]]:
+    """(fault, "right" or what was said) of each look. `usual` is what looks without a fault had, per recording."""
+    counts: Counter[tuple[str, str]] = Counter()
+    calm: dict[str, list[Usual]] = {}
+    looks = list(looks)
+    for one in looks:
+        usual = usual_of(times_of(one)) if one["fault"] == "none" else None
+        if usual is not None:
+            calm.setdefault(one["run"], []).append(usual)
+    for one in looks:
+        known = calm.get(one["run"], [])
+        usual = sorted(known, key=lambda each: each.per_row_s)[len(known) // 2] if known else None
+        found = judge(times_of(one), usual)
+        counts[one["fault"], "right" if is_right(one["fault"], one["rank"], found) else found.kind] += 1
+    return counts
+
+
+def modelled_case(made: random.Random) -> tuple[str, int, Lockstep]:
+    """A group of 4 to 16 ranks with one fault of a size that costs a sixth of its steps or more, or with none."""
+    size = made.choice((4, 6, 8, 16))
+    rank = made.randrange(size)
+    two = tuple("ab"[2 * each // size] for each in range(size))
+    fault = made.choice((*KINDS, *["none"] * 4))
+    group = Lockstep(two if fault in {"throttled", "slow_host"} else ("a",) * size, noise=made.choice((0.1, 0.3, 1.0)))
+    factor = made.uniform(2.0, 5.0)
+    match fault:
+        case "stopped":
+            group.stop = rank, made.uniform(0.1, 0.5), 0.05
+        case "limited" | "niced":
+            group.slow = {rank: factor}
+        case "hot_expert" | "skewed":
+            rows = int(100 * factor)
+            group.rows, group.hot = {rank: rows}, {rank: (7, int(rows * (0.75 if fault == "hot_expert" else 0.2)))}
+        case "throttled":
+            group.wire_s = lambda i, j: 1e-3 * factor * (two[i] != two[j])
+        case "uniform":
+            group.slow = dict.fromkeys(range(size), factor + 1)
+        case "slow_host":
+            group.slow = {each: factor for each in range(size) if two[each] == two[rank]}
+    return fault, rank, group
+
+
+def modelled_counts(cases: int, seed: int) -> Counter[tuple[str, str]]:
+    """As `recorded`, of modelled groups."""
+    made = random.Random(seed)
+    counts: Counter[tuple[str, str]] = Counter()
+    for _ in range(cases):
+        fault, rank, group = modelled_case(made)
+        calm = Lockstep(group.hosts, noise=group.noise).run(60, made.randrange(1 << 30))
+        found = judge(group.run(made.randrange(100, 300), made.randrange(1 << 30)), usual_of(calm))
+        counts[fault, "right" if is_right(fault, rank, found) else found.kind] += 1
+    return counts
+
+
+def rates(counts: Counter[tuple[str, str]]) -> tuple[float, float]:
+    """Share of faults that were not named right, and of calm looks that named something."""
+    faults = sum(number for (fault, _), number in counts.items() if fault != "none")
+    wrong = sum(number for (fault, said), number in counts.items() if fault != "none" and said != "right")
+    calm = sum(number for (fault, _), number in counts.items() if fault == "none")
+    alarms = sum(number for (fault, said), number in counts.items() if fault == "none" and said != "right")
+    return wrong / max(faults, 1), alarms / max(calm, 1)
+
+
+def modelled(cases: int, seed: int) -> tuple[float, float]:
+    """`rates` of modelled groups."""
+    return rates(modelled_counts(cases, seed))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The looks of a file."""
+    return [json.loads(line) | {"run": path.name} for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("looks", nargs="*", type=Path)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sources = {"modelled": modelled_counts(options.cases, options.seed)}
+    if options.looks:
+        sources["recorded"] = recorded([look for path in options.looks for look in read(path)])
+    rows = [
+        (source, fault, said, number)
+        for source, counts in sources.items()
+        for (fault, said), number in sorted(counts.items())
+    ]
+    for row in rows:
+        print(*row)
+    summary = {source: dict(zip(("wrong", "false_alarms"), rates(counts), strict=True)) for source, counts in sources.items()}
+    print(json.dumps(summary, indent=1))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with (options.out / "score.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("source", "fault", "said", "looks"), *rows])
+        from benchmarks import facts
+
+        (options.out / "run.json").write_text(json.dumps(summary | vars_of(options) | {"machine": facts_of(facts)}, indent=1))
+
+
+def vars_of(options: argparse.Namespace) -> dict[str, object]:
+    """What was asked for."""
+    return {"cases": options.cases, "seed": options.seed, "files": [path.name for path in options.looks]}
+
+
+def facts_of(facts: Any) -> object:
+    """Of this machine."""
+    return facts.of_machine() if hasattr(facts, "of_machine") else None
+
+
+if __name__ == "__main__":
+    main()
