@@ -120,7 +120,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Waiting for",
             "percentunit",
             _rate("crossdock_peer_wait_seconds_total", "peer"),
-            meaning="The highest line is the slow rank.",
+            meaning="The highest line is not always the slow rank: the verdict says which one is.",
+        ),
+        Panel(
+            "Verdict: steps lost to",
+            "percentunit",
+            (("max by (kind, subject) (crossdock_verdict_lost_ratio{})", "{{kind}}: {{subject}}"),),
+            meaning="Empty while nothing is slow.",
         ),
         Panel(
             "Hottest experts",

@@ -54,37 +54,49 @@ def limited(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
     return pulses([group.ranks[rank]], 0.014, 0.006)
 
 
-def uniform(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
-    """All ranks run 6 ms of every 20 ms, together: a limit of their pod."""
-    return pulses(group.ranks, 0.014, 0.006)
+@contextlib.contextmanager
+def hogs(number: int, cpus: set[int]) -> Iterator[None]:
+    """Processes that compute on these processors."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            hog = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(hog.kill)
+            os.sched_setaffinity(hog.pid, cpus)
+        yield
 
 
 @contextlib.contextmanager
-def niced(group: Group, rank: int) -> Iterator[None]:
-    """A rank at the lowest priority on a processor that two other processes use."""
-    pid, cpus = group.ranks[rank], os.sched_getaffinity(0)
-    threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
-    shared = {min(cpus)}
-    command = [sys.executable, "-c", "while True: pass"]
-    with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            hog = stack.enter_context(subprocess.Popen(command))
-            stack.callback(hog.kill)
-            os.sched_setaffinity(hog.pid, shared)
+def _behind_hogs(pids: Sequence[int], nice: int, number: int, shared: set[int]) -> Iterator[None]:
+    """Ranks at a lower priority than so many hogs, on the processors that they share."""
+    cpus = os.sched_getaffinity(0)
+    with hogs(number, shared):
         try:
-            _prioritize(pid, threads, 19, shared)
+            for pid in pids:
+                _prioritize(pid, nice, shared)
             yield
         finally:
-            _prioritize(pid, threads, 0, cpus)
+            for pid in pids:
+                _prioritize(pid, 0, cpus)
 
 
-def _prioritize(pid: int, threads: Sequence[int], nice: int, cpus: set[int]) -> None:
-    with contextlib.suppress(OSError):  # the kernel may group processes of one session
+def niced(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
+    """A rank behind two other processes on one processor."""
+    return _behind_hogs([group.ranks[rank]], 5, 2, {min(os.sched_getaffinity(0))})
+
+
+def uniform(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
+    """All ranks behind two processes on each processor."""
+    cpus = os.sched_getaffinity(0)
+    return _behind_hogs(group.ranks, 10, 2 * len(cpus), cpus)
+
+
+def _prioritize(pid: int, nice: int, cpus: set[int]) -> None:
+    with contextlib.suppress(OSError):  # the kernel may schedule sessions as groups, with a priority of their own
         Path(f"/proc/{pid}/autogroup").write_text(f"{nice}\n")
-    for thread in threads:
+    for path in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, nice)
-            os.sched_setaffinity(thread, cpus)
+            os.setpriority(os.PRIO_PROCESS, int(path.name), nice)
+            os.sched_setaffinity(int(path.name), cpus)
 
 
 @contextlib.contextmanager

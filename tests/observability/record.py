@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from crossdock.control.latency import INTERVAL_S, LOOK_EVERY_S
-from crossdock.demo import hosts
+from crossdock.control.latency_watch import INTERVAL_S, LOOK_EVERY_S
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.observability.faults import FAULTS
 from tests.observability.group import Group, group
@@ -27,7 +28,7 @@ from tests.observability.group import Group, group
 SETTLE_S = INTERVAL_S + LOOK_EVERY_S + 2
 
 
-def look(view: pb.GroupView) -> dict[str, object]:
+def look(view: pb.GroupView) -> dict[str, Any]:
     """The figures and the verdict of a view, as plain JSON types."""
     ranks = {
         str(member.rank): {
@@ -39,7 +40,7 @@ def look(view: pb.GroupView) -> dict[str, object]:
     return {"verdict": MessageToDict(view.verdict, preserving_proto_field_name=True), "ranks": ranks}
 
 
-def record(where: Group, fault: str, rank: int, seconds: float) -> Iterator[dict[str, object]]:
+def record(where: Group, fault: str, rank: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Inject a fault; a look each LOOK_EVERY_S, once an interval has passed."""
     with FAULTS[fault](where, rank):
         began = time.monotonic()
@@ -60,22 +61,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(FAULTS))
     parser.add_argument("--in-namespace", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, group(Path(folder), options.ranks, options.hosts) as where:
-        with options.out.open("a") as out:
-            for _ in range(options.rounds):
-                for fault in random.sample(options.only, len(options.only)):
-                    for line in record(where, fault, random.randrange(options.ranks), options.seconds):
-                        out.write(json.dumps(line | {"num_ranks": options.ranks, "num_hosts": options.hosts}) + "\n")
-                        out.flush()
-                        print(fault, line["rank"], line["verdict"].get("text"), flush=True)
-            print("asked", where.load.asked, "failed", where.load.failed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        group(Path(folder), options.ranks, options.hosts) as where,
+        options.out.open("a") as out,
+    ):
+        for fault in [one for _ in range(options.rounds) for one in random.sample(options.only, len(options.only))]:
+            for line in record(where, fault, random.randrange(options.ranks), options.seconds):
+                out.write(json.dumps(line | {"num_ranks": options.ranks, "num_hosts": options.hosts}) + "\n")
+                out.flush()
+                print(fault, line["rank"], line["verdict"].get("text"), flush=True)
+        print("asked", where.load.asked, "failed", where.load.failed)
+
+
+def become(arguments: Sequence[str]) -> None:
+    """Become this program in a network namespace of its own, where a cable between two hosts can be made."""
+    start = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-m"]
+    os.execvp("unshare", [*start, "tests.observability.record", *arguments, "--in-namespace"])
 
 
 if __name__ == "__main__":
     if "--hosts" in sys.argv and "--in-namespace" not in sys.argv:
-        import os
-        import subprocess
-
-        start = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-        os.execvp("unshare", [*start, sys.executable, "-m", "tests.observability.record", *sys.argv[1:], "--in-namespace"])
+        become(sys.argv[1:])
     main()

@@ -9,7 +9,6 @@ a false alarm. `--out` writes score.csv and run.json.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 from collections import Counter
@@ -17,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from crossdock.control.verdict import Finding, RankTimes, Usual, judge, usual_of
+from benchmarks import facts
+from crossdock.control.verdict import Judgement, RankTimes, Usual, judge, usual_of
 from tests.unit.lockstep import Lockstep
 
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 RANKED = {"stopped", "limited", "niced", "hot_expert", "skewed"}
 
 
-def is_right(fault: str, rank: int, found: Finding) -> bool:
+def is_right(fault: str, rank: int, found: Judgement) -> bool:
     """Whether a finding names the fault, and its rank where it has one."""
     return found.kind == KINDS[fault] and (fault not in RANKED or found.ranks == (rank,))
 
@@ -139,25 +139,14 @@ def main() -> None:
     ]
     for row in rows:
         print(*row)
-    summary = {source: dict(zip(("wrong", "false_alarms"), rates(counts), strict=True)) for source, counts in sources.items()}
+    shares = {source: rates(counts) for source, counts in sources.items()}
+    summary = {source: {"named_wrong": wrong, "false_alarms": alarms} for source, (wrong, alarms) in shares.items()}
     print(json.dumps(summary, indent=1))
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with (options.out / "score.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("source", "fault", "said", "looks"), *rows])
-        from benchmarks import facts
-
-        (options.out / "run.json").write_text(json.dumps(summary | vars_of(options) | {"machine": facts_of(facts)}, indent=1))
-
-
-def vars_of(options: argparse.Namespace) -> dict[str, object]:
-    """What was asked for."""
-    return {"cases": options.cases, "seed": options.seed, "files": [path.name for path in options.looks]}
-
-
-def facts_of(facts: Any) -> object:
-    """Of this machine."""
-    return facts.of_machine() if hasattr(facts, "of_machine") else None
+        columns = ("source", "fault", "said", "looks")
+        facts.write_table(options.out, "score", columns, [dict(zip(columns, row, strict=True)) for row in rows])
+        config = summary | {"cases": options.cases, "seed": options.seed, "looks": [one.name for one in options.looks]}
+        facts.write(options.out, facts.of_this_run(config, module="tests.observability.score"))
 
 
 if __name__ == "__main__":

@@ -53,10 +53,11 @@ class Lockstep:
                         spent = self._takes(i, self.own_s[2], made) * self.rows.get(i, 100) / 100
                         experts_s[i] += spent
                         at[i] += spent
+        made_by = [self.hot.get(i, (2 * i, 50)) for i in range(size)]
         return {
             i: RankTimes(
-                steps, at[i] - begun[i], waits_s[i], experts_s[i], steps * self.rows.get(i, 100), self.hot.get(i, (2 * i, 0))[0],
-                steps * self.hot.get(i, (0, 50))[1], {op: tuple(late[op][i]) for op in OPS}, self.hosts[i],
+                steps, at[i] - begun[i], waits_s[i], experts_s[i], steps * self.rows.get(i, 100), made_by[i][0],
+                steps * made_by[i][1], {op: tuple(late[op][i]) for op in OPS}, self.hosts[i],
             )
             for i in range(size)
         }  # fmt: skip

@@ -10,8 +10,9 @@ import pytest
 
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
-from crossdock.control import latency, verdict
-from crossdock.control.verdict import Finding, RankTimes, Usual, judge
+from crossdock.control import latency_watch as latency
+from crossdock.control import verdict
+from crossdock.control.verdict import Judgement, RankTimes, Usual, judge
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.unit.lockstep import Lockstep
 
@@ -44,7 +45,10 @@ def test_a_slow_link_does_not_make_its_ends_slow_ranks() -> None:
 
 def test_a_slow_line_between_hosts_and_a_slow_host() -> None:
     line = Lockstep(TWO, wire_s=lambda i, j: 4e-3 * (TWO[i] != TWO[j]))
-    assert found(line) == ("slow_link", tuple(range(8)), ("a", "b"), -1)
+    calm = verdict.usual_of(Lockstep(TWO).run(200, 1))
+    assert found(line, usual=calm) == ("slow_link", tuple(range(8)), ("a", "b"), -1)
+    assert found(line)[0] == "nothing", "of two hosts nobody knows what their line usually costs"
+    assert found(line, usual=verdict.usual_of(line.run(200, 1)))[0] == "nothing", "it was never faster"
     of_three = Lockstep(THREE, wire_s=lambda i, j: 4e-3 * ({THREE[i], THREE[j]} == {"a", "c"}))
     assert found(of_three) == ("slow_link", (0, 1, 4, 5), ("a", "c"), -1)
     assert found(Lockstep(TWO, slow=dict.fromkeys(range(4, 8), 2.0))) == ("slow_host", (4, 5, 6, 7), ("b",), -1)
@@ -112,15 +116,15 @@ SERVING = type("Serving", (), {"epoch": 3, "phase": latency.Phase.SERVING, "memb
 
 
 class Told:
-    """A Latency of which each look finds what it is told."""
+    """A LatencyWatch of which each look finds what it is told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.metrics, self.now, self.finding = ControlMetrics(), 100.0, Finding("nothing")
-        self.made = latency.Latency(self.metrics)
+        self.metrics, self.now, self.finding = ControlMetrics(), 100.0, Judgement("nothing")
+        self.made = latency.LatencyWatch(self.metrics)
         monkeypatch.setattr(latency.verdict, "judge", lambda times, usual: self.finding)
         self.made.tick(SERVING, self.now)
 
-    def look(self, finding: Finding) -> str:
+    def look(self, finding: Judgement) -> str:
         self.finding, self.now = finding, self.now + latency.LOOK_EVERY_S
         self.made.tick(SERVING, self.now)
         return self.made.said.finding.kind
@@ -131,28 +135,28 @@ class Told:
 
 
 def test_one_look_names_nobody_and_two_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    told, slow = Told(monkeypatch), Finding("slow_rank", (2,), lost_share=0.4, confidence=0.9)
-    assert [told.look(one) for one in (Finding("nothing"), slow, Finding("nothing"), slow)] == ["unknown", *["nothing"] * 3][
-        :1
-    ] + [told.made.said.finding.kind] * 3
+    told, slow = Told(monkeypatch), Judgement("slow_rank", (2,), lost_share=0.4, confidence=0.9)
+    told.look(Judgement("nothing"))
+    for one in (Judgement("nothing"), slow, Judgement("nothing"), slow):
+        assert told.look(one) == "nothing", "one look is not enough"
     assert told.exported() == {}
     assert told.look(slow) == "slow_rank"
     assert told.exported() == {"slow_rank rank 2": 0.4}
     assert "verdict" in caplog.text
     told.look(replace(slow, lost_share=0.3))
     assert told.exported() == {"slow_rank rank 2": 0.3}, "the same, with new figures, at once"
-    other = Finding("slow_rank", (1,), lost_share=0.2)
+    other = Judgement("slow_rank", (1,), lost_share=0.2)
     assert told.look(other) == "slow_rank"
     assert told.made.said.finding.ranks == (2,)
     told.look(other)
     assert told.exported() == {"slow_rank rank 1": 0.2}, "one series at a time"
-    told.look(Finding("nothing"))
-    assert told.look(Finding("nothing")) == "nothing"
+    told.look(Judgement("nothing"))
+    assert told.look(Judgement("nothing")) == "nothing"
     assert told.exported() == {}
 
 
 def test_another_epoch_or_another_leader_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, slow = Told(monkeypatch), Finding("slow_rank", (2,), lost_share=0.4)
+    told, slow = Told(monkeypatch), Judgement("slow_rank", (2,), lost_share=0.4)
     told.look(slow)
     assert told.look(slow) == "slow_rank"
     told.metrics.clear_group()
@@ -164,15 +168,15 @@ def test_another_epoch_or_another_leader_names_nobody(monkeypatch: pytest.Monkey
 
 def test_words_name_what_was_found() -> None:
     cases = {
-        "rank 2 is slow: x": Finding("slow_rank", (2,), detail="x"),
-        "host h (ranks 2, 3) is slow": Finding("slow_host", (2, 3), ("h",)),
-        "the link between ranks 0, 2 is slow": Finding("slow_link", (0, 2)),
-        "the link between a and b is slow": Finding("slow_link", (0, 2), ("a", "b")),
-        "expert 7 on rank 1 is hot": Finding("hot_expert", (1,), expert=7),
-        "the routing favours rank 1": Finding("skewed_routing", (1,)),
-        "all ranks are slower than before": Finding("uniform_slowness", (0, 1)),
-        "nothing stands out": Finding("nothing"),
-        "not known yet": Finding("unknown"),
+        "rank 2 is slow: x": Judgement("slow_rank", (2,), detail="x"),
+        "host h (ranks 2, 3) is slow": Judgement("slow_host", (2, 3), ("h",)),
+        "the link between ranks 0, 2 is slow": Judgement("slow_link", (0, 2)),
+        "the link between a and b is slow": Judgement("slow_link", (0, 2), ("a", "b")),
+        "expert 7 on rank 1 is hot": Judgement("hot_expert", (1,), expert=7),
+        "the routing favours rank 1": Judgement("skewed_routing", (1,)),
+        "all ranks are slower than before": Judgement("uniform_slowness", (0, 1)),
+        "nothing stands out": Judgement("nothing"),
+        "not known yet": Judgement("unknown"),
     }
     assert {latency.text_of(one): one for one in cases.values()} == cases
     assert set(latency.KINDS) == {one.kind for one in cases.values()}

@@ -31,6 +31,7 @@ from crossdock.cli.console import (
 )  # fmt: skip
 from crossdock.cli.doctor import doctor
 from crossdock.cli.members import cordon, drain, uncordon
+from crossdock.cli.postmortem import postmortem
 from crossdock.cli.tune import tune
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
@@ -311,7 +312,7 @@ def memory(
         console().print(regions.as_table(config, hosts))
 
 
-for _command in (doctor, tune, drain, cordon, uncordon):
+for _command in (doctor, tune, drain, cordon, uncordon, postmortem):
     app.command()(_command)
 
 

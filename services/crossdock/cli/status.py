@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Group, JustifyMethod
 from rich.text import Text
 
-from crossdock.cli.latency import verdict_dict, verdict_line
+from crossdock.cli.latency_view import verdict_dict, verdict_line
 from crossdock.common.addresses import is_loopback, split_targets
 from crossdock.host.group_table import format_bytes, headline, plain_text_warning, rank_table
 from crossdock.protocol.v1.control_pb2 import (

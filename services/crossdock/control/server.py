@@ -17,7 +17,7 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, group_state, latency, views
+from crossdock.control import barred, blame, discovery, group_state, latency_watch, views
 from crossdock.control.group import new_group, step
 from crossdock.control.group_state import (
     Blamed,
@@ -36,6 +36,7 @@ from crossdock.control.group_state import (
     Waits,
 )
 from crossdock.control.placement_service import PlacementService
+from crossdock.control.postmortems import Postmortems
 from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.watchers import Watchers
 from crossdock.control.worker_keys import WorkerKeys
@@ -104,7 +105,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
-        self._latency, self._slow_s = latency.Latency(metrics), config.quarantine_slow_s
+        self._postmortems = Postmortems()
+        self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
         metrics.world_size.set(config.num_ranks)
         self._measure()
 
@@ -170,9 +172,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Renew a lease; record reports of silent ranks and of experts."""
         self._keys.check(request.worker, context)
         report = self._experts.check_report(self._group, request)
-        latency.check(request.stats.latency, self._limits.world_size)
+        latency_watch.check(request.stats.latency, self._limits.world_size)
         self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
+        self._postmortems.record(request)
         if report is not None:
             self._experts.record_report(request.epoch, *report)
         if request.HasField("stats"):
@@ -230,6 +233,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
         log.warning("uncordoned", workers=[bar.uid for bar in bars])
         return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
+
+    async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
+        """What ranks knew when a wait failed."""
+        return self._postmortems.message()
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, then each change, until the caller or this process ends the stream."""
@@ -332,6 +339,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._version += 1
         self._experts.group_changed(before, group)
         if (group.phase, group.epoch) != (before.phase, before.epoch):
+            self._postmortems.changed(group)
             self._metrics.group_state_transitions_total.labels(to=group.phase.value).inc()
         self._measure()
         say = log.error if group.phase is Phase.FAILED else log.info

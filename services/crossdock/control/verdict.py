@@ -1,6 +1,6 @@
 """What a group waits for: a pure function over where the time of its steps went in an interval.
 
-    judge(evidence, usual) -> Finding
+    judge(evidence, usual) -> Judgement
 
 Ranks meet in every step, so one late rank makes all others wait. `late[op][i][j]` is the time that rank i waited for
 rank j beyond the typical peer, summed over the operations of the interval. From it
@@ -18,7 +18,7 @@ slow link. If all have become slower together, and nobody waits, the slowness is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import median
 
 OPS = ("exchange", "dispatch", "combine")
@@ -26,7 +26,7 @@ MIN_STEPS = 12
 """Fewer steps than these tell nothing."""
 MIN_LOST = 0.1
 """Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
-CLEAR = 1.8
+CLEAR = 1.5
 """How many times as much as the next cause it must have cost."""
 BUSIER = 0.25
 """How much less than the others a slow rank must wait itself, as a share of what they wait for it."""
@@ -44,7 +44,7 @@ class RankTimes:
 
     Attributes:
         steps: number of them.
-        step_s, waits_s, experts_s: seconds of all its steps; therein of its waits for the last peer, and of its experts.
+        step_s, waits_s, experts_s: seconds of all its steps; of its waits for the last peer therein, of its experts.
         rows: computed by its experts.
         hot_expert, hot_rows: the expert that computed most of them, and how many.
         late_s: by operation, by peer: seconds waited for it beyond the typical peer.
@@ -64,14 +64,24 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What the group's experts took when nothing was wrong: seconds per step and per row of all ranks together."""
+    """What was so when nothing was wrong.
+
+    Attributes:
+        per_step_s, per_row_s: seconds of the experts of all ranks together.
+        line_share: of the steps, lost between the two hosts that lost most: a network is slower than shared memory.
+    """
 
     per_step_s: float
     per_row_s: float
+    line_share: float = 0.0
+
+    def mixed(self, other: Usual, share: float) -> Usual:
+        """This one with a share of another."""
+        return Usual(*(a + share * (b - a) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Judgement:
     """What the group waits for.
 
     Attributes:
@@ -113,24 +123,27 @@ class _Sums:
     net: list[float] = field(default_factory=list)
 
 
-def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Finding:
+def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Judgement:
     """What the ranks, by number, waited for in an interval; `usual`: None where it is not known."""
     ranks = sorted(rank for rank, one in times.items() if one.steps >= MIN_STEPS and one.step_s > 0)
     if len(ranks) < 2 or len(ranks) < len(times):
-        return Finding("unknown", detail="too few steps")
+        return Judgement("unknown", detail="too few steps")
     sums = _sums(ranks, [times[rank] for rank in ranks])
-    for rule in (_slow_link, _slow_line, _slow_host, _slow_rank):
-        found = rule(sums)
+    for found in (_slow_link(sums), _slow_line(sums, usual), _slow_host(sums), _slow_rank(sums)):
         if found is not None:
             return found
-    return _uniform(sums, usual) or Finding("nothing", confidence=_calm(sums))
+    return _uniform(sums, usual) or Judgement("nothing", confidence=_calm(sums))
 
 
 def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
     """What is usual, if nothing is wrong with these; None: too few."""
     steps, rows = sum(one.steps for one in times.values()), sum(one.rows for one in times.values())
     experts_s = sum(one.experts_s for one in times.values())
-    return Usual(experts_s / steps, experts_s / rows) if steps >= MIN_STEPS and rows and experts_s else None
+    if steps < MIN_STEPS or not rows or not experts_s:
+        return None
+    ranks = sorted(times)
+    sums = _sums(ranks, [times[rank] for rank in ranks])
+    return Usual(experts_s / steps, experts_s / rows, max(_lines(sums).values(), default=0.0) / sums.step_s)
 
 
 def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
@@ -168,7 +181,7 @@ def _confidence(lost_s: float, next_s: float) -> float:
     return round(lost_s / (lost_s + next_s), 3)
 
 
-def _slow_link(sums: _Sums) -> Finding | None:
+def _slow_link(sums: _Sums) -> Judgement | None:
     """One pair costs more than any rank, and than any pair that does not touch it at both ends."""
     places = range(len(sums.ranks))
     if len(sums.ranks) < 3:
@@ -176,7 +189,7 @@ def _slow_link(sums: _Sums) -> Finding | None:
     both = {(i, j): sums.pair[i][j] + sums.pair[j][i] for i in places for j in places if i < j}
     (i, j), lost_s = max(both.items(), key=lambda item: item[1])
     others = [cost for pair, cost in both.items() if pair != (i, j)]
-    next_s = max(max(others), max(sums.net))
+    next_s = max(*others, *sums.net)
     if not _clear(lost_s, next_s, sums):
         return None
     ends = sums.ranks[i], sums.ranks[j]
@@ -201,19 +214,27 @@ def _between(sums: _Sums, waiting: Sequence[int], late: Sequence[int]) -> float:
     return sum(costs) / len(costs) if costs else 0.0
 
 
-def _slow_line(sums: _Sums) -> Finding | None:
-    """Two hosts of which each waits for the other, and for nobody else as long."""
+def _lines(sums: _Sums) -> dict[tuple[str, str], float]:
+    """By pair of hosts, what each waits for the other. Nothing where no rank has a neighbour to compare with."""
     blocks = _blocks(sums)
-    if len(blocks) < 2 or all(len(places) < 2 for places in blocks.values()):
-        return None  # nobody has a neighbour to compare with
-    names = sorted(blocks)
-    both = {
+    if all(len(places) < 2 for places in blocks.values()):
+        return {}
+    return {
         (a, b): min(_between(sums, blocks[a], blocks[b]), _between(sums, blocks[b], blocks[a]))
-        for a in names for b in names if a < b
+        for a in blocks for b in blocks if a < b
     }  # fmt: skip
+
+
+def _slow_line(sums: _Sums, usual: Usual | None) -> Judgement | None:
+    """Two hosts of which each waits for the other, and for nobody else as long, nor as long as usual. Where there are
+    two hosts only, what is usual must be known."""
+    both, blocks = _lines(sums), _blocks(sums)
+    if not both or (len(both) == 1 and usual is None):
+        return None
     (a, b), lost_s = max(both.items(), key=lambda item: item[1])
-    inside = [_between(sums, blocks[name], blocks[name]) for name in names]
-    next_s = max([*inside, *(cost for pair, cost in both.items() if pair != (a, b))])
+    inside = [_between(sums, places, places) for places in blocks.values()]
+    others = [cost for pair, cost in both.items() if pair != (a, b)]
+    next_s = max([*inside, *others, usual.line_share * sums.step_s if usual is not None else 0.0])
     if not _clear(lost_s, next_s, sums):
         return None
     ranks = tuple(sorted(sums.ranks[place] for place in (*blocks[a], *blocks[b])))
@@ -221,7 +242,7 @@ def _slow_line(sums: _Sums) -> Finding | None:
     return _finding("slow_link", ranks, lost_s, next_s, sums, hosts=(a, b), detail=detail)
 
 
-def _slow_host(sums: _Sums) -> Finding | None:
+def _slow_host(sums: _Sums) -> Judgement | None:
     """All ranks of one host of several are late, and those of the others are not."""
     blocks = {name: places for name, places in _blocks(sums).items() if len(places) > 1}
     if not blocks or len(_blocks(sums)) < 2:
@@ -236,7 +257,7 @@ def _slow_host(sums: _Sums) -> Finding | None:
     return _finding("slow_host", ranks, least[name], next_s, sums, hosts=(name,), detail=detail)
 
 
-def _slow_rank(sums: _Sums) -> Finding | None:
+def _slow_rank(sums: _Sums) -> Judgement | None:
     """One rank is late for all others: because of its rows, or of itself."""
     late = max(range(len(sums.ranks)), key=lambda place: sums.net[place])
     lost_s, next_s = sums.net[late], max(cost for place, cost in enumerate(sums.total) if place != late)
@@ -244,14 +265,15 @@ def _slow_rank(sums: _Sums) -> Finding | None:
         return None
     rank = sums.ranks[late]
     share = f"the others wait for it {lost_s / sums.step_s:.0%} of their steps"
-    one, rest = sums.times[late], [times for place, times in enumerate(sums.times) if place != late]
-    typical_rows = median(times.rows for times in rest)
-    per_row = [times.experts_s / times.rows for times in rest if times.rows]
+    one, rest = sums.times[late], [each for place, each in enumerate(sums.times) if place != late]
+    typical_rows = median(each.rows for each in rest)
+    per_row = [each.experts_s / each.rows for each in rest if each.rows]
     in_combine = sums.common["combine"][late] >= 0.5 * sums.total[late]
     as_fast = one.rows and (not per_row or one.experts_s / one.rows <= LOADED * median(per_row))
     if in_combine and as_fast and one.rows >= LOADED * max(typical_rows, 1):
         surplus = one.rows - typical_rows
-        detail = f"{share}; it computes {one.rows / max(typical_rows, 1):.1f} times the typical rank's rows"
+        times = f"{one.rows / typical_rows:.1f} times the typical rank's" if typical_rows else "nearly all"
+        detail = f"{share}; it computes {times} rows"
         if one.hot_rows >= 0.6 * surplus:
             detail += f", {one.hot_rows / one.rows:.0%} of them for expert {one.hot_expert}"
             return _finding("hot_expert", (rank,), lost_s, next_s, sums, expert=one.hot_expert, detail=detail)
@@ -259,8 +281,8 @@ def _slow_rank(sums: _Sums) -> Finding | None:
     return _finding("slow_rank", (rank,), lost_s, next_s, sums, detail=share)
 
 
-def _uniform(sums: _Sums, usual: Usual | None) -> Finding | None:
-    now = usual_of(dict(enumerate(sums.times)))
+def _uniform(sums: _Sums, usual: Usual | None) -> Judgement | None:
+    now = usual_of(dict(zip(sums.ranks, sums.times, strict=True)))
     if usual is None or now is None:
         return None
     slower = min(now.per_step_s / usual.per_step_s, now.per_row_s / usual.per_row_s)
@@ -268,7 +290,8 @@ def _uniform(sums: _Sums, usual: Usual | None) -> Finding | None:
         return None
     detail = f"experts take {slower:.1f} times as long as usual on all ranks"
     confidence = round(min(1.0, slower / SLOWER - 0.5), 3)
-    return Finding("uniform_slowness", tuple(sums.ranks), lost_share=1 - 1 / slower, confidence=confidence, detail=detail)
+    share = 1 - 1 / slower
+    return Judgement("uniform_slowness", tuple(sums.ranks), lost_share=share, confidence=confidence, detail=detail)
 
 
 def _calm(sums: _Sums) -> float:
@@ -286,6 +309,6 @@ def _finding(
     hosts: tuple[str, ...] = (),
     expert: int = -1,
     detail: str = "",
-) -> Finding:
+) -> Judgement:
     share = min(1.0, (lost_s - next_s) / sums.step_s)
-    return Finding(kind, ranks, hosts, expert, share, _confidence(lost_s, next_s), detail)
+    return Judgement(kind, ranks, hosts, expert, share, _confidence(lost_s, next_s), detail)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ OPS = ("exchange", "dispatch", "combine")
 """In the order of a step."""
 _MAX_TOTALS = 1 << 14
 """Operations of an interval of which quantiles are made; later ones are summed only."""
+_MAX_RECENT = 1 << 11
+"""Operations that are kept for a post-mortem."""
 _NS = 1e-9
 
 
@@ -44,9 +47,7 @@ class _Operation:
     def message(self, op: str) -> control_pb2.OperationLatency:
         p50, p99 = np.quantile(self.totals_ns, (0.5, 0.99)) * _NS
         late_s, wait_s = (self.late_ns * _NS).tolist(), self.wait_ns * _NS
-        return control_pb2.OperationLatency(
-            op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s, wait_s=wait_s
-        )
+        return control_pb2.OperationLatency(op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s, wait_s=wait_s)
 
 
 class LatencySums:
@@ -55,6 +56,7 @@ class LatencySums:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_s = time.monotonic()
+        self._recent: deque[LatencySample] = deque(maxlen=_MAX_RECENT)
         self._clear()
 
     def _clear(self) -> None:
@@ -64,11 +66,18 @@ class LatencySums:
 
     def add_samples(self, samples: Sequence[LatencySample]) -> None:
         """Count operations. Those of one call are of one communicator."""
+        with self._lock:
+            self._recent.extend(samples)
         for op in OPS:
             chosen = [sample for sample in samples if sample.op == op]
             if chosen:
                 with self._lock:
                     self._ops.setdefault(op, _Operation()).add(chosen)
+
+    def recent(self) -> list[LatencySample]:
+        """The last operations. Any thread."""
+        with self._lock:
+            return list(self._recent)
 
     def add_step(self, step_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
         """Count a step; `rows`: computed, by expert."""

@@ -133,10 +133,12 @@ class WorkerTelemetry:
             self._next_collect_s = now_s + _COLLECT_S
             self._put(_Look(comm))
 
-    def parted(self, comm: MoECommunicator) -> None:
-        """The epoch has ended (engine's thread)."""
-        self._put(comm.samples())
+    def parted(self, comm: MoECommunicator) -> list[LatencySample]:
+        """The epoch has ended (engine's thread). Returns the last operations."""
+        samples = comm.samples()
+        self._put(samples)
         self._put(_Look(None))
+        return [*self._latency.recent(), *samples]
 
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
         """Count a request that was answered (service)."""

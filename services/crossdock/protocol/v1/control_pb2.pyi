@@ -321,7 +321,7 @@ class Verdict(_message.Message):
     def __init__(self, kind: _Optional[_Union[VerdictKind, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., hosts: _Optional[_Iterable[str]] = ..., expert: _Optional[int] = ..., confidence: _Optional[float] = ..., lost_share: _Optional[float] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "postmortem")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +329,7 @@ class HeartbeatRequest(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    POSTMORTEM_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
     silent_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -336,7 +337,8 @@ class HeartbeatRequest(_message.Message):
     stats: WorkerStats
     experts: ExpertReport
     loaded: bool
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ...) -> None: ...
+    postmortem: str
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., postmortem: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "barred")
@@ -543,3 +545,37 @@ class UncordonResponse(_message.Message):
     BARRED_FIELD_NUMBER: _ClassVar[int]
     barred: _containers.RepeatedCompositeFieldContainer[Barred]
     def __init__(self, barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...
+
+class PostmortemsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PostmortemsResponse(_message.Message):
+    __slots__ = ("postmortems", "changes")
+    POSTMORTEMS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    postmortems: _containers.RepeatedCompositeFieldContainer[Postmortem]
+    changes: _containers.RepeatedCompositeFieldContainer[GroupChange]
+    def __init__(self, postmortems: _Optional[_Iterable[_Union[Postmortem, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[GroupChange, _Mapping]]] = ...) -> None: ...
+
+class Postmortem(_message.Message):
+    __slots__ = ("uid", "arrived_unix_s", "record")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    arrived_unix_s: float
+    record: str
+    def __init__(self, uid: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., record: _Optional[str] = ...) -> None: ...
+
+class GroupChange(_message.Message):
+    __slots__ = ("unix_s", "epoch", "state", "reason")
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    epoch: int
+    state: GroupState
+    reason: str
+    def __init__(self, unix_s: _Optional[float] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -15,8 +15,8 @@ from crossdock.common import log as logs
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
 from crossdock.control import verdict
-from crossdock.control.group_state import Group, Phase, Slow
-from crossdock.control.verdict import Finding, RankTimes, Usual
+from crossdock.control.group_state import Group, Member, Phase, Slow
+from crossdock.control.verdict import Judgement, RankTimes, Usual
 from crossdock.protocol.v1 import control_pb2 as pb
 
 INTERVAL_S = 15.0
@@ -38,7 +38,7 @@ KINDS = {
     "skewed_routing": pb.SKEWED_ROUTING,
     "uniform_slowness": pb.UNIFORM_SLOWNESS,
 }
-_UNKNOWN = Finding("unknown", detail="no report yet")
+_UNKNOWN = Judgement("unknown", detail="no report yet")
 
 log = logs.get(__name__)
 
@@ -47,11 +47,11 @@ log = logs.get(__name__)
 class Said:
     """A verdict and when it was first said."""
 
-    finding: Finding
+    finding: Judgement
     since: float
 
 
-class Latency:
+class LatencyWatch:
     """Reports and verdict of one group.
 
     Args:
@@ -114,7 +114,7 @@ class Latency:
     def times(self, group: Group) -> Mapping[int, RankTimes]:
         """The ranks' figures of the interval."""
         return {
-            member.rank: _times(self.total(member.uid), member.worker.place.memory_domain or member.worker.place.hostname)
+            member.rank: _times(self.total(member.uid), _host(member))
             for member in group.members
             if member.rank in group.taking_part
         }
@@ -159,11 +159,9 @@ class Latency:
         now = verdict.usual_of(self.times(group))
         if now is None:
             return
-        old = self._usual or now
-        mixed = [a + _NEW * (b - a) for a, b in ((old.per_step_s, now.per_step_s), (old.per_row_s, now.per_row_s))]
-        self._usual = Usual(*mixed)
+        self._usual = self._usual.mixed(now, _NEW) if self._usual is not None else now
 
-    def _say(self, found: Finding, now: float) -> None:
+    def _say(self, found: Judgement, now: float) -> None:
         before = self._said.finding
         changed = found.named != before.named
         self._said = Said(found, now if changed else self._said.since)
@@ -188,20 +186,19 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
     numbers = [report.interval_s, report.step_s, report.experts_s]
     for one in report.operations:
         if one.op not in verdict.OPS or len(one.late_s) > world_size:
-            raise InvalidArgument(
-                f"latency: expected one of {verdict.OPS} and <= {world_size} ranks, got {one.op[:16]!r}, {len(one.late_s)}"
-            )
+            got = f"{one.op[:16]!r} and {len(one.late_s)}"
+            raise InvalidArgument(f"latency: expected one of {verdict.OPS} and <= {world_size} ranks, got {got}")
         numbers += [one.p50_s, one.p99_s, one.wait_s, *one.late_s]
     if not all(math.isfinite(number) and 0 <= number <= 1e6 for number in numbers):
         raise InvalidArgument("latency: expected seconds >= 0, got others")
 
 
-def text_of(found: Finding) -> str:
+def text_of(found: Judgement) -> str:
     """The verdict in words."""
     return f"{_headline(found)}: {found.detail}" if found.detail else _headline(found)
 
 
-def _headline(found: Finding) -> str:
+def _headline(found: Judgement) -> str:
     ranks = ", ".join(map(str, found.ranks))
     match found.kind:
         case "slow_rank":
@@ -222,7 +219,7 @@ def _headline(found: Finding) -> str:
     return "not known yet"
 
 
-def _subject(found: Finding) -> str:
+def _subject(found: Judgement) -> str:
     """What is named, as the value of a label."""
     if found.kind == "hot_expert":
         return f"expert {found.expert}"
@@ -250,6 +247,11 @@ def _add(total: pb.LatencyReport, report: pb.LatencyReport) -> None:
         into.count, into.wait_s = whole, into.wait_s + one.wait_s
         late = [a + b for a, b in zip(into.late_s, one.late_s, strict=False)]
         into.late_s[:] = late if len(into.late_s) == len(one.late_s) else list(one.late_s)
+
+
+def _host(member: Member) -> str:
+    """Ranks of one host share memory."""
+    return member.worker.place.memory_domain or member.worker.place.hostname
 
 
 def _times(total: pb.LatencyReport, host: str) -> RankTimes:

@@ -1,10 +1,17 @@
-"""The latency part of a group view, for `crossdock status` and `crossdock top`: verdict and wait matrix. No I/O here."""
+"""The latency part of a group view, for `crossdock status` and `crossdock top`: verdict, wait matrix. No I/O here."""
 
 from __future__ import annotations
 
 from rich.text import Text
 
-from crossdock.protocol.v1.control_pb2 import NOTHING, SLOW_RANK, VERDICT_KIND_UNSPECIFIED, GroupView, Verdict, VerdictKind
+from crossdock.protocol.v1.control_pb2 import (
+    NOTHING,
+    SLOW_RANK,
+    VERDICT_KIND_UNSPECIFIED,
+    GroupView,
+    Verdict,
+    VerdictKind,
+)
 
 
 def verdict_dict(verdict: Verdict) -> dict[str, object]:
@@ -36,7 +43,8 @@ def waits(view: GroupView) -> dict[int, dict[int, float]]:
     """By rank, by peer: share of the rank's step time that it waited for that peer beyond the typical one."""
     found: dict[int, dict[int, float]] = {}
     for member in view.members:
-        latency, shares = member.stats.latency, {}
+        latency = member.stats.latency
+        shares: dict[int, float] = {}
         for operation in latency.operations:
             for peer, seconds in enumerate(operation.late_s):
                 shares[peer] = shares.get(peer, 0.0) + seconds / max(latency.step_s, 1e-9)
