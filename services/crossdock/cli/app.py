@@ -32,6 +32,8 @@ from crossdock.cli.console import (
 from crossdock.cli.doctor import doctor
 from crossdock.cli.members import cordon, drain, uncordon
 from crossdock.cli.postmortem import postmortem
+from crossdock.cli.top import top
+from crossdock.cli.trace import trace
 from crossdock.cli.tune import tune
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
@@ -312,7 +314,7 @@ def memory(
         console().print(regions.as_table(config, hosts))
 
 
-for _command in (doctor, tune, drain, cordon, uncordon, postmortem):
+for _command in (doctor, tune, drain, cordon, uncordon, postmortem, top, trace):
     app.command()(_command)
 
 

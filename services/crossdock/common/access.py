@@ -67,6 +67,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ExpertService/Describe": ANYBODY,
     "/crossdock.v1.ExpertService/Forward": ANYBODY,
     "/crossdock.v1.ExpertService/Drain": OPERATORS,
+    "/crossdock.v1.ExpertService/Trace": OPERATORS,
 }
 
 OUR_METHODS = "/crossdock."

@@ -20,8 +20,8 @@ OPS = ("exchange", "dispatch", "combine")
 """In the order of a step."""
 _MAX_TOTALS = 1 << 14
 """Operations of an interval of which quantiles are made; later ones are summed only."""
-_MAX_RECENT = 1 << 11
-"""Operations that are kept for a post-mortem."""
+_MAX_RECENT = 3000
+"""Operations that are kept for a post-mortem and a trace."""
 _NS = 1e-9
 
 

@@ -33,6 +33,7 @@ from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
+from crossdock.worker.operations import trace_of
 from crossdock.worker.work import Done, Failure, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 
@@ -101,6 +102,13 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """Answered when the queue is empty and the group was left; the process ends then."""
         await self._drain()
         return expert_pb2.DrainResponse()
+
+    async def Trace(self, request: expert_pb2.TraceRequest, context: Any) -> expert_pb2.TraceResponse:
+        """The last operations, as far as they have been collected."""
+        state = self._describe()
+        if not state.world_size:
+            raise rpc.FailedPrecondition("trace: this worker has no rank yet")
+        return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
     async def Forward(self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any) -> AsyncIterator[bytes]:
         """Many requests in flight, answered in any order: ForwardResponse messages."""

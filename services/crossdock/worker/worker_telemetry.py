@@ -140,6 +140,10 @@ class WorkerTelemetry:
         self._put(_Look(None))
         return [*self._latency.recent(), *samples]
 
+    def recent(self) -> list[LatencySample]:
+        """The last operations that were collected. Any thread."""
+        return self._latency.recent()
+
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
         """Count a request that was answered (service)."""
         self._num_requests += 1
