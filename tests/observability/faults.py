@@ -54,6 +54,13 @@ def limited(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
     return pulses([group.ranks[rank]], 0.014, 0.006)
 
 
+def slow_host(group: Group, rank: int) -> contextlib.AbstractContextManager[None]:
+    """The same of all ranks of one of two hosts."""
+    half = len(group.ranks) // 2
+    first = rank // half * half
+    return pulses(group.ranks[first : first + half], 0.014, 0.006)
+
+
 @contextlib.contextmanager
 def hogs(number: int, cpus: set[int]) -> Iterator[None]:
     """Processes that compute on these processors."""
@@ -140,4 +147,5 @@ FAULTS: dict[str, Callable[[Group, int], contextlib.AbstractContextManager[None]
     "skewed": skewed,
     "throttled": throttled,
     "uniform": uniform,
+    "slow_host": slow_host,
 }

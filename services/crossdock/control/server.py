@@ -17,8 +17,9 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, group_state, latency_watch, views
+from crossdock.control import barred, discovery, group_state, latency_watch, views
 from crossdock.control.group import new_group, step
+from crossdock.control.group_measures import GroupMeasures
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -105,7 +106,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
-        self._postmortems = Postmortems()
+        self._postmortems, self._measures = Postmortems(), GroupMeasures(metrics)
         self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
         metrics.world_size.set(config.num_ranks)
         self._measure()
@@ -262,7 +263,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def tick(self) -> None:
         """Advance time."""
         self._apply(Tick())
-        self._metrics.sick_ranks.set(len(blame.sick(self._group)))
+        self._measures.measure_members(self._group)
         self._latency.tick(self._group, self._clock())
         slow = self._latency.slow(self._group, self._slow_s, self._clock()) if self._slow_s else None
         if slow is not None:
@@ -321,7 +322,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Refuse(refusal, message):
                 raise REFUSALS[refusal](message)
             case Lost(rank, uid, cause):
-                self._metrics.members_lost_total.labels(cause=cause).inc()
+                self._measures.lost(cause)
                 self._stats.pop(uid, None)
                 self._latency.forget(uid)
                 self._facts.pop(uid, None)
@@ -329,7 +330,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                     self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
-                self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
+                self._measures.blamed(rank)
                 log.warning("rank reported silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
             case Publish():
                 self._publish(before)
@@ -338,9 +339,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         group = self._group
         self._version += 1
         self._experts.group_changed(before, group)
+        self._measures.changed(before, group, self._clock())
         if (group.phase, group.epoch) != (before.phase, before.epoch):
             self._postmortems.changed(group)
-            self._metrics.group_state_transitions_total.labels(to=group.phase.value).inc()
         self._measure()
         say = log.error if group.phase is Phase.FAILED else log.info
         say(
@@ -355,16 +356,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._watchers.notify(full=group.full, wait=gathering)
 
     def _measure(self) -> None:
-        if self._watchers.stopped:
-            return
-        self._metrics.epoch.set(self._group.epoch)
-        self._metrics.members.set(len(self._group.members))
-        active = self._group.active
-        self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
-        for cause in ("cordoned", "quarantined"):
-            self._metrics.excluded_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
-        for phase in Phase:
-            self._metrics.group_state.labels(state=phase.value).set(phase is self._group.phase)
+        if not self._watchers.stopped:
+            self._measures.measure(self._group)
 
 
 def _identity(request: pb.WatchRequest) -> pb.WorkerId:

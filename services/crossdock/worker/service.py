@@ -80,6 +80,11 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         self._ended: rpc.CallError | None = None
 
     @property
+    def num_streams(self) -> int:
+        """Open Forward streams."""
+        return len(self._streams)
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes of requests, and of answers that are not written yet."""
         return self._backend.budget.num_bytes
@@ -325,7 +330,8 @@ class _Stream:
         pending.timer.cancel()
         code = grpc.StatusCode.OK if isinstance(answer, Done) else answer.code
         seconds = (time.monotonic_ns() - pending.work.arrived_ns) * 1e-9
-        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds)
+        queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
+        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
     def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:

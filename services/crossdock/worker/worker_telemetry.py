@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from crossdock.common import log
-from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
+from crossdock.common.metrics import BatchedHistogram, Counter, WorkerMetrics
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.latency_report import LatencySums
 from crossdock.worker.network_counts import NetworkCounts
@@ -71,15 +71,17 @@ class WorkerTelemetry:
     Args:
         metrics: of this worker.
         row_bytes: bytes of one row in dispatch and in combine.
+        transport: of its communicators, as a label.
     """
 
-    def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
+    def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int], transport: str = "cpu") -> None:
         self._metrics = metrics
-        self._row_bytes = row_bytes
+        self._row_bytes, self._transport = row_bytes, transport
         self._network = NetworkCounts(metrics)
         self._latency = LatencySums()
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
-        self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
+        self._ops: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
+        self._next_seq: dict[str, int] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
@@ -88,7 +90,7 @@ class WorkerTelemetry:
         self._phases = [
             metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
         ]
-        self._bytes = [metrics.payload_bytes_total.labels(op) for op in ("dispatch", "combine")]
+        self._bytes = [metrics.payload_bytes_total.labels(op, transport) for op in ("dispatch", "combine")]
         self._next_collect_s = 0.0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
@@ -144,13 +146,15 @@ class WorkerTelemetry:
         """The last operations that were collected. Any thread."""
         return self._latency.recent()
 
-    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
-        """Count a request that was answered (service)."""
+    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float, queue_s: float = 0.0) -> None:
+        """Count a request that was answered, or refused after 0 seconds (service)."""
         self._num_requests += 1
         if code is grpc.StatusCode.OK:
             self._num_tokens += num_tokens
             self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.request_duration_seconds.observe(seconds)
+            self._metrics.queue_duration_seconds.observe(queue_s)
+        if seconds:
+            self._metrics.request_duration_seconds.labels(code.name).observe(seconds)
         self._metrics.requests_total.labels(code.name).inc()
 
     def dropped_stream(self) -> None:
@@ -208,6 +212,7 @@ class WorkerTelemetry:
         elif not isinstance(record, _Look):
             self._count_samples(record)
         elif record.comm is None:
+            self._next_seq = {}
             self._network.parted()
         else:
             self._count_samples(record.comm.samples())
@@ -215,6 +220,8 @@ class WorkerTelemetry:
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()
+        self._metrics.step_tokens.observe(record.num_tokens)
+        self._metrics.last_step_timestamp_seconds.set_to_current_time()
         durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
         for histogram, nanoseconds in zip(self._phases, durations, strict=True):
             histogram.observe(nanoseconds * 1e-9)
@@ -235,20 +242,28 @@ class WorkerTelemetry:
         return self._experts[expert]
 
     def _count_samples(self, samples: Sequence[LatencySample]) -> None:
+        """Count the samples of one communicator."""
         self._latency.add_samples(samples)
+        kinds: dict[tuple[str, str], list[LatencySample]] = {}
         for sample in samples:
-            send, wait, total = self._histograms(sample.op, sample.mode)
-            send.observe(sample.send_ns * 1e-9)
-            wait.observe(max(sample.peer_wait_ns, default=0) * 1e-9)
-            total.observe(sample.total_ns * 1e-9)
-            for peer, waited_ns in enumerate(sample.peer_wait_ns):
-                if waited_ns:
-                    self._peer_wait(sample.op, peer).inc(waited_ns * 1e-9)
+            kinds.setdefault((sample.op, sample.mode), []).append(sample)
+            expected = self._next_seq.get(sample.op, 0)
+            if 0 < expected < sample.seq:
+                self._metrics.samples_dropped_total.labels(sample.op).inc(sample.seq - expected)
+            self._next_seq[sample.op] = sample.seq + 1
+        for (op, mode), chosen in kinds.items():
+            send, wait, total = self._histograms(op, mode)
+            send.observe_many(one.send_ns * 1e-9 for one in chosen)
+            wait.observe_many(max(one.peer_wait_ns, default=0) * 1e-9 for one in chosen)
+            total.observe_many(one.total_ns * 1e-9 for one in chosen)
+            for peer, waits_ns in enumerate(zip(*(one.peer_wait_ns for one in chosen), strict=True)):
+                if waited_ns := sum(waits_ns):
+                    self._peer_wait(op, peer).inc(waited_ns * 1e-9)
 
-    def _histograms(self, op: str, mode: str) -> tuple[Histogram, Histogram, Histogram]:
+    def _histograms(self, op: str, mode: str) -> tuple[BatchedHistogram, ...]:
         if (op, mode) not in self._ops:
-            labels = self._metrics.operation_duration_seconds.labels
-            self._ops[op, mode] = (labels(op, mode, "send"), labels(op, mode, "wait"), labels(op, mode, "total"))
+            metric, transport = self._metrics.operation_duration_seconds, self._transport
+            self._ops[op, mode] = tuple(metric.labels(op, mode, p, transport) for p in ("send", "wait", "total"))
         return self._ops[op, mode]
 
     def _peer_wait(self, op: str, peer: int) -> Counter:
