@@ -51,16 +51,14 @@ def _rank_times(figures: Mapping[str, Any]) -> RankTimes:
 def recorded(looks: Iterable[Mapping[str, Any]]) -> Counter[tuple[str, str]]:
     """(fault, "right" or what was said) of each look. `usual` is what looks without a fault had, per recording."""
     counts: Counter[tuple[str, str]] = Counter()
-    calm: dict[str, list[Usual]] = {}
+    calm: dict[str, Usual] = {}
     looks = list(looks)
     for one in looks:
         usual = usual_of(times_of(one)) if one["fault"] == "none" else None
         if usual is not None:
-            calm.setdefault(one["run"], []).append(usual)
+            calm[one["run"]] = calm[one["run"]].mixed(usual, 0.2) if one["run"] in calm else usual
     for one in looks:
-        known = calm.get(one["run"], [])
-        usual = sorted(known, key=lambda each: each.per_row_s)[len(known) // 2] if known else None
-        found = judge(times_of(one), usual)
+        found = judge(times_of(one), calm.get(one["run"]))
         counts[one["fault"], "right" if is_right(one["fault"], one["rank"], found) else found.kind] += 1
     return counts
 

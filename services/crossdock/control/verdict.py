@@ -18,7 +18,7 @@ slow link. If all have become slower together, and nobody waits, the slowness is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 
 OPS = ("exchange", "dispatch", "combine")
@@ -28,6 +28,10 @@ MIN_LOST = 0.1
 """Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
 CLEAR = 1.5
 """How many times as much as the next cause it must have cost."""
+RISE = 2.0
+"""The same of what is beyond the usual."""
+CERTAIN = 0.75
+"""Confidence from which on a cause is named although all ranks are slower than usual."""
 BUSIER = 0.25
 """How much less than the others a slow rank must wait itself, as a share of what they wait for it."""
 LOADED = 1.5
@@ -69,15 +73,30 @@ class Usual:
     Attributes:
         per_step_s, per_row_s: seconds of the experts of all ranks together.
         line_share: of the steps, lost between the two hosts that lost most: a network is slower than shared memory.
+        waited_for, busier: by rank, shares of the steps: what the others wait for it, and how much less than they it
+            waits. Where ranks share processors some are always a little later than others.
     """
 
     per_step_s: float
     per_row_s: float
     line_share: float = 0.0
+    waited_for: Mapping[int, float] = field(default_factory=dict)
+    busier: Mapping[int, float] = field(default_factory=dict)
 
     def mixed(self, other: Usual, share: float) -> Usual:
         """This one with a share of another."""
-        return Usual(*(a + share * (b - a) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+        def mix(a: float, b: float) -> float:
+            return a + share * (b - a)
+
+        ranks = self.waited_for.keys() & other.waited_for.keys()
+        return Usual(
+            mix(self.per_step_s, other.per_step_s),
+            mix(self.per_row_s, other.per_row_s),
+            mix(self.line_share, other.line_share),
+            {rank: mix(self.waited_for[rank], other.waited_for[rank]) for rank in ranks},
+            {rank: mix(self.busier[rank], other.busier[rank]) for rank in ranks},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +139,7 @@ class _Sums:
     common: dict[str, list[float]] = field(default_factory=dict)
     pair: list[list[float]] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
+    busier: list[float] = field(default_factory=list)
     net: list[float] = field(default_factory=list)
 
 
@@ -129,10 +149,11 @@ def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Judgeme
     if len(ranks) < 2 or len(ranks) < len(times):
         return Judgement("unknown", detail="too few steps")
     sums = _sums(ranks, [times[rank] for rank in ranks])
-    for found in (_slow_link(sums), _slow_line(sums, usual), _slow_host(sums), _slow_rank(sums)):
-        if found is not None:
+    slower = _uniform(sums, usual)
+    for found in (_slow_link(sums), _slow_line(sums, usual), _slow_host(sums), _slow_rank(sums, usual)):
+        if found is not None and (slower is None or found.confidence >= CERTAIN):
             return found
-    return _uniform(sums, usual) or Judgement("nothing", confidence=_calm(sums))
+    return slower or Judgement("nothing", confidence=_calm(sums))
 
 
 def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
@@ -143,7 +164,12 @@ def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
         return None
     ranks = sorted(times)
     sums = _sums(ranks, [times[rank] for rank in ranks])
-    return Usual(experts_s / steps, experts_s / rows, max(_lines(sums).values(), default=0.0) / sums.step_s)
+    line_share = max(_lines(sums).values(), default=0.0) / sums.step_s
+    waited_for, busier = (
+        {rank: cost / sums.step_s for rank, cost in zip(ranks, costs, strict=True)}
+        for costs in (sums.total, sums.busier)
+    )
+    return Usual(experts_s / steps, experts_s / rows, line_share, waited_for, busier)
 
 
 def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
@@ -158,9 +184,9 @@ def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
         ])  # fmt: skip
     for j in places:
         others = sorted(one.waits_s for i, one in enumerate(times) if i != j)
-        busier_s = others[len(others) // 2] - times[j].waits_s
+        sums.busier.append(others[len(others) // 2] - times[j].waits_s)
         sums.total.append(sum(sums.common[op][j] for op in OPS))
-        sums.net.append(sums.total[j] if busier_s >= BUSIER * sums.total[j] else 0.0)
+        sums.net.append(sums.total[j] if sums.busier[j] >= BUSIER * sums.total[j] else 0.0)
     return sums
 
 
@@ -257,12 +283,25 @@ def _slow_host(sums: _Sums) -> Judgement | None:
     return _finding("slow_host", ranks, least[name], next_s, sums, hosts=(name,), detail=detail)
 
 
-def _slow_rank(sums: _Sums) -> Judgement | None:
-    """One rank is late for all others: because of its rows, or of itself."""
+def _slow_rank(sums: _Sums, usual: Usual | None) -> Judgement | None:
+    """One rank is late for all others, or later than usual by more than they are."""
     late = max(range(len(sums.ranks)), key=lambda place: sums.net[place])
     lost_s, next_s = sums.net[late], max(cost for place, cost in enumerate(sums.total) if place != late)
-    if not _clear(lost_s, next_s, sums):
+    if _clear(lost_s, next_s, sums):
+        return _why_late(sums, late, lost_s, next_s)
+    if usual is None or not set(sums.ranks) <= usual.waited_for.keys():
         return None
+    late = max(range(len(sums.ranks)), key=lambda place: sums.total[place])
+    rises = [cost - usual.waited_for[rank] * sums.step_s for rank, cost in zip(sums.ranks, sums.total, strict=True)]
+    rise_s, next_s = rises[late], max(0.0, *(rise for place, rise in enumerate(rises) if place != late))
+    busier_s = sums.busier[late] - usual.busier[sums.ranks[late]] * sums.step_s
+    if busier_s < BUSIER * rise_s or rise_s - next_s < MIN_LOST * sums.step_s or rise_s < RISE * next_s:
+        return None
+    return _why_late(sums, late, rise_s, next_s)
+
+
+def _why_late(sums: _Sums, late: int, lost_s: float, next_s: float) -> Judgement:
+    """Because of its rows, or of itself."""
     rank = sums.ranks[late]
     share = f"the others wait for it {lost_s / sums.step_s:.0%} of their steps"
     one, rest = sums.times[late], [each for place, each in enumerate(sums.times) if place != late]
@@ -282,10 +321,12 @@ def _slow_rank(sums: _Sums) -> Judgement | None:
 
 
 def _uniform(sums: _Sums, usual: Usual | None) -> Judgement | None:
-    now = usual_of(dict(zip(sums.ranks, sums.times, strict=True)))
-    if usual is None or now is None:
+    times = sums.times
+    if usual is None or not all(one.rows for one in times):
         return None
-    slower = min(now.per_step_s / usual.per_step_s, now.per_row_s / usual.per_row_s)
+    per_step_s = sum(one.experts_s for one in times) / sum(one.steps for one in times)
+    per_row_s = min(one.experts_s / one.rows for one in times)
+    slower = min(per_step_s / usual.per_step_s, per_row_s / usual.per_row_s)
     if slower < SLOWER:
         return None
     detail = f"experts take {slower:.1f} times as long as usual on all ranks"
