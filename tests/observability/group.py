@@ -50,8 +50,8 @@ class Load:
     def __init__(self, addresses: list[str]) -> None:
         self.favoured: tuple[int, ...] = ()
         """Experts that every token chooses first."""
-        self.asked = self.failed = 0
-        self._stop = threading.Event()
+        self.asked = self.failed = self.answered_tokens = 0
+        self._stop, self._lock = threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in addresses]
         for thread in self._threads:
             thread.start()
@@ -79,7 +79,10 @@ class Load:
                 )  # fmt: skip
                 self.asked += 1
                 try:
-                    self.failed += caller.send(message).result(ANSWER_S).HasField("error")
+                    failed = caller.send(message).result(ANSWER_S).HasField("error")
+                    with self._lock:
+                        self.failed += failed
+                        self.answered_tokens += 0 if failed else TOKENS
                 except Exception:
                     self.failed += 1
                     return

@@ -9,10 +9,11 @@ a false alarm. `--out` writes score.csv and run.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,28 @@ def _rank_times(figures: Mapping[str, Any]) -> RankTimes:
     )  # fmt: skip
 
 
-def recorded(looks: Iterable[Mapping[str, Any]]) -> Counter[tuple[str, str]]:
-    """(fault, "right" or what was said) of each look. `usual` is what looks without a fault had, per recording."""
-    counts: Counter[tuple[str, str]] = Counter()
+def recorded(looks: Sequence[Mapping[str, Any]]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """(fault, "right" or what was said) of each look; and of what is shown at the end of each fault, which two looks in
+    a row must have said. What is usual is learned from the looks without a fault, per recording."""
     calm: dict[str, Usual] = {}
-    looks = list(looks)
     for one in looks:
         usual = usual_of(times_of(one)) if one["fault"] == "none" else None
         if usual is not None:
             calm[one["run"]] = calm[one["run"]].mixed(usual, 0.2) if one["run"] in calm else usual
-    for one in looks:
-        found = judge(times_of(one), calm.get(one["run"]))
-        counts[one["fault"], "right" if is_right(one["fault"], one["rank"], found) else found.kind] += 1
-    return counts
+    counts: Counter[tuple[str, str]] = Counter()
+    shown: Counter[tuple[str, str]] = Counter()
+    for _, segment in itertools.groupby(looks, key=lambda one: (one["run"], one["fault"], one["rank"], one["began"])):
+        said, last = Judgement("nothing"), Judgement("nothing")
+        for one in segment:
+            found = judge(times_of(one), calm.get(one["run"]))
+            said, last = (found if found.named in {last.named, said.named} else said), found
+            counts[_told(one, found)] += 1
+        shown[_told(one, said)] += 1
+    return counts, shown
+
+
+def _told(look: Mapping[str, Any], found: Judgement) -> tuple[str, str]:
+    return look["fault"], "right" if is_right(look["fault"], look["rank"], found) else found.kind
 
 
 def modelled_case(made: random.Random) -> tuple[str, int, Lockstep]:
@@ -115,8 +125,13 @@ def modelled(cases: int, seed: int) -> tuple[float, float]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The looks of a file."""
-    return [json.loads(line) | {"run": path.name} for line in path.read_text().splitlines()]
+    """The looks of a file; `began`: numbers the faults."""
+    looks = [json.loads(line) | {"run": path.name} for line in path.read_text().splitlines()]
+    began = 0
+    for before, one in zip([None, *looks], looks, strict=False):
+        began += before is not None and one["at_s"] <= before["at_s"]
+        one["began"] = began
+    return looks
 
 
 def main() -> None:
@@ -129,7 +144,9 @@ def main() -> None:
     options = parser.parse_args()
     sources = {"modelled": modelled_counts(options.cases, options.seed)}
     if options.looks:
-        sources["recorded"] = recorded([look for path in options.looks for look in read(path)])
+        sources["recorded looks"], sources["recorded, shown"] = recorded(
+            [look for path in options.looks for look in read(path)]
+        )
     rows = [
         (source, fault, said, number)
         for source, counts in sources.items()

@@ -26,8 +26,8 @@ MIN_STEPS = 12
 """Fewer steps than these tell nothing."""
 MIN_LOST = 0.1
 """Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
-CLEAR = 1.5
-"""How many times as much as the next cause it must have cost."""
+CLEAR, CLEAR_OF_SEVERAL = 1.5, 2.0
+"""How many times as much as the next cause it must have cost; if it is a pair of ranks, or a host."""
 RISE = 2.0
 """The same of what is beyond the usual."""
 CERTAIN = 0.75
@@ -199,8 +199,8 @@ def _typical(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _clear(lost_s: float, next_s: float, sums: _Sums) -> bool:
-    return lost_s - next_s >= MIN_LOST * sums.step_s and lost_s >= CLEAR * next_s
+def _clear(lost_s: float, next_s: float, sums: _Sums, clear: float = CLEAR_OF_SEVERAL) -> bool:
+    return lost_s - next_s >= MIN_LOST * sums.step_s and lost_s >= clear * next_s
 
 
 def _confidence(lost_s: float, next_s: float) -> float:
@@ -261,7 +261,7 @@ def _slow_line(sums: _Sums, usual: Usual | None) -> Judgement | None:
     inside = [_between(sums, places, places) for places in blocks.values()]
     others = [cost for pair, cost in both.items() if pair != (a, b)]
     next_s = max([*inside, *others, usual.line_share * sums.step_s if usual is not None else 0.0])
-    if not _clear(lost_s, next_s, sums):
+    if not _clear(lost_s, next_s, sums, CLEAR):
         return None
     ranks = tuple(sorted(sums.ranks[place] for place in (*blocks[a], *blocks[b])))
     detail = f"each waits for the other {lost_s / sums.step_s:.0%} of its steps"
@@ -287,7 +287,7 @@ def _slow_rank(sums: _Sums, usual: Usual | None) -> Judgement | None:
     """One rank is late for all others, or later than usual by more than they are."""
     late = max(range(len(sums.ranks)), key=lambda place: sums.net[place])
     lost_s, next_s = sums.net[late], max(cost for place, cost in enumerate(sums.total) if place != late)
-    if _clear(lost_s, next_s, sums):
+    if _clear(lost_s, next_s, sums, CLEAR):
         return _why_late(sums, late, lost_s, next_s)
     if usual is None or not set(sums.ranks) <= usual.waited_for.keys():
         return None
