@@ -1,6 +1,6 @@
 """How often the verdict is right, on modelled groups and on recorded looks.
 
-    python -m tests.observability.score [LOOKS.jsonl ...] [--cases 2000] [--out DIR]
+    python -m tests.observability.score [LOOKS.jsonl[.gz] ...] [--cases 2000] [--out DIR]
 
 A look is right if it names the kind of the injected fault, and its rank; a look without a fault that names anything is
 a false alarm. `--out` writes score.csv and run.json.
@@ -9,6 +9,7 @@ a false alarm. `--out` writes score.csv and run.json.
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
 import json
 import random
@@ -126,7 +127,9 @@ def modelled(cases: int, seed: int) -> tuple[float, float]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The looks of a file; `began`: numbers the faults."""
-    looks = [json.loads(line) | {"run": path.name} for line in path.read_text().splitlines()]
+    packed = path.read_bytes()
+    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode()
+    looks = [json.loads(line) | {"run": path.name} for line in text.splitlines()]
     began = 0
     for before, one in zip([None, *looks], looks, strict=False):
         began += before is not None and one["at_s"] <= before["at_s"]

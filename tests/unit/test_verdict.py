@@ -14,6 +14,7 @@ from crossdock.control import latency_watch as latency
 from crossdock.control import verdict
 from crossdock.control.verdict import Judgement, RankTimes, Usual, judge
 from crossdock.protocol.v1 import control_pb2 as pb
+from tests.house.tree import ROOT
 from tests.unit.lockstep import Lockstep
 
 ONE, TWO, THREE = ("a",) * 8, ("a",) * 4 + ("b",) * 4, ("a", "a", "b", "b", "c", "c")
@@ -87,6 +88,19 @@ def test_precision_and_recall_on_modelled_faults() -> None:
     wrong, alarms = modelled(cases=40, seed=random.randrange(1 << 30))
     assert wrong <= 0.05
     assert alarms <= 0.01
+
+
+def test_recorded_faults_are_named_and_calm_groups_are_not() -> None:
+    """What heartbeats of real groups said, kept beside the published figures; a rule that changes must keep them."""
+    from tests.observability.score import rates, read, recorded
+
+    paths = sorted((ROOT / "docs" / "results" / "2026-11-25-verdict").glob("*.jsonl.gz"))
+    counts, shown = recorded([look for path in paths for look in read(path)])
+    assert counts.total() > 150
+    wrong, alarms = rates(counts)
+    assert wrong <= 0.05, counts
+    assert alarms <= 0.01, counts
+    assert rates(shown)[1] == 0, shown
 
 
 def report(**fields: object) -> pb.LatencyReport:

@@ -172,7 +172,7 @@ def to_quarantine(group: Group) -> list[Verdict]:
 
 
 def replaceable(group: Group, event: Slow) -> list[Verdict]:
-    """The slow rank of a serving group, if a spare can replace it now."""
+    """The rank that the latency verdict has called slow for `quarantine_slow_s`, if a spare can replace it now."""
     member = group.member(event.uid)
     if member is None or group.phase is not Phase.SERVING or not _room(group) or _free_spares(group) < 1:
         return []
