@@ -29,7 +29,7 @@ from tests.observability.score import KINDS
 
 LIMIT_S, END_S = 120.0, 90.0
 AGREES = 0.05
-INJECTED = ("stopped", "limited", "hot_expert")
+INJECTED = ("stopped", "limited", "hot_expert", "skewed")
 COLUMNS = ("fault", "rank", "fired_s", "ended_s", "subject", "wrong")
 
 
@@ -55,6 +55,9 @@ def calm(where: Group, server: Prometheus, seconds: float) -> Iterator[str]:
             yield f"calm: {alerts} after {time.monotonic() - began:.0f} s"
             return
     window_s = int(time.time() - moment)
+    named = server.get("query", query=f"count_over_time(crossdock_verdict_lost_ratio[{window_s}s])")["result"]
+    for one in named:  # for less than the alert's 30 s
+        print(f"calm: named for {one['value'][1]} s: {one['metric']['kind']}, {one['metric']['subject']}", flush=True)
     counted = server.value(f"sum(increase(crossdock_tokens_total[{window_s}s]))")
     own = where.load.answered_tokens - first
     print(f"tokens in {window_s} s: {own} by the clients, {counted:.0f} by Prometheus", flush=True)
