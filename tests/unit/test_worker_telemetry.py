@@ -112,6 +112,7 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
     telemetry._put(telemetry_module._Look(None))
     telemetry._put([of_op("dispatch", 1), of_op("dispatch", 2)])  # another communicator begins again
     telemetry.close()
+    assert [one.seq for one in telemetry.recent()] == [1, 2], "a trace does not mix epochs"
     value = metrics.registry.get_sample_value
     assert value("crossdock_samples_dropped_total", {"op": "dispatch"}) == 2
     assert value("crossdock_samples_dropped_total", {"op": "combine"}) is None

@@ -26,6 +26,7 @@ SURE = 0.7
 """Confidence from which on a slow rank may be replaced."""
 LOOK_EVERY_S = 5.0
 MAX_REPORTS = 256
+_MOST_S = 1e9
 _NEW = 0.1
 """Share of a calm interval in what is usual."""
 KINDS = {
@@ -66,6 +67,7 @@ class LatencyWatch:
         self._look_at = 0.0
         self._usual: Usual | None = None
         self._epoch = 0
+        self._exported: tuple[str, str] | None = None
 
     @property
     def said(self) -> Said:
@@ -172,11 +174,13 @@ class LatencyWatch:
             say("verdict", kind=found.kind, text=text_of(found), before=before.kind, **figures)
 
     def _measure(self) -> None:
-        found = self._said.finding
+        found, before = self._said.finding, self._exported
         gauge = self._metrics.verdict_lost_ratio
-        gauge.clear()
-        if found.kind not in {"unknown", "nothing"}:
-            gauge.labels(kind=found.kind, subject=_subject(found)).set(found.lost_share)
+        self._exported = (found.kind, _subject(found)) if found.kind not in {"unknown", "nothing"} else None
+        if self._exported is not None:
+            gauge.labels(*self._exported).set(found.lost_share)
+        if before is not None and before != self._exported:  # afterwards: no scrape may find a gap
+            gauge.remove(*before)
 
 
 def check(report: pb.LatencyReport, world_size: int) -> None:
@@ -189,7 +193,7 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
             got = f"{one.op[:16]!r} and {len(one.late_s)}"
             raise InvalidArgument(f"latency: expected one of {verdict.OPS} and <= {world_size} ranks, got {got}")
         numbers += [one.p50_s, one.p99_s, one.wait_s, *one.late_s]
-    if not all(math.isfinite(number) and 0 <= number <= 1e6 for number in numbers):
+    if not all(math.isfinite(number) and 0 <= number <= _MOST_S for number in numbers):
         raise InvalidArgument("latency: expected seconds >= 0, got others")
 
 

@@ -241,7 +241,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, then each change, until the caller or this process ends the stream."""
-        worker, brief, table_once = _identity(request), request.brief, request.table_once
+        worker, brief, table_once, latency = _identity(request), request.brief, request.table_once, request.latency
         del request  # the stream is long-lived, and must not keep the request alive
         if worker.uid:
             self._keys.check(worker, context)
@@ -253,7 +253,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 if views.is_replaced(self._group, worker):
                     advice = "if two hosts have one name, set worker.uid on one of them"
                     raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
-                message, has_table = self._view(worker, brief, table_once, has_table)
+                message, has_table = self._view(worker, brief, table_once, has_table, latency=latency)
                 yield message
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
@@ -281,7 +281,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return views.greatest_epoch(self._group, time.time())
 
     def _view(
-        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0
+        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0, *, latency: bool = False
     ) -> tuple[pb.GroupView | bytes, int]:
         """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
         group, inside = self._group, views.is_member(self._group, worker)
@@ -289,7 +289,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
             whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
-            self._latency.show(whole, self._clock())
+            if latency:
+                self._latency.show(whole, self._clock())
             return whole, has_table
         table = group.sealed and not (table_once and _needs_no_table(group, has_table))
         return self._brief(worker, table), group.epoch if table else has_table

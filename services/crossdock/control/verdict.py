@@ -24,7 +24,7 @@ from statistics import median
 OPS = ("exchange", "dispatch", "combine")
 MIN_STEPS = 12
 """Fewer steps than these tell nothing."""
-MIN_LOST = 0.1
+MIN_LOST = 0.17
 """Share of the time of steps that must be lost to a cause, beyond the next one, for it to be named."""
 CLEAR, CLEAR_OF_SEVERAL = 1.5, 2.0
 """How many times as much as the next cause it must have cost; if it is a pair of ranks, or a host."""

@@ -74,6 +74,11 @@ class LatencySums:
                 with self._lock:
                     self._ops.setdefault(op, _Operation()).add(chosen)
 
+    def forget_recent(self) -> None:
+        """The epoch has ended: numbers of operations begin again."""
+        with self._lock:
+            self._recent.clear()
+
     def recent(self) -> list[LatencySample]:
         """The last operations. Any thread."""
         with self._lock:

@@ -213,6 +213,7 @@ class WorkerTelemetry:
             self._count_samples(record)
         elif record.comm is None:
             self._next_seq = {}
+            self._latency.forget_recent()
             self._network.parted()
         else:
             self._count_samples(record.comm.samples())

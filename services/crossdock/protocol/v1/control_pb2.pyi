@@ -137,14 +137,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("worker", "brief", "table_once")
+    __slots__ = ("worker", "brief", "table_once", "latency")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BRIEF_FIELD_NUMBER: _ClassVar[int]
     TABLE_ONCE_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     brief: bool
     table_once: bool
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
+    latency: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ..., latency: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https", "network", "sick")
