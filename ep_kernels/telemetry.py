@@ -22,6 +22,7 @@ _ALGORITHMS = ("pull", "one_shot", "two_shot")
 _OPS = {
     0: ("dispatch", _MODES),
     1: ("combine", _MODES),
+    3: ("exchange", ("host",)),
     5: ("all_gather", _ALGORITHMS),
     6: ("reduce_scatter", _ALGORITHMS),
     7: ("all_reduce", _ALGORITHMS),

@@ -153,11 +153,11 @@ class LatencySample:
     """One operation as the kernel's own clock saw it.
 
     Attributes:
-        op: "dispatch", "combine", "all_gather", "reduce_scatter" or "all_reduce".
-        mode: "ll", "ht" or "ag"; of a collective its algorithm.
+        op: "dispatch", "combine", "exchange" (transport `cpu`), "all_gather", "reduce_scatter" or "all_reduce".
+        mode: "ll", "ht" or "ag"; of an exchange "host"; of a collective its algorithm.
         seq: sequence number of the operation.
-        tokens: T; of "ag" the step's tokens, padding included; of a collective the bytes of one rank's x, at most
-            2^31 - 1.
+        tokens: T; of "ag" the step's tokens, padding included; of an exchange 0; of a collective the bytes of one
+            rank's x, at most 2^31 - 1.
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there

@@ -130,20 +130,35 @@ def test_a_container_is_given_longer_to_stop_than_the_supervisor_takes(host: Hos
         assert int(worker["stop_grace_period"].removesuffix("s")) > host.stop_timeout_s > host.worker.drain_timeout_s
 
 
+def rules() -> list[dict[str, Any]]:
+    """Alerts, and what is recorded."""
+    return [rule for group in read("deploy/prometheus/rules.yaml")["groups"] for rule in group["rules"]]
+
+
 def alerts() -> list[dict[str, Any]]:
     """Of all groups."""
-    return [rule for group in read("deploy/prometheus/rules.yaml")["groups"] for rule in group["rules"]]
+    return [rule for rule in rules() if "alert" in rule]
 
 
 def test_alerts_name_metrics_and_states_that_exist() -> None:
     exported = set()
     for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics(), FrameworkMetrics()):
         exported |= {metric.name for metric in metrics.declarations()}
+    for rule in rules():
+        name, words = rule.get("alert") or rule["record"], rule.get("annotations", {}).get("description", "")
+        named = set(re.findall(r"\bcrossdock_\w+", rule["expr"] + words))
+        assert named, name
+        assert {re.sub(r"_(bucket|count|sum)$", "", one) for one in named} <= exported, name
+        assert set(re.findall(r"(?:state|to)=\"(\w+)\"", rule["expr"])) <= set(GroupState.keys()), name
+
+
+def test_each_alert_has_a_runbook_that_is_there_and_knows_its_group() -> None:
     for rule in alerts():
-        named = set(re.findall(r"\bcrossdock_\w+", rule["expr"] + rule["annotations"].get("description", "")))
-        assert named, rule["alert"]
-        assert {re.sub(r"_(bucket|count|sum)$", "", name) for name in named} <= exported, rule["alert"]
-        assert set(re.findall(r"(?:state|to)=\"(\w+)\"", rule["expr"])) <= set(GroupState.keys()), rule["alert"]
+        path, _, anchor = rule["annotations"]["runbook"].partition("#")
+        titles = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, rule["alert"]
+        by = re.findall(r"(?:sum|max|min|group)\b(?! by \(job)(?! on)", rule["expr"])
+        assert not by, f"{rule['alert']}: aggregates over groups"
 
 
 def test_alerts_fire_when_they_should_and_only_then() -> None:

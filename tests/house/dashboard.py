@@ -72,17 +72,34 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Epoch", "none", (("max(crossdock_epoch{})", "epoch"),), "stat", 6, "Each change of membership raises it."
         ),
+        Panel(
+            "Workers by state", "none", (("max by (state) (crossdock_member_states{}) > 0", "{{state}}"),), "stat", 6
+        ),
         Panel("Processes up", "none", (("sum(crossdock_process_up{})", "up"),), "stat", 6),
     ),
     "Requests": (
         Panel("Tokens answered", "cps", _rate("crossdock_tokens_total", "instance")),
-        Panel("Request latency", "s", _quantiles("crossdock_request_duration_seconds"), meaning="Including queueing."),
+        Panel(
+            "Request latency",
+            "s",
+            _quantiles("crossdock_request_duration_seconds", "code"),
+            meaning="Including queueing.",
+        ),
+        Panel("Time in the queue", "s", _quantiles("crossdock_queue_duration_seconds")),
+        Panel("Open streams", "none", (("crossdock_open_streams{}", "{{instance}}"),)),
         Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
         Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
         Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),
         Panel("Steps", "ops", _rate("crossdock_steps_total", "instance")),
         Panel("Streams closed, answers not read", "ops", _rate("crossdock_streams_dropped_total", "instance")),
-        Panel("Telemetry records dropped", "ops", _rate("crossdock_telemetry_records_dropped_total", "instance")),
+        Panel(
+            "Telemetry dropped",
+            "ops",
+            (
+                *_rate("crossdock_telemetry_records_dropped_total", "instance"),
+                ("sum by (op) (rate(crossdock_samples_dropped_total{}[$__rate_interval]))", "samples of {{op}}"),
+            ),
+        ),
     ),
     "Steps": (
         Panel("Step by phase", "s", _quantiles("crossdock_step_phase_duration_seconds", "phase"), width=12),
@@ -95,6 +112,24 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ((f"sum by (le) (rate({_DISPATCHES}[$__rate_interval]))", "{{le}}"),),
             "heatmap",
             12,
+        ),
+        Panel(
+            "Tokens per step, share of the most",
+            "percentunit",
+            (
+                (
+                    "sum(rate(crossdock_step_tokens_sum{}[$__rate_interval]))"
+                    " / sum(rate(crossdock_step_tokens_count{}[$__rate_interval]))"
+                    " / max(crossdock_max_tokens_per_step{})",
+                    "fill",
+                ),
+            ),
+        ),
+        Panel(
+            "Since the last step",
+            "s",
+            (("time() - max by (instance) (crossdock_last_step_timestamp_seconds{} > 0)", "{{instance}}"),),
+            meaning="Grows while the group is idle, too.",
         ),
         Panel("Bytes between ranks", "Bps", _rate("crossdock_payload_bytes_total", "op"), width=12),
     ),
@@ -120,7 +155,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Waiting for",
             "percentunit",
             _rate("crossdock_peer_wait_seconds_total", "peer"),
-            meaning="The highest line is the slow rank.",
+            meaning="The highest line is not always the slow rank: the verdict says which one is.",
+        ),
+        Panel(
+            "Verdict: steps lost to",
+            "percentunit",
+            (("max by (kind, subject) (crossdock_verdict_lost_ratio{})", "{{kind}}: {{subject}}"),),
+            meaning="Empty while nothing is slow.",
         ),
         Panel(
             "Hottest experts",
@@ -152,6 +193,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             (("sum by (cause) (crossdock_excluded_workers{})", "{{cause}}"), ("max(crossdock_sick_ranks{})", "sick")),
         ),
+        Panel("Seconds without service", "s", _quantiles("crossdock_reform_duration_seconds", "cause")),
         Panel("State transitions", "none", _rate("crossdock_group_state_transitions_total", "to", "increase")),
         Panel("Restarts", "none", _rate("crossdock_process_restarts_total", "process", "increase")),
     ),
@@ -174,6 +216,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 *_rate("crossdock_expert_moves_total", "result", "increase"),
             ),
         ),
+    ),
+    "Processes": (
+        Panel("Event loop's delay", "s", _quantiles("crossdock_event_loop_lag_seconds", "instance"), width=12),
+        Panel("GPU memory in use", "bytes", (("crossdock_device_memory_used_bytes{} > 0", "{{instance}}"),), width=12),
     ),
     "Security": (
         Panel("Refused calls", "reqps", _rate("crossdock_rpc_refusals_total", "reason")),

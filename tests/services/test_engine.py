@@ -304,8 +304,12 @@ def test_steps_are_counted(ranks: list[Rank]) -> None:
     assert value(ranks[0], "step_phase_duration_seconds_count", phase="experts") >= 2
     until(
         lambda: (
-            value(ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ht", phase="total")
-            + value(ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ll", phase="total")
+            value(
+                ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ht", phase="total", transport="cpu"
+            )
+            + value(
+                ranks[0], "operation_duration_seconds_count", op="dispatch", mode="ll", phase="total", transport="cpu"
+            )
             >= 2
         )
     )

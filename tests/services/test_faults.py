@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from crossdock.cli import postmortem
 from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses, parse
@@ -186,6 +187,18 @@ def test_kill_9_of_two_workers_at_once(group: Cluster) -> None:
 
 def test_kill_9_of_a_worker_while_the_group_re_forms_without_another_one(group: Cluster) -> None:
     lose(group, (0,), (3,))
+
+
+def test_the_survivors_of_the_last_kill_say_what_they_knew(group: Cluster) -> None:
+    """`crossdock postmortem` of the group that the tests above have disturbed, and of its logs."""
+    events = postmortem.fetch(group.supervisor.control_address, ANSWER_S, None)
+    last = [event.record for event in events if event.record is not None][-1]
+    assert last["gone"] or last["given_up"]
+    assert last["rank"] != last["peer"]
+    assert {last["op"], *last["waits_s"]} <= {"exchange", "dispatch", "combine"}
+    told = postmortem.story(events)
+    assert f"rank {last['peer']}" in told[-1]
+    assert any("is SERVING" in line for line in told), "the changes of the group stand between them"
 
 
 def test_kill_9_of_the_control_plane_disturbs_nobody(group: Cluster) -> None:

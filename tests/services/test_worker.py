@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -333,6 +336,23 @@ def test_metrics_count(group: Cluster, caller: Caller) -> None:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
+
+
+def test_a_trace_of_all_ranks(group: Cluster, caller: Caller, tmp_path: Path) -> None:
+    """Their clocks are one clock here: the estimates must say so, as far as they claim to know."""
+    for _ in range(5):
+        check(caller.forward(batch := Batch.random(40)), batch, group.tensors)
+    time.sleep(1.5)  # operations are collected a few times a second; while idle, once
+    out = tmp_path / "trace.json"
+    command = [sys.executable, "-m", "crossdock", "trace", "--target", group.supervisor.control_address, "--json"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=ANSWER_S, check=True)
+    said = json.loads(done.stdout)
+    assert set(said["operations"]) == {str(member.rank) for member in group.view.members}
+    assert all(number >= 15 for number in said["operations"].values())
+    for clock in said["clocks"].values():
+        assert abs(clock["offset_ns"]) <= clock["error_ns"] + 1
+    found = json.loads(out.read_text())["traceEvents"]
+    assert {one["cat"] for one in found if one["ph"] == "X"} == {"exchange", "dispatch", "experts", "combine"}
 
 
 def test_an_idle_group_uses_no_cpu(group: Cluster) -> None:

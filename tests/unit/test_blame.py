@@ -19,6 +19,7 @@ from crossdock.control.group_state import (
     Ready,
     Register,
     Settings,
+    Slow,
     Tick,
     Waits,
     Worker,
@@ -75,6 +76,30 @@ class World:
     @property
     def quarantined(self) -> set[str]:
         return {lost.uid for lost in self.lost if lost.cause == "quarantined"}
+
+
+def test_a_slow_rank_is_quarantined_only_where_a_spare_replaces_it() -> None:
+    world = World(4)
+    uid = world.group.members[2].uid
+    world.take(Slow(uid, "slow for 60 s"))
+    assert world.quarantined == set()
+    assert world.group.phase is Phase.SERVING, "a slow rank that serves is better than none"
+    world.a_spare_waits()
+    world.take(Slow("nobody", "x"))
+    assert world.quarantined == set()
+    world.take(Slow(uid, "slow for 60 s"))
+    assert world.quarantined == {uid}
+    assert "slow for 60 s" in world.group.reason
+    world.take(Slow(world.group.members[0].uid, "x"))
+    assert world.quarantined == {uid}, "the group does not serve, and the spare has gone in"
+
+
+def test_slowness_quarantines_nobody_where_quarantine_is_off_or_there_is_no_room() -> None:
+    for size, quarantine_s in ((2, 600.0), (4, 0.0)):
+        world = World(size, quarantine_s=quarantine_s)
+        world.a_spare_waits()
+        world.take(Slow(world.group.members[1].uid, "x"))
+        assert world.quarantined == set()
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import logging
+import random
 import socket
 import threading
 import time
@@ -76,15 +78,33 @@ def test_two_sets_of_metrics_do_not_meet() -> None:
 
 def test_buckets_are_printed_as_they_are_written() -> None:
     metrics = WorkerMetrics()
-    metrics.operation_duration_seconds.labels(op="dispatch", mode="ll", phase="total").observe(3e-6)
-    labels = {"op": "dispatch", "mode": "ll", "phase": "total"}
+    labels = {"op": "dispatch", "mode": "ll", "phase": "total", "transport": "cpu"}
+    metrics.operation_duration_seconds.labels(**labels).observe(2.5e-6)
     assert (
         metrics.registry.get_sample_value("crossdock_operation_duration_seconds_bucket", {**labels, "le": "2e-06"}) == 0
     )
     assert (
-        metrics.registry.get_sample_value("crossdock_operation_duration_seconds_bucket", {**labels, "le": "5e-06"}) == 1
+        metrics.registry.get_sample_value("crossdock_operation_duration_seconds_bucket", {**labels, "le": "3e-06"}) == 1
     )
-    assert all(len(str(bound)) <= 6 for bound in STEP_BUCKETS)
+    assert all(len(str(bound)) <= 7 for bound in STEP_BUCKETS)
+    assert STEP_BUCKETS[0] == 1e-6
+    assert all(before < after <= 1.5 * before * (1 + 1e-9) for before, after in itertools.pairwise(STEP_BUCKETS))
+
+
+def test_many_values_at_once_are_counted_as_one_by_one() -> None:
+    one, many = WorkerMetrics(), WorkerMetrics()
+    values = [10 ** random.uniform(-7, 2) for _ in range(500)] + list(STEP_BUCKETS)
+    for value in values:
+        one.step_phase_duration_seconds.labels("experts").observe(value)
+    many.step_phase_duration_seconds.labels("experts").observe_many(values)
+    many.step_phase_duration_seconds.labels("experts").observe_many([])
+    name = "crossdock_step_phase_duration_seconds"
+    for bound in (*map(str, STEP_BUCKETS), "+Inf"):
+        label = {"phase": "experts", "le": bound}
+        expected = one.registry.get_sample_value(f"{name}_bucket", label)
+        assert many.registry.get_sample_value(f"{name}_bucket", label) == expected, bound
+    sums = [made.registry.get_sample_value(f"{name}_sum", {"phase": "experts"}) for made in (one, many)]
+    assert sums[0] == pytest.approx(sums[1])
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")

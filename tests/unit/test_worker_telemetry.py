@@ -7,6 +7,7 @@ import struct
 import threading
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -99,6 +100,42 @@ def test_a_thread_that_is_behind_costs_no_memory(monkeypatch: pytest.MonkeyPatch
     assert not telemetry.alive
 
 
+def of_op(op: str, seq: int) -> LatencySample:
+    return LatencySample(op, "ll", seq, 1, 1, 1, (0, 2), 3)
+
+
+def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
+    metrics = WorkerMetrics()
+    telemetry = WorkerTelemetry(metrics, (8, 8), "nvlink")
+    telemetry._put([of_op("dispatch", 5), of_op("combine", 5), of_op("dispatch", 6)])
+    telemetry._put([of_op("dispatch", 9), of_op("combine", 6)])
+    telemetry._put(telemetry_module._Look(None))
+    telemetry._put([of_op("dispatch", 1), of_op("dispatch", 2)])  # another communicator begins again
+    telemetry.close()
+    assert [one.seq for one in telemetry.recent()] == [1, 2], "a trace does not mix epochs"
+    value = metrics.registry.get_sample_value
+    assert value("crossdock_samples_dropped_total", {"op": "dispatch"}) == 2
+    assert value("crossdock_samples_dropped_total", {"op": "combine"}) is None
+    labels = {"op": "dispatch", "mode": "ll", "phase": "total", "transport": "nvlink"}
+    assert value("crossdock_operation_duration_seconds_count", labels) == 5
+    assert value("crossdock_peer_wait_seconds_total", {"op": "dispatch", "peer": "1"}) == pytest.approx(10e-9)
+
+
+def test_failed_requests_have_a_latency_and_refused_ones_have_none() -> None:
+    metrics = WorkerMetrics()
+    telemetry = WorkerTelemetry(metrics, (8, 8))
+    telemetry.answered(grpc.StatusCode.OK, 7, 0.25, 0.125)
+    telemetry.answered(grpc.StatusCode.UNAVAILABLE, 7, 0.5)
+    telemetry.answered(grpc.StatusCode.RESOURCE_EXHAUSTED, 0, 0.0)
+    telemetry.close()
+    value = metrics.registry.get_sample_value
+    sums = [value("crossdock_request_duration_seconds_sum", {"code": code}) for code in ("OK", "UNAVAILABLE")]
+    assert sums == [0.25, 0.5]
+    assert value("crossdock_request_duration_seconds_count", {"code": "RESOURCE_EXHAUSTED"}) is None
+    assert value("crossdock_queue_duration_seconds_sum") == 0.125
+    assert value("crossdock_tokens_total") == 7
+
+
 class TalkingComm:
     """A communicator of four ranks, the last two on another host."""
 
@@ -143,7 +180,7 @@ def test_no_link_is_expected_after_an_epoch() -> None:
     metrics, comm = WorkerMetrics(), TalkingComm()
     telemetry = WorkerTelemetry(metrics, (8, 8))
     collected(telemetry, comm)
-    telemetry.parted()
+    telemetry.parted(comm)
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
     assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0

@@ -31,6 +31,9 @@ from crossdock.cli.console import (
 )  # fmt: skip
 from crossdock.cli.doctor import doctor
 from crossdock.cli.members import cordon, drain, uncordon
+from crossdock.cli.postmortem import postmortem
+from crossdock.cli.top import top
+from crossdock.cli.trace import trace
 from crossdock.cli.tune import tune
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
@@ -311,7 +314,7 @@ def memory(
         console().print(regions.as_table(config, hosts))
 
 
-for _command in (doctor, tune, drain, cordon, uncordon):
+for _command in (doctor, tune, drain, cordon, uncordon, postmortem, top, trace):
     app.command()(_command)
 
 

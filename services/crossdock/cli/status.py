@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from rich.console import Group, JustifyMethod
 from rich.text import Text
 
+from crossdock.cli.latency_view import verdict_dict, verdict_line
 from crossdock.common.addresses import is_loopback, split_targets
 from crossdock.host.group_table import format_bytes, headline, plain_text_warning, rank_table
 from crossdock.protocol.v1.control_pb2 import (
@@ -39,6 +40,7 @@ def as_dict(view: GroupView, exposed: Sequence[str] = ()) -> dict[str, object]:
         "plain_text": list(exposed),
         "members": [_member(member) for member in view.members],
         "barred": [_barred(one) for one in view.barred],
+        "verdict": verdict_dict(view.verdict),
     }
 
 
@@ -58,7 +60,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    notes = [*left_out, *_ways(view), *sick, *out, *reason, *plain_text_warning(exposed)]
+    notes = [*left_out, *_ways(view), *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 

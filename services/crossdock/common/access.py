@@ -63,9 +63,11 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Rebalance": OPERATORS,
     "/crossdock.v1.ControlPlane/Cordon": OPERATORS,
     "/crossdock.v1.ControlPlane/Uncordon": OPERATORS,
+    "/crossdock.v1.ControlPlane/Postmortems": ANYBODY,
     "/crossdock.v1.ExpertService/Describe": ANYBODY,
     "/crossdock.v1.ExpertService/Forward": ANYBODY,
     "/crossdock.v1.ExpertService/Drain": OPERATORS,
+    "/crossdock.v1.ExpertService/Trace": OPERATORS,
 }
 
 OUR_METHODS = "/crossdock."

@@ -98,8 +98,7 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """The control plane."""
 
     listen: str = "127.0.0.1:7400"
-    """host:port of the gRPC server; port 0 = any free one. Loopback by default, since it has no `security` by
-    default."""
+    """host:port of the gRPC server; port 0 = any free one. Loopback, since it has no `security` by default."""
     http_listen: str = "127.0.0.1:7401"
     """host:port of /metrics, /livez, /readyz."""
     world_size: Count | None = None
@@ -112,6 +111,9 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     quarantine_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
     """Quarantine of a worker that others reported silent, or that loaded too late: long enough for an alert and a look,
     and for a passing fault to end. Only if a spare replaces it, or the group is elastic. 0: no quarantine."""
+    quarantine_slow_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
+    """A rank that the latency verdict has called slow for so long is quarantined, if a spare replaces it. 0: never; its
+    host is drained by an operator."""
     blame_epochs: Count = 3
     """Failed epochs in which two or more members report a rank silent, before it counts as sick: one or two may be a
     pause. If a spare waits, reports of two members in one epoch are enough."""
@@ -120,8 +122,7 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     recover_s: Seconds = 5.0
     """Recovery period after a restart, in which a serving group can report itself."""
     max_message_bytes: Count = 1 << 20
-    """Largest message accepted from a worker. Heartbeats of large models are the largest: 15,616 slots of experts take
-    200 KiB, facts of a host and a region 64 KiB each."""
+    """Largest message accepted from a worker: heartbeats of 15,616 expert slots take 200 KiB, facts and regions 64."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     advertise: str = ""
@@ -134,8 +135,7 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     placement: PlacementConfig = PlacementConfig()
     """Copies of experts, and their moves."""
     kubernetes: KubernetesConfig | None = None
-    """Watch the labels of Kubernetes nodes, for NVLink domains and the order of ranks. Null: only the facts of
-    hosts."""
+    """Watch the labels of Kubernetes nodes, for NVLink domains and the order of ranks. Null: facts of hosts only."""
     log: LogConfig = LogConfig()
 
     @property

@@ -15,10 +15,13 @@ class Liveness:
 
     Args:
         clock: monotonic seconds.
+        lagged: called at each heartbeat with the seconds by which it was late.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._beat_at = clock, clock()
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, lagged: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self._clock, self._beat_at, self._lagged = clock, clock(), lagged
         self._parts: dict[str, Callable[[], bool]] = {}
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
@@ -43,5 +46,7 @@ class Liveness:
         self._timer.cancel()
 
     def _beat(self) -> None:
-        self._beat_at = self._clock()
+        now = self._clock()
+        self._lagged(max(0.0, now - self._beat_at - BEAT_S))
+        self._beat_at = now
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 import crossdock
+from crossdock.common.histograms import BatchedHistogram, decades
 
 __all__ = [
+    "BatchedHistogram",
     "ControlMetrics",
     "Counter",
     "Declaration",
@@ -28,13 +30,13 @@ __all__ = [
 ]
 
 NAMESPACE = "crossdock"
+_STREAMS = frozenset({"Watch", "Forward"})
 
-STEP_BUCKETS = (
-    2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0, 10.0,
-)  # fmt: skip
-"""Seconds. Literals, because computed ones print as le="4.9999999999999996e-06"."""
-
-REQUEST_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+STEP_BUCKETS = decades(-6, 1)
+"""Seconds: 1 us to 10 s."""
+REQUEST_BUCKETS = decades(-4, 2)
+REFORM_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 600.0)
+TOKEN_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RPC_BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0, 5.0)
 
 
@@ -83,13 +85,16 @@ class _Metrics:
         text = self._declare(name, "gauge", unit, text, labels)
         return Gauge(name, text, labels, namespace=NAMESPACE, registry=self.registry)
 
-    def _seconds(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        text = self._declare(name, "histogram", "seconds", text, labels)
-        return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
+    def _seconds(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> BatchedHistogram:
+        return self._histogram(name, "seconds", text, buckets, *labels)
+
+    def _histogram(self, name: str, unit: str, text: str, buckets: Sequence[float], *labels: str) -> BatchedHistogram:
+        text = self._declare(name, "histogram", unit, text, labels)
+        return BatchedHistogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
 
 class GuardedMetrics(_Metrics):
-    """Metrics of a process with a gRPC server: refused calls, certificates, event loop."""
+    """Metrics of a process with a gRPC server: its calls, certificates, event loop."""
 
     def _declare_guards(self) -> None:
         self.rpc_refusals_total = self._counter(
@@ -113,6 +118,17 @@ class GuardedMetrics(_Metrics):
             "topic",
         )
         self.event_loop_tasks = self._gauge("event_loop_tasks", "tasks", "Tasks of this process's event loop")
+        self.event_loop_lag_seconds = self._seconds(
+            "event_loop_lag_seconds", "Delay of a timer of this process's event loop, once a second", REQUEST_BUCKETS
+        )
+        self.rpc_duration_seconds = self._seconds(
+            "rpc_duration_seconds", "Duration of one unary call", RPC_BUCKETS, "method", "code"
+        )
+
+    def observe_rpc(self, method: str, code: str, seconds: float) -> None:
+        """Count a finished call; streams last as long as their callers live."""
+        if method not in _STREAMS:
+            self.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
 
     def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count this loop's tasks at each scrape."""
@@ -138,6 +154,7 @@ class WorkerMetrics(GuardedMetrics):
             "op",
             "mode",
             "phase",
+            "transport",
         )
         self.peer_wait_seconds_total = self._counter(
             "peer_wait_seconds_total", "seconds", "Time until that peer's data arrived, summed", "op", "peer"
@@ -150,6 +167,13 @@ class WorkerMetrics(GuardedMetrics):
             "bytes",
             "Payload of this rank's tokens sent to (dispatch) or received from (combine) other ranks",
             "op",
+            "transport",
+        )
+        self.samples_dropped_total = self._counter(
+            "samples_dropped_total", "samples", "Samples of operations lost because their ring was full", "op"
+        )
+        self.device_memory_used_bytes = self._gauge(
+            "device_memory_used_bytes", "bytes", "Memory of this rank's GPU in use, by all processes; 0 on a CPU"
         )
 
     def _declare_network(self) -> None:
@@ -176,11 +200,22 @@ class WorkerMetrics(GuardedMetrics):
         self.requests_total = self._counter("requests_total", "requests", "Forward requests answered", "code")
         self.request_duration_seconds = self._seconds(
             "request_duration_seconds",
-            "Time from a request's arrival to its answer, including queueing",
+            "Time from a request's arrival to its answer or error, including queueing; not of refused ones",
             REQUEST_BUCKETS,
+            "code",
+        )
+        self.queue_duration_seconds = self._seconds(
+            "queue_duration_seconds", "Time of an answered request until its first step", REQUEST_BUCKETS
         )
         self.tokens_total = self._counter("tokens_total", "tokens", "Tokens of answered requests")
         self.steps_total = self._counter("steps_total", "steps", "Steps of this rank, including empty ones")
+        self.step_tokens = self._histogram(
+            "step_tokens", "tokens", "Tokens of this rank in one step; 0: it only took part", TOKEN_BUCKETS
+        )
+        self.max_tokens_per_step = self._gauge("max_tokens_per_step", "tokens", "Most tokens of one rank in one step")
+        self.last_step_timestamp_seconds = self._gauge(
+            "last_step_timestamp_seconds", "seconds", "Unix time of the last step that ended well; 0: none yet"
+        )
         self.step_phase_duration_seconds = self._seconds(
             "step_phase_duration_seconds",
             "Duration of one step by phase: dispatch, experts, combine",
@@ -196,6 +231,9 @@ class WorkerMetrics(GuardedMetrics):
         self.expert_switch_duration_seconds = self._seconds(
             "expert_switch_duration_seconds", "Delay of a step by the switch of a layer to other experts", STEP_BUCKETS
         )
+        self._declare_queue()
+
+    def _declare_queue(self) -> None:
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
         self.queued_bytes = self._gauge(
             "queued_bytes", "bytes", "Bytes of queued requests and of answers not yet written"
@@ -203,6 +241,7 @@ class WorkerMetrics(GuardedMetrics):
         self.telemetry_records_dropped_total = self._counter(
             "telemetry_records_dropped_total", "records", "Telemetry records dropped: queue full, or malformed"
         )
+        self.open_streams = self._gauge("open_streams", "streams", "Forward streams that are open")
         self.streams_dropped_total = self._counter(
             "streams_dropped_total", "streams", "Forward streams closed because their client did not read its answers"
         )
@@ -224,9 +263,6 @@ class ControlMetrics(GuardedMetrics):
         self._declare_leadership()
         self._declare_membership()
         self._declare_placement()
-        self.rpc_duration_seconds = self._seconds(
-            "rpc_duration_seconds", "Duration of one unary call", RPC_BUCKETS, "method", "code"
-        )
 
     def _declare_leadership(self) -> None:
         self.is_leader = self._gauge("is_leader", "1", "1 while this replica leads; exactly one of a group must")
@@ -239,6 +275,18 @@ class ControlMetrics(GuardedMetrics):
     def _declare_membership(self) -> None:
         self.epoch = self._gauge("epoch", "1", "Epoch of the group; each change of membership raises it")
         self.members = self._gauge("members", "workers", "Live members of the group")
+        self.member_states = self._gauge(
+            "member_states",
+            "workers",
+            "Workers by state: ready, joining, sick, spare, cordoned or quarantined",
+            "state",
+        )
+        self.reform_duration_seconds = self._seconds(
+            "reform_duration_seconds",
+            "Time without service from the end of one epoch until the group serves again, by its first cause",
+            REFORM_BUCKETS,
+            "cause",
+        )
         self.active_ranks = self._gauge(
             "active_ranks", "ranks", "Active ranks: fewer than members while standbys wait to be readmitted"
         )
@@ -257,6 +305,13 @@ class ControlMetrics(GuardedMetrics):
             "excluded_workers", "workers", "Workers excluded from the group: cordoned or quarantined", "cause"
         )
         self.watch_streams = self._gauge("watch_streams", "streams", "Open Watch streams")
+        self.verdict_lost_ratio = self._gauge(
+            "verdict_lost_ratio",
+            "1",
+            "Share of the time of steps that the group loses to what the latency verdict names; absent: nothing named",
+            "kind",
+            "subject",
+        )
 
     def _declare_placement(self) -> None:
         self.placement_version = self._gauge(
@@ -274,10 +329,11 @@ class ControlMetrics(GuardedMetrics):
 
     def clear_group(self) -> None:
         """Clear the gauges of the group: this replica has stopped leading."""
-        counted = self.epoch, self.members, self.active_ranks, self.watch_streams
+        counted = self.epoch, self.members, self.active_ranks, self.watch_streams, self.sick_ranks
         for gauge in (*counted, self.placement_version, self.expert_imbalance_ratio):
             gauge.set(0)
-        self.group_state.clear()
+        for labelled in (self.group_state, self.member_states, self.excluded_workers, self.verdict_lost_ratio):
+            labelled.clear()
 
 
 class HostMetrics(_Metrics):

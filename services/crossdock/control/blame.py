@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.control import elastic
-from crossdock.control.group_state import Bar, Blame, Blamed, Group, Heartbeat, Member, Phase
+from crossdock.control.group_state import Bar, Blame, Blamed, Group, Heartbeat, Member, Phase, Slow
 
 HOLD_S = 0.1
 """Members that wait for the same peer report it within milliseconds of each other."""
@@ -162,16 +162,28 @@ def _disputed(group: Group) -> dict[str, str]:
 
 def to_quarantine(group: Group) -> list[Verdict]:
     """The sick ranks that the group can spare now."""
-    if not group.settings.quarantine_s or group.recovering:
-        return []
-    room = (group.settings.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars)
     waiting, chosen = _free_spares(group), []
-    for verdict in verdicts(group)[: max(0, room)]:
+    for verdict in verdicts(group)[: _room(group)]:
         outside = group.active is not None and verdict.member.rank not in group.active
         if waiting > 0 or (verdict.repeated and outside):
             chosen.append(verdict)
             waiting -= 1
     return chosen
+
+
+def replaceable(group: Group, event: Slow) -> list[Verdict]:
+    """The rank that the latency verdict has called slow for `quarantine_slow_s`, if a spare can replace it now."""
+    member = group.member(event.uid)
+    if member is None or group.phase is not Phase.SERVING or not _room(group) or _free_spares(group) < 1:
+        return []
+    return [Verdict(member, event.reason, repeated=False)]
+
+
+def _room(group: Group) -> int:
+    """How many more ranks may be in quarantine."""
+    if not group.settings.quarantine_s or group.recovering:
+        return 0
+    return max(0, (group.settings.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars))
 
 
 def laggards(group: Group, late: Sequence[Member]) -> list[Verdict]:

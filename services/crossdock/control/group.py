@@ -44,6 +44,7 @@ from crossdock.control.group_state import (
     Refuse,
     Register,
     Settings,
+    Slow,
     Tick,
     Uncordon,
     Waits,
@@ -227,6 +228,10 @@ def _uncordon(group: Group, event: Uncordon, now: float) -> Result:
     return blame.forget(cordon.lift(group, event.uids), event.uids), ()
 
 
+def _slow(group: Group, event: Slow, now: float) -> Result:
+    return _quarantine(group, blame.replaceable(group, event), now)
+
+
 def _tick(group: Group, event: Tick, now: float) -> Result:
     group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
     group = blame.expire(cordon.expire(group, now), now)
@@ -262,6 +267,7 @@ _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Leave: _leave,
     Cordon: lambda group, event, now: (cordon.put(group, event.bars), ()),
     Uncordon: _uncordon,
+    Slow: _slow,
     Tick: _tick,
 }
 

@@ -42,8 +42,7 @@ class Settings:
     form_timeout_s: float
     recover_s: float
     max_failed_epochs: int = 8
-    """Consecutive failed epochs, with unchanged members and without serving, before FAILED. Those that waited for a
-    silent rank for `lease_s` or longer do not count: a line that was cut may come back."""
+    """Failed epochs in a row, of unchanged members, before FAILED; not those that waited `lease_s` for a rank."""
     elastic: bool = False
     """The remaining ranks continue without a lost one; see elastic.py."""
     blame_epochs: int = 3
@@ -318,6 +317,12 @@ class Uncordon:
 
 
 @dataclass(frozen=True, slots=True)
+class Slow:
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishRegion:
     uid: str
     incarnation: int
@@ -358,7 +363,7 @@ class Tick:
     """Time has advanced. Expected at least four times per lease."""
 
 
-Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Tick
+Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,14 +133,14 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
     metrics.count_tasks(asyncio.get_running_loop())
     security = security_of(config.security)
     async with contextlib.AsyncExitStack() as closing:  # in reverse order, each even if another one fails
-        alive = Liveness()
+        alive = Liveness(lagged=metrics.event_loop_lag_seconds.observe)
         closing.callback(alive.close)
         nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
         health = rpc.Health([SERVICE_NAME])
         waiting = WAITING_PER_PEER + WAITING_PER_RANK * config.num_ranks
         limits = CallLimits.of(config.max_message_bytes, CALLS + CALLS_PER_RANK * config.num_ranks, waiting)
         authorizer = authorizer_of(security, config.max_calls_per_s, metrics, limits)
-        server = await rpc.server(config.max_message_bytes, health, observe=_observer(metrics), authorizer=authorizer)
+        server = await rpc.server(config.max_message_bytes, health, observe=metrics.observe_rpc, authorizer=authorizer)
         closing.push_async_callback(server.stop, STOP_GRACE_S)
         address = rpc.bind(server, config.listen, security)
         leadership = Leadership(config, metrics, health, nodes)
@@ -208,11 +208,3 @@ def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping
         return True, f"standby; {leader or 'no replica'} leads"
     held = f"{len(group.members)}/{group.settings.world_size} members"
     return True, f"{group.phase.value} epoch {group.epoch}, {held}"
-
-
-def _observer(metrics: ControlMetrics) -> rpc.Observe:
-    def observe(method: str, code: str, seconds: float) -> None:
-        if method != "Watch":  # a stream, as long as its watcher lives
-            metrics.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
-
-    return observe

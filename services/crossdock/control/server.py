@@ -17,8 +17,9 @@ from crossdock.common import rpc
 from crossdock.common.access import check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import barred, blame, discovery, group_state, views
+from crossdock.control import barred, discovery, group_state, latency_watch, views
 from crossdock.control.group import new_group, step
+from crossdock.control.group_measures import GroupMeasures
 from crossdock.control.group_state import (
     Blamed,
     Cordon,
@@ -36,6 +37,7 @@ from crossdock.control.group_state import (
     Waits,
 )
 from crossdock.control.placement_service import PlacementService
+from crossdock.control.postmortems import Postmortems
 from crossdock.control.recovery import MAX_LEAP
 from crossdock.control.watchers import Watchers
 from crossdock.control.worker_keys import WorkerKeys
@@ -104,6 +106,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
+        self._postmortems, self._measures = Postmortems(), GroupMeasures(metrics)
+        self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
         metrics.world_size.set(config.num_ranks)
         self._measure()
 
@@ -169,11 +173,14 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Renew a lease; record reports of silent ranks and of experts."""
         self._keys.check(request.worker, context)
         report = self._experts.check_report(self._group, request)
+        latency_watch.check(request.stats.latency, self._limits.world_size)
         self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
+        self._postmortems.record(request)
         if report is not None:
             self._experts.record_report(request.epoch, *report)
         if request.HasField("stats"):
+            self._latency.record(self._group, request, self._clock())
             request.stats.DiscardUnknownFields()  # unknown fields would be copied into every view
             self._stats[request.worker.uid] = request.stats
         response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
@@ -228,9 +235,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         log.warning("uncordoned", workers=[bar.uid for bar in bars])
         return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
 
+    async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
+        """What ranks knew when a wait failed."""
+        return self._postmortems.message()
+
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """The newest view, then each change, until the caller or this process ends the stream."""
-        worker, brief, table_once = _identity(request), request.brief, request.table_once
+        worker, brief, table_once, latency = _identity(request), request.brief, request.table_once, request.latency
         del request  # the stream is long-lived, and must not keep the request alive
         if worker.uid:
             self._keys.check(worker, context)
@@ -242,7 +253,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 if views.is_replaced(self._group, worker):
                     advice = "if two hosts have one name, set worker.uid on one of them"
                     raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
-                message, has_table = self._view(worker, brief, table_once, has_table)
+                message, has_table = self._view(worker, brief, table_once, has_table, latency=latency)
                 yield message
                 await changed.wait()
             raise rpc.Unavailable("the control plane is stopping")
@@ -252,7 +263,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def tick(self) -> None:
         """Advance time."""
         self._apply(Tick())
-        self._metrics.sick_ranks.set(len(blame.sick(self._group)))
+        self._measures.measure_members(self._group)
+        self._latency.tick(self._group, self._clock())
+        slow = self._latency.slow(self._group, self._slow_s, self._clock()) if self._slow_s else None
+        if slow is not None:
+            self._apply(slow)
         self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
 
     def stop(self) -> None:
@@ -266,7 +281,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return views.greatest_epoch(self._group, time.time())
 
     def _view(
-        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0
+        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0, *, latency: bool = False
     ) -> tuple[pb.GroupView | bytes, int]:
         """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
         group, inside = self._group, views.is_member(self._group, worker)
@@ -274,6 +289,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
             whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
+            if latency:
+                self._latency.show(whole, self._clock())
             return whole, has_table
         table = group.sealed and not (table_once and _needs_no_table(group, has_table))
         return self._brief(worker, table), group.epoch if table else has_table
@@ -306,14 +323,15 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             case Refuse(refusal, message):
                 raise REFUSALS[refusal](message)
             case Lost(rank, uid, cause):
-                self._metrics.members_lost_total.labels(cause=cause).inc()
+                self._measures.lost(cause)
                 self._stats.pop(uid, None)
+                self._latency.forget(uid)
                 self._facts.pop(uid, None)
                 if cause != "replaced":
                     self._keys.forget(uid)
                 log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
             case Blamed(rank, by_rank, num_blamed):
-                self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
+                self._measures.blamed(rank)
                 log.warning("rank reported silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
             case Publish():
                 self._publish(before)
@@ -322,8 +340,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         group = self._group
         self._version += 1
         self._experts.group_changed(before, group)
+        self._measures.changed(before, group, self._clock())
         if (group.phase, group.epoch) != (before.phase, before.epoch):
-            self._metrics.group_state_transitions_total.labels(to=group.phase.value).inc()
+            self._postmortems.changed(group)
         self._measure()
         say = log.error if group.phase is Phase.FAILED else log.info
         say(
@@ -338,16 +357,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._watchers.notify(full=group.full, wait=gathering)
 
     def _measure(self) -> None:
-        if self._watchers.stopped:
-            return
-        self._metrics.epoch.set(self._group.epoch)
-        self._metrics.members.set(len(self._group.members))
-        active = self._group.active
-        self._metrics.active_ranks.set(len(self._group.members) if active is None else len(active))
-        for cause in ("cordoned", "quarantined"):
-            self._metrics.excluded_workers.labels(cause=cause).set(sum(bar.cause == cause for bar in self._group.bars))
-        for phase in Phase:
-            self._metrics.group_state.labels(state=phase.value).set(phase is self._group.phase)
+        if not self._watchers.stopped:
+            self._measures.measure(self._group)
 
 
 def _identity(request: pb.WatchRequest) -> pb.WorkerId:

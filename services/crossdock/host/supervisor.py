@@ -291,8 +291,8 @@ def describe(view: GroupView) -> str:
 
 
 def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
-    """The group as it is now. Raises rpc.CallError if the control plane does not say."""
-    call = ControlPlaneStub(channel).Watch(WatchRequest(), timeout=timeout_s)
+    """The group as it is now, with its latency. Raises rpc.CallError if the control plane does not say."""
+    call = ControlPlaneStub(channel).Watch(WatchRequest(latency=True), timeout=timeout_s)
     try:
         view: GroupView = next(call)
         return view

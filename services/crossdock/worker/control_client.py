@@ -394,5 +394,5 @@ class ControlPlaneClient:
         if self._fault is not None:
             request.epoch, fault = self._fault
             request.silent_ranks.extend(fault.silent_ranks)
-            request.fault = fault.reason
+            request.fault, request.postmortem = fault.reason, fault.postmortem
         return request

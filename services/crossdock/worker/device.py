@@ -59,3 +59,14 @@ def enter(device: torch.device) -> None:
 def uuid_of(device: torch.device) -> str:
     """The GPU's UUID as NVML writes it; "" for a CPU."""
     return "" if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of the GPU in use, by all processes; 0 for a CPU, or a GPU that does not answer. Any thread."""
+    if device.type == "cpu":
+        return 0
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the GPU was lost: its worker ends
+        return 0
+    return total - free

@@ -16,14 +16,17 @@ Failures:
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import grpc
 import torch
 
 from crossdock.common import log
+from crossdock.common.postmortem_record import POSTMORTEM
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
 from crossdock.worker.expert_mlps import ExpertMLPs
@@ -32,7 +35,8 @@ from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
-from ep_kernels import EpError, MoECommunicator, PeerTimeout
+from ep_kernels import AbortedError, EpError, MoECommunicator, PeerTimeout
+from ep_kernels.postmortem import record_of
 
 _log = log.get(__name__)
 
@@ -161,17 +165,21 @@ class Engine:
         with self._lock:
             self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
         ended: Fault | Left
+        why: Exception | None = None
         try:
             self._stream.enter()
             ended = self._loop(comm, Stepper(comm, experts, self._stream, tables))
         except PeerTimeout as error:
-            ended = Fault(str(error), (error.peer,))
+            ended, why = Fault(str(error), (error.peer,)), error
         except (EpError, DesyncError) as error:
-            ended = Fault(str(error))
+            ended, why = Fault(str(error)), error
         except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
-            ended = Fault(f"engine: {type(error).__name__}: {error}")
-        self._telemetry.parted()
+            ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
+        samples = self._telemetry.parted(comm)
+        if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
+            record = record_of(why, samples, time.monotonic_ns())
+            ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
         with self._lock:
             self._comm = None
             failure = self._refusal or _failure_of(ended, epoch)
@@ -291,6 +299,14 @@ class Engine:
         with self._lock:
             self._running = []
             self._lock.notify_all()
+
+
+def _postmortem(record: dict[str, object], rank: int, epoch: int, num_steps: int) -> str:
+    """The record as one line of JSON, which is logged too."""
+    where = {"unix_s": round(time.time(), 4), "rank": rank, "epoch": epoch, "steps": num_steps}
+    line = json.dumps(where | record)
+    _log.warning(f"{POSTMORTEM} {line}")
+    return line
 
 
 def _failure_of(ended: Fault | Left, epoch: int) -> Failure:

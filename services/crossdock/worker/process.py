@@ -40,7 +40,7 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
 from crossdock.worker.data_network import announced
-from crossdock.worker.device import DeviceLost, uuid_of
+from crossdock.worker.device import DeviceLost, used_bytes, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.model import Model
@@ -112,11 +112,13 @@ class _Process:
     ) -> None:
         self._config, self._identity, self._model, self._security = config, identity, model, security
         self._metrics = metrics
-        self._telemetry = WorkerTelemetry(self._metrics, model.row_bytes)
+        self._telemetry = WorkerTelemetry(self._metrics, model.row_bytes, config.transport)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
+        self._metrics.device_memory_used_bytes.set_function(lambda: used_bytes(model.device))
+        self._metrics.max_tokens_per_step.set(config.max_tokens_per_step)
         self._health = rpc.Health([SERVICE_NAME])
         self._status = WorkerStatus(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
@@ -126,7 +128,7 @@ class _Process:
         self._metrics.count_tasks(asyncio.get_running_loop())
         server, address = await self._listen()
         try:
-            self._liveness = Liveness()
+            self._liveness = Liveness(lagged=self._metrics.event_loop_lag_seconds.observe)
             self._liveness.expect("telemetry", lambda: self._telemetry.alive)
             registry, trouble = self._metrics.registry, self._liveness.trouble
             http = serve_http(self._config.http_listen, registry, self._ready, self._security, trouble)
@@ -195,7 +197,9 @@ class _Process:
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
         limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
         authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
-        server = await rpc.server(self._config.max_message_bytes, self._health, authorizer=authorizer)
+        server = await rpc.server(
+            self._config.max_message_bytes, self._health, observe=self._metrics.observe_rpc, authorizer=authorizer
+        )
         backend = Backend(
             self._config,
             RequestValidator(self._model.spec, self._model.dtype),
@@ -204,6 +208,7 @@ class _Process:
             self._budget,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
+        self._metrics.open_streams.set_function(lambda: self._service.num_streams)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
         return server, rpc.bind(server, self._config.listen, self._security)
 

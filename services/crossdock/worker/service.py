@@ -33,6 +33,7 @@ from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
 from crossdock.worker.budget import Budget, BudgetExceeded
 from crossdock.worker.engine import Engine
+from crossdock.worker.operations import trace_of
 from crossdock.worker.work import Done, Failure, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 
@@ -79,6 +80,11 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         self._ended: rpc.CallError | None = None
 
     @property
+    def num_streams(self) -> int:
+        """Open Forward streams."""
+        return len(self._streams)
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes of requests, and of answers that are not written yet."""
         return self._backend.budget.num_bytes
@@ -101,6 +107,13 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """Answered when the queue is empty and the group was left; the process ends then."""
         await self._drain()
         return expert_pb2.DrainResponse()
+
+    async def Trace(self, request: expert_pb2.TraceRequest, context: Any) -> expert_pb2.TraceResponse:
+        """The last operations, as far as they have been collected."""
+        state = self._describe()
+        if not state.world_size:
+            raise rpc.FailedPrecondition("trace: this worker has no rank yet")
+        return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
     async def Forward(self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any) -> AsyncIterator[bytes]:
         """Many requests in flight, answered in any order: ForwardResponse messages."""
@@ -317,7 +330,8 @@ class _Stream:
         pending.timer.cancel()
         code = grpc.StatusCode.OK if isinstance(answer, Done) else answer.code
         seconds = (time.monotonic_ns() - pending.work.arrived_ns) * 1e-9
-        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds)
+        queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
+        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
     def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:

@@ -124,10 +124,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an epoch failed, as seen by one rank. `silent_ranks`: those that it waited for in vain."""
+    """Why an epoch failed, as seen by one rank. `silent_ranks`: those that it waited for in vain; `postmortem`: what it
+    knew then, as JSON, or empty."""
 
     reason: str
     silent_ranks: tuple[int, ...] = ()
+    postmortem: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

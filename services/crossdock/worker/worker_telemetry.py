@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,15 +18,16 @@ import grpc
 import torch
 
 from crossdock.common import log
-from crossdock.common.metrics import Counter, Histogram, WorkerMetrics
+from crossdock.common.metrics import BatchedHistogram, Counter, WorkerMetrics
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.latency_report import LatencySums
 from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
 
 _log = log.get(__name__)
 
 _COLLECT_S = 0.25
-"""The sample ring holds 4096 records, half as many steps: enough for 8,000 steps a second."""
+"""The sample ring holds 4096 records, a third as many steps: enough for 5,400 steps a second."""
 _MAX_RECORDS = 4096
 """Limit of queued records; further ones are dropped and counted."""
 
@@ -70,14 +71,17 @@ class WorkerTelemetry:
     Args:
         metrics: of this worker.
         row_bytes: bytes of one row in dispatch and in combine.
+        transport: of its communicators, as a label.
     """
 
-    def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int]) -> None:
+    def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int], transport: str = "cpu") -> None:
         self._metrics = metrics
-        self._row_bytes = row_bytes
+        self._row_bytes, self._transport = row_bytes, transport
         self._network = NetworkCounts(metrics)
+        self._latency = LatencySums()
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
-        self._ops: dict[tuple[str, str], tuple[Histogram, Histogram, Histogram]] = {}
+        self._ops: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
+        self._next_seq: dict[str, int] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
@@ -86,7 +90,7 @@ class WorkerTelemetry:
         self._phases = [
             metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
         ]
-        self._bytes = [metrics.payload_bytes_total.labels(op) for op in ("dispatch", "combine")]
+        self._bytes = [metrics.payload_bytes_total.labels(op, transport) for op in ("dispatch", "combine")]
         self._next_collect_s = 0.0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
@@ -129,20 +133,28 @@ class WorkerTelemetry:
         now_s = time.monotonic()
         if now_s >= self._next_collect_s:
             self._next_collect_s = now_s + _COLLECT_S
-            self._put(comm.samples())
             self._put(_Look(comm))
 
-    def parted(self) -> None:
-        """The epoch has ended (engine's thread)."""
+    def parted(self, comm: MoECommunicator) -> list[LatencySample]:
+        """The epoch has ended (engine's thread). Returns the last operations."""
+        samples = comm.samples()
+        self._put(samples)
         self._put(_Look(None))
+        return [*self._latency.recent(), *samples]
 
-    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float) -> None:
-        """Count a request that was answered (service)."""
+    def recent(self) -> list[LatencySample]:
+        """The last operations that were collected. Any thread."""
+        return self._latency.recent()
+
+    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float, queue_s: float = 0.0) -> None:
+        """Count a request that was answered, or refused after 0 seconds (service)."""
         self._num_requests += 1
         if code is grpc.StatusCode.OK:
             self._num_tokens += num_tokens
             self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.request_duration_seconds.observe(seconds)
+            self._metrics.queue_duration_seconds.observe(queue_s)
+        if seconds:
+            self._metrics.request_duration_seconds.labels(code.name).observe(seconds)
         self._metrics.requests_total.labels(code.name).inc()
 
     def dropped_stream(self) -> None:
@@ -163,6 +175,7 @@ class WorkerTelemetry:
             num_experts=len(self._expert_ids),
             expert_bytes=self._expert_bytes,
             scattered=self._scattered,
+            latency=self._latency.take(),
         )
 
     def close(self) -> None:
@@ -199,44 +212,59 @@ class WorkerTelemetry:
         elif not isinstance(record, _Look):
             self._count_samples(record)
         elif record.comm is None:
+            self._next_seq = {}
+            self._latency.forget_recent()
             self._network.parted()
         else:
+            self._count_samples(record.comm.samples())
             self._network.count(record.comm)
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()
+        self._metrics.step_tokens.observe(record.num_tokens)
+        self._metrics.last_step_timestamp_seconds.set_to_current_time()
         durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
         for histogram, nanoseconds in zip(self._phases, durations, strict=True):
             histogram.observe(nanoseconds * 1e-9)
         for counter, row_bytes in zip(self._bytes, self._row_bytes, strict=True):
             counter.inc(record.remote_rows * row_bytes)
         held = self._expert_ids if record.experts is None else record.experts
+        computed = {expert: rows for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False) if rows}
+        self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)
         with self._rows_lock:
-            for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False):
-                if rows:
-                    self._expert(expert).inc(rows)
-                    key = record.layer, expert
-                    self._rows[key] = self._rows.get(key, 0) + rows
+            for expert, rows in computed.items():
+                self._expert(expert).inc(rows)
+                key = record.layer, expert
+                self._rows[key] = self._rows.get(key, 0) + rows
 
     def _expert(self, expert: int) -> Counter:
         if expert not in self._experts:
             self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
         return self._experts[expert]
 
-    def _count_samples(self, samples: Iterable[LatencySample]) -> None:
+    def _count_samples(self, samples: Sequence[LatencySample]) -> None:
+        """Count the samples of one communicator."""
+        self._latency.add_samples(samples)
+        kinds: dict[tuple[str, str], list[LatencySample]] = {}
         for sample in samples:
-            send, wait, total = self._histograms(sample.op, sample.mode)
-            send.observe(sample.send_ns * 1e-9)
-            wait.observe(max(sample.peer_wait_ns, default=0) * 1e-9)
-            total.observe(sample.total_ns * 1e-9)
-            for peer, waited_ns in enumerate(sample.peer_wait_ns):
-                if waited_ns:
-                    self._peer_wait(sample.op, peer).inc(waited_ns * 1e-9)
+            kinds.setdefault((sample.op, sample.mode), []).append(sample)
+            expected = self._next_seq.get(sample.op, 0)
+            if 0 < expected < sample.seq:
+                self._metrics.samples_dropped_total.labels(sample.op).inc(sample.seq - expected)
+            self._next_seq[sample.op] = sample.seq + 1
+        for (op, mode), chosen in kinds.items():
+            send, wait, total = self._histograms(op, mode)
+            send.observe_many(one.send_ns * 1e-9 for one in chosen)
+            wait.observe_many(max(one.peer_wait_ns, default=0) * 1e-9 for one in chosen)
+            total.observe_many(one.total_ns * 1e-9 for one in chosen)
+            for peer, waits_ns in enumerate(zip(*(one.peer_wait_ns for one in chosen), strict=True)):
+                if waited_ns := sum(waits_ns):
+                    self._peer_wait(op, peer).inc(waited_ns * 1e-9)
 
-    def _histograms(self, op: str, mode: str) -> tuple[Histogram, Histogram, Histogram]:
+    def _histograms(self, op: str, mode: str) -> tuple[BatchedHistogram, ...]:
         if (op, mode) not in self._ops:
-            labels = self._metrics.operation_duration_seconds.labels
-            self._ops[op, mode] = (labels(op, mode, "send"), labels(op, mode, "wait"), labels(op, mode, "total"))
+            metric, transport = self._metrics.operation_duration_seconds, self._transport
+            self._ops[op, mode] = tuple(metric.labels(op, mode, p, transport) for p in ("send", "wait", "total"))
         return self._ops[op, mode]
 
     def _peer_wait(self, op: str, peer: int) -> Counter:

@@ -29,16 +29,22 @@ Status barrier(Member& m) {
 }
 
 Status exchange(Member& m, const int64_t* words, int64_t* all) {
+  const int64_t started = now_ns();
   const uint64_t seq = m.take(Op::exchange);
   ExchangeSlot& mine = m.own_meeting->exchange[seq % 2];
   std::copy_n(words, kExchangeWords, mine.words);
   mine.seq.store(seq, std::memory_order_release);
   m.publish(m.own_meeting->exchange_latest, seq);
   m.tell(Told::exchange, int(seq % 2), seq);
+  Sample sample{int32_t(Op::exchange), 0, 0, m.ranks, seq, started, now_ns() - started, 0, {}};
   const Status status = m.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
-    return m.meeting[r]->exchange[seq % 2].seq.load(std::memory_order_acquire);
+    const uint64_t theirs = m.meeting[r]->exchange[seq % 2].seq.load(std::memory_order_acquire);
+    if (theirs >= seq) sample.peer_wait_ns[r] = now_ns() - started - sample.send_ns;  // once: it is waited for no more
+    return theirs;
   });
   if (status != kOk) return status;
+  sample.total_ns = now_ns() - started;
+  m.samples.push(sample);
   for (int r = 0; r < m.ranks; ++r) {
     int64_t* row = all + r * kExchangeWords;
     if (m.is_active(r)) {

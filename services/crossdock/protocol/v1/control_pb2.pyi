@@ -15,11 +15,30 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXCHANGING: _ClassVar[GroupState]
     SERVING: _ClassVar[GroupState]
     FAILED: _ClassVar[GroupState]
+
+class VerdictKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERDICT_KIND_UNSPECIFIED: _ClassVar[VerdictKind]
+    NOTHING: _ClassVar[VerdictKind]
+    SLOW_RANK: _ClassVar[VerdictKind]
+    SLOW_HOST: _ClassVar[VerdictKind]
+    SLOW_LINK: _ClassVar[VerdictKind]
+    HOT_EXPERT: _ClassVar[VerdictKind]
+    SKEWED_ROUTING: _ClassVar[VerdictKind]
+    UNIFORM_SLOWNESS: _ClassVar[VerdictKind]
 GROUP_STATE_UNSPECIFIED: GroupState
 FORMING: GroupState
 EXCHANGING: GroupState
 SERVING: GroupState
 FAILED: GroupState
+VERDICT_KIND_UNSPECIFIED: VerdictKind
+NOTHING: VerdictKind
+SLOW_RANK: VerdictKind
+SLOW_HOST: VerdictKind
+SLOW_LINK: VerdictKind
+HOT_EXPERT: VerdictKind
+SKEWED_ROUTING: VerdictKind
+UNIFORM_SLOWNESS: VerdictKind
 
 class WorkerId(_message.Message):
     __slots__ = ("uid", "incarnation")
@@ -118,14 +137,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("worker", "brief", "table_once")
+    __slots__ = ("worker", "brief", "table_once", "latency")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BRIEF_FIELD_NUMBER: _ClassVar[int]
     TABLE_ONCE_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     brief: bool
     table_once: bool
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ...) -> None: ...
+    latency: bool
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., brief: bool = ..., table_once: bool = ..., latency: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "worker", "hostname", "address", "http_address", "region", "ready", "heartbeat_age_s", "stats", "https", "network", "sick")
@@ -156,7 +177,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., sick: _Optional[str] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred", "verdict")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +192,7 @@ class GroupView(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
     world_size: int
@@ -185,7 +207,8 @@ class GroupView(_message.Message):
     placement: int
     active_ranks: _containers.RepeatedScalarFieldContainer[int]
     barred: _containers.RepeatedCompositeFieldContainer[Barred]
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...
+    verdict: Verdict
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")
@@ -216,7 +239,7 @@ class ReadyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "scattered")
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "scattered", "latency")
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +249,7 @@ class WorkerStats(_message.Message):
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCATTERED_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
     tokens_total: int
     requests_total: int
     steps_total: int
@@ -235,10 +259,71 @@ class WorkerStats(_message.Message):
     num_experts: int
     expert_bytes: int
     scattered: bool
-    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ...) -> None: ...
+    latency: LatencyReport
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
+
+class LatencyReport(_message.Message):
+    __slots__ = ("interval_s", "steps", "step_s", "experts_s", "tokens", "rows", "hot_expert", "hot_rows", "operations")
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    HOT_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    HOT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    steps: int
+    step_s: float
+    experts_s: float
+    tokens: int
+    rows: int
+    hot_expert: int
+    hot_rows: int
+    operations: _containers.RepeatedCompositeFieldContainer[OperationLatency]
+    def __init__(self, interval_s: _Optional[float] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., experts_s: _Optional[float] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., hot_expert: _Optional[int] = ..., hot_rows: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[OperationLatency, _Mapping]]] = ...) -> None: ...
+
+class OperationLatency(_message.Message):
+    __slots__ = ("op", "count", "p50_s", "p99_s", "late_s", "wait_s")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    LATE_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    count: int
+    p50_s: float
+    p99_s: float
+    late_s: _containers.RepeatedScalarFieldContainer[float]
+    wait_s: float
+    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ..., late_s: _Optional[_Iterable[float]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("kind", "ranks", "hosts", "expert", "confidence", "lost_share", "text", "age_s", "interval_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    LOST_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    kind: VerdictKind
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    expert: int
+    confidence: float
+    lost_share: float
+    text: str
+    age_s: float
+    interval_s: float
+    def __init__(self, kind: _Optional[_Union[VerdictKind, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., hosts: _Optional[_Iterable[str]] = ..., expert: _Optional[int] = ..., confidence: _Optional[float] = ..., lost_share: _Optional[float] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "postmortem")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +331,7 @@ class HeartbeatRequest(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    POSTMORTEM_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
     silent_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -253,7 +339,8 @@ class HeartbeatRequest(_message.Message):
     stats: WorkerStats
     experts: ExpertReport
     loaded: bool
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ...) -> None: ...
+    postmortem: str
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., postmortem: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "barred")
@@ -460,3 +547,37 @@ class UncordonResponse(_message.Message):
     BARRED_FIELD_NUMBER: _ClassVar[int]
     barred: _containers.RepeatedCompositeFieldContainer[Barred]
     def __init__(self, barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ...) -> None: ...
+
+class PostmortemsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PostmortemsResponse(_message.Message):
+    __slots__ = ("postmortems", "changes")
+    POSTMORTEMS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    postmortems: _containers.RepeatedCompositeFieldContainer[Postmortem]
+    changes: _containers.RepeatedCompositeFieldContainer[GroupChange]
+    def __init__(self, postmortems: _Optional[_Iterable[_Union[Postmortem, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[GroupChange, _Mapping]]] = ...) -> None: ...
+
+class Postmortem(_message.Message):
+    __slots__ = ("uid", "arrived_unix_s", "record")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    arrived_unix_s: float
+    record: str
+    def __init__(self, uid: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., record: _Optional[str] = ...) -> None: ...
+
+class GroupChange(_message.Message):
+    __slots__ = ("unix_s", "epoch", "state", "reason")
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    epoch: int
+    state: GroupState
+    reason: str
+    def __init__(self, unix_s: _Optional[float] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -94,6 +94,11 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.UncordonRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.UncordonResponse.FromString,
                 _registered_method=True)
+        self.Postmortems = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Postmortems',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.PostmortemsRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.PostmortemsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlPlaneServicer(object):
@@ -184,6 +189,13 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Postmortems(self, request, context):
+        """What ranks knew when a wait failed, and what became of the group: the last ones of this control-plane process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlPlaneServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +258,11 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Uncordon,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.UncordonRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.UncordonResponse.SerializeToString,
+            ),
+            'Postmortems': grpc.unary_unary_rpc_method_handler(
+                    servicer.Postmortems,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.PostmortemsRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.PostmortemsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -572,6 +589,33 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Uncordon',
             crossdock_dot_v1_dot_control__pb2.UncordonRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.UncordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Postmortems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Postmortems',
+            crossdock_dot_v1_dot_control__pb2.PostmortemsRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.PostmortemsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -115,3 +115,39 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+
+class TraceResponse(_message.Message):
+    __slots__ = ("rank", "epoch", "operations")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    epoch: int
+    operations: _containers.RepeatedCompositeFieldContainer[Operation]
+    def __init__(self, rank: _Optional[int] = ..., epoch: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
+
+class Operation(_message.Message):
+    __slots__ = ("op", "mode", "seq", "tokens", "start_ns", "send_ns", "total_ns", "wait_ns")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    SEND_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    mode: str
+    seq: int
+    tokens: int
+    start_ns: int
+    send_ns: int
+    total_ns: int
+    wait_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, op: _Optional[str] = ..., mode: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[int] = ..., start_ns: _Optional[int] = ..., send_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., wait_ns: _Optional[_Iterable[int]] = ...) -> None: ...

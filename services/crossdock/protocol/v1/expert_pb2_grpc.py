@@ -49,6 +49,11 @@ class ExpertServiceStub(object):
                 request_serializer=crossdock_dot_v1_dot_expert__pb2.DrainRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_expert__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/crossdock.v1.ExpertService/Trace',
+                request_serializer=crossdock_dot_v1_dot_expert__pb2.TraceRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_expert__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class ExpertServiceServicer(object):
@@ -75,6 +80,13 @@ class ExpertServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """The last operations of this rank, by the clock of its host. FAILED_PRECONDITION before it has a rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExpertServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=crossdock_dot_v1_dot_expert__pb2.DrainRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_expert__pb2.DrainResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=crossdock_dot_v1_dot_expert__pb2.TraceRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_expert__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class ExpertService(object):
             '/crossdock.v1.ExpertService/Drain',
             crossdock_dot_v1_dot_expert__pb2.DrainRequest.SerializeToString,
             crossdock_dot_v1_dot_expert__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ExpertService/Trace',
+            crossdock_dot_v1_dot_expert__pb2.TraceRequest.SerializeToString,
+            crossdock_dot_v1_dot_expert__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,169 @@
+"""`crossdock postmortem`: what happened when waits failed, in words, in order, over all ranks.
+
+From log files of workers, or from the control plane. `story` is pure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened. `record`: of a rank; None: a change of the group."""
+
+    unix_s: float
+    text: str
+    record: Record | None = None
+
+
+def postmortem(
+    files: Annotated[list[Path] | None, typer.Argument(help="Log files of workers; by default --target.")] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane.")] = "",
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Tell what happened when ranks waited in vain, in order, over all ranks. Exit status 1 if nothing did."""
+    from crossdock.common.config import ConfigFileError
+
+    if files and target:
+        raise ConfigFileError("expected FILES or --target, got both")
+    events = read(files) if files else fetch(target or DEFAULT_TARGET, timeout_s, security)
+    records = [event.record for event in events if event.record is not None]
+    if as_json:
+        show_json({"events": [event_dict(event) for event in events], "conclusion": conclusion(records)})
+    elif not records:
+        print("no wait has failed, as far as is known here")
+    else:
+        print(*story(events), sep="\n")
+    raise typer.Exit(0 if records else 1)
+
+
+def read(files: Iterable[Path]) -> list[Event]:
+    """The records in log files, in order. Raises ConfigFileError."""
+    from crossdock.common.config import ConfigFileError
+    from crossdock.common.postmortem_record import parse
+
+    found = []
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise ConfigFileError(f"FILES: {path}: {error.strerror}") from None
+        found += [record for record in map(parse, lines) if record is not None]
+    distinct = {json.dumps(record, sort_keys=True): record for record in found}
+    return in_order(distinct.values(), [])
+
+
+def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
+    """What the control plane has kept, in order. Raises CallError."""
+    from crossdock.common import rpc
+    from crossdock.common.control_channel import call_leader
+    from crossdock.common.postmortem_record import parse
+    from crossdock.protocol.v1.control_pb2 import GroupState, PostmortemsRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+
+    kept = call_leader(
+        target,
+        security_of(security),
+        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Postmortems, PostmortemsRequest(), timeout_s=timeout_s),
+    )
+    records = [{**(parse(one.record) or {}), "uid": one.uid} for one in kept.postmortems]
+    changes = [
+        Event(one.unix_s, f"epoch {one.epoch} is {GroupState.Name(one.state)}: {one.reason}") for one in kept.changes
+    ]
+    return in_order(records, changes)
+
+
+def in_order(records: Iterable[Record], changes: Iterable[Event]) -> list[Event]:
+    """Events by time."""
+    told = [Event(_number(record.get("unix_s")), words(record), record) for record in records]
+    return sorted([*told, *changes], key=lambda event: event.unix_s)
+
+
+def words(record: Record) -> str:
+    """A record as sentences."""
+    who = f"rank {record.get('rank')} in epoch {record.get('epoch')}"
+    if "peer" not in record:
+        return f"{who}: {record.get('reason')}"
+    peer = record["peer"]
+    end = "its process is gone" if record.get("gone") else "it was given up" if record.get("given_up") else ""
+    parts = [
+        f"{who}: {record.get('op')} {record.get('expected')} waited {_number(record.get('waited_s')):.3f} s for rank"
+        f" {peer} ({record.get('phase')}), which was last seen at {record.get('seen')}" + (f": {end}" if end else "")
+    ]
+    good = record.get("last_good")
+    if isinstance(good, dict):
+        parts.append(
+            f"its last operation that ended well was {good.get('op')} {good.get('seq')},"
+            f" {_number(good.get('ago_s')):.3f} s before"
+        )
+    waits = _longest(record.get("waits_s"))
+    if waits:
+        parts.append(f"in the second before that it waited {waits}")
+    return "; ".join(parts)
+
+
+def conclusion(records: Sequence[Record]) -> str:
+    """Who was silent first, of the last epoch with records: whom others waited for and who waited for nobody."""
+    if not records:
+        return ""
+    epoch = max(_number(record.get("epoch")) for record in records)
+    waiting = {r["rank"]: r["peer"] for r in records if r.get("epoch") == epoch and "peer" in r and "rank" in r}
+    if not waiting:
+        return f"epoch {epoch:.0f}: no rank names another"
+    blamed = sorted(set(waiting.values()) - set(waiting)) or sorted(set(waiting.values()))
+    lines = []
+    for peer in blamed:
+        by = sorted(rank for rank, named in waiting.items() if named == peer)
+        gone = any(r.get("gone") for r in records if r.get("peer") == peer and r.get("epoch") == epoch)
+        itself = f"it waited for rank {waiting[peer]} itself" if peer in waiting else "it has no record itself"
+        state = "its process is gone" if gone else itself
+        lines.append(f"rank {peer}: rank{'s' if len(by) > 1 else ''} {', '.join(map(str, by))} waited for it; {state}")
+    return f"epoch {epoch:.0f} ended at " + "; ".join(lines)
+
+
+def story(events: Sequence[Event]) -> list[str]:
+    """A line for each event, and the conclusion. Times are those of the hosts' own clocks."""
+    records = [event.record for event in events if event.record is not None]
+    lines = [f"{_clock(event.unix_s)}  {event.text}" for event in events]
+    return [*lines, "", conclusion(records)]
+
+
+def event_dict(event: Event) -> dict[str, object]:
+    """With plain JSON types."""
+    return {"unix_s": event.unix_s, "text": event.text, "record": event.record}
+
+
+def _longest(waits: object, most: int = 3) -> str:
+    """The longest waits of all operations: "0.41 s for rank 2 in dispatch, ..."."""
+    if not isinstance(waits, dict):
+        return ""
+    cells = [
+        (_number(seconds), rank, op)
+        for op, row in waits.items()
+        if isinstance(row, list)
+        for rank, seconds in enumerate(row)
+    ]
+    longest = sorted((cell for cell in cells if cell[0] > 0), reverse=True)[:most]
+    return ", ".join(f"{seconds:.3f} s for rank {rank} in {op}" for seconds, rank, op in longest)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(unix_s)) + f".{int(unix_s % 1 * 1000):03d}"

@@ -1,0 +1,119 @@
+"""Where the time of this rank's steps went, summed between two heartbeats: what the verdict is made of.
+
+Of each wait only what is beyond the typical peer's counts: a rank that is early waits for all alike, and for nobody
+more. The typical peer is the lower median over all ranks, this one (0) included, so up to half of them may be late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from crossdock.protocol.v1 import control_pb2
+from ep_kernels import LatencySample
+
+OPS = ("exchange", "dispatch", "combine")
+"""In the order of a step."""
+_MAX_TOTALS = 1 << 14
+"""Operations of an interval of which quantiles are made; later ones are summed only."""
+_MAX_RECENT = 3000
+"""Operations that are kept for a post-mortem and a trace."""
+_NS = 1e-9
+
+
+class _Operation:
+    """Sums of one kind of operation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total_ns = self.wait_ns = 0
+        self.totals_ns: list[int] = []
+        self.late_ns = np.zeros(0, np.int64)
+
+    def add(self, samples: Sequence[LatencySample]) -> None:
+        totals = [sample.total_ns for sample in samples]
+        self.count += len(samples)
+        self.total_ns += sum(totals)
+        self.totals_ns += totals[: _MAX_TOTALS - len(self.totals_ns)]
+        waits_ns = np.array([sample.peer_wait_ns for sample in samples], np.int64)
+        self.wait_ns += int(waits_ns.max(1).sum())
+        late_ns = late(waits_ns).sum(0)
+        self.late_ns = self.late_ns + late_ns if self.late_ns.shape == late_ns.shape else late_ns
+
+    def message(self, op: str) -> control_pb2.OperationLatency:
+        p50, p99 = np.quantile(self.totals_ns, (0.5, 0.99)) * _NS
+        late_s, wait_s = (self.late_ns * _NS).tolist(), self.wait_ns * _NS
+        return control_pb2.OperationLatency(op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s, wait_s=wait_s)
+
+
+class LatencySums:
+    """Sums of one rank since the last report. Written by the telemetry thread, taken by the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s = time.monotonic()
+        self._recent: deque[LatencySample] = deque(maxlen=_MAX_RECENT)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ops: dict[str, _Operation] = {}
+        self._report = control_pb2.LatencyReport()
+        self._rows: dict[int, int] = {}
+
+    def add_samples(self, samples: Sequence[LatencySample]) -> None:
+        """Count operations. Those of one call are of one communicator."""
+        with self._lock:
+            self._recent.extend(samples)
+        for op in OPS:
+            chosen = [sample for sample in samples if sample.op == op]
+            if chosen:
+                with self._lock:
+                    self._ops.setdefault(op, _Operation()).add(chosen)
+
+    def forget_recent(self) -> None:
+        """The epoch has ended: numbers of operations begin again."""
+        with self._lock:
+            self._recent.clear()
+
+    def recent(self) -> list[LatencySample]:
+        """The last operations. Any thread."""
+        with self._lock:
+            return list(self._recent)
+
+    def add_step(self, step_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
+        """Count a step; `rows`: computed, by expert."""
+        with self._lock:
+            report = self._report
+            report.steps += 1
+            report.step_s += step_ns * _NS
+            report.experts_s += experts_ns * _NS
+            report.tokens += num_tokens
+            for expert, count in rows.items():
+                self._rows[expert] = self._rows.get(expert, 0) + count
+
+    def take(self) -> control_pb2.LatencyReport:
+        """The report since the last one."""
+        with self._lock:
+            report, ops, rows = self._report, self._ops, self._rows
+            now_s = time.monotonic()
+            report.interval_s, self._since_s = now_s - self._since_s, now_s
+            self._clear()
+        if "exchange" in ops:
+            report.step_s += ops["exchange"].total_ns * _NS
+        if rows:
+            report.rows = sum(rows.values())
+            report.hot_expert, report.hot_rows = max(rows.items(), key=lambda pair: pair[1])
+        report.operations.extend(ops[op].message(op) for op in OPS if op in ops)
+        return report
+
+
+def late(waits_ns: np.ndarray) -> np.ndarray:
+    """[n, R] what each peer was waited for beyond the typical one, of waits int64 [n, R]; ns."""
+    middle = (waits_ns.shape[1] - 1) // 2
+    typical = np.partition(waits_ns, middle, axis=1)[:, middle]
+    found: np.ndarray = np.maximum(waits_ns - typical[:, None], 0)
+    return found
