@@ -4,6 +4,7 @@
 #define THREADS 512
 #define STAGES 3
 namespace ep {
+constexpr bool kNetwork = false;
 struct bf16;
 struct f16;
 struct e4m3;

@@ -14,6 +14,11 @@
 #define CD_BUILD_ID "unknown"
 #endif
 
+namespace {
+constexpr size_t kPage = 4096;  // a GPU's driver maps whole pages
+constexpr size_t kBoxBytes = (sizeof(cd::Outbox) + kPage - 1) / kPage * kPage;
+}  // namespace
+
 CN_API const char* cd_build_id() { return CD_BUILD_ID; }
 
 // Null, and errno, when there can be no thread.
@@ -36,7 +41,7 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* ow
                                   uint64_t stride, cd::NetHandler handler, void* context, int shuffled, uint64_t seed,
                                   int64_t drop_after, int lanes) {
   void* memory = calloc(1, sizeof(cd::NetChannel));
-  void* box = aligned_alloc(64, sizeof(cd::Outbox));
+  void* box = aligned_alloc(kPage, kBoxBytes);
   cd::Provider* provider = cd::make_tcp();
   if (provider && shuffled) provider = cd::make_shuffle(provider, seed, drop_after);
   if (memory && box && provider) {
@@ -61,6 +66,18 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, int ranks, const uint8_t* ow
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
+// Before any peer joins: kernels push, and what goes to rank r lies in `own` from r * box on. `stripe`: see Outbox. out
+// [4]: addresses of the ring and of the number of popped descriptors, bytes of the memory that begins with the ring,
+// descriptors of a ring.
+CN_API void cn_device(cd::NetChannel* c, uint64_t box, uint64_t stripe, uint64_t* out) {
+  c->box = box;
+  c->outbox->stripe = stripe;
+  c->outbox->device = true;
+  out[0] = reinterpret_cast<uint64_t>(c->outbox->ring);
+  out[1] = reinterpret_cast<uint64_t>(&c->outbox->popped);
+  out[2] = kBoxBytes;
+  out[3] = cd::Outbox::kSize;
+}
 // What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
 CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
   const bool pushed = c->outbox->push(rank, offset, bytes, imm);

@@ -103,11 +103,17 @@ class LaunchEngine:
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self._dispatch = {
-            mode: (self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms))
+            mode: (
+                self._dispatch_variant(mode),
+                plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), num_sms),
+            )
             for mode in modes
         }
         self._combine = {
-            mode: (self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms, block_bytes))
+            mode: (
+                self._combine_variant(mode),
+                plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), num_sms, block_bytes),
+            )
             for mode in modes
         }
         self._pipeline_stages = plan.combine_stages(config).record()
@@ -169,25 +175,28 @@ class LaunchEngine:
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         chosen = [pair for table in (self._dispatch, self._combine) for pair in table.values()]
-        return dict(chosen) | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
+        return dict(chosen) | {self._of_group(jit.Variant("barrier")): plan.Launch(1, 0, 0, 0)}
+
+    def _of_group(self, variant: jit.Variant) -> jit.Variant:
+        return replace(variant, network=self._config.network is not None)
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
-        return jit.dispatch_variant(mode.value, plan.LAYOUTS[c.resolved_layout], quantized)
+        name = plan.algorithm(c, mode).value
+        return self._of_group(jit.dispatch_variant(name, plan.LAYOUTS[c.resolved_layout], quantized))
 
     def _combine_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         kind = 2 if c.exact_combine else 0 if c.resolved_layout.per_expert else 1
-        return jit.combine_variant(
-            mode.value, kind, plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
-        )
+        output, moved = plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
+        return self._of_group(jit.combine_variant(plan.algorithm(c, mode).value, kind, output, moved))
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
         """A barrier of all ranks; with an epoch > 0, leave out the inactive ranks instead: the active ones continue in
         that epoch."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
-        return Call(jit.Variant("barrier"), plan.Launch(1, 0, 0, 0), args)
+        return Call(self._of_group(jit.Variant("barrier")), plan.Launch(1, 0, 0, 0), args)
 
     # Dispatch.
 
@@ -282,7 +291,7 @@ class LaunchEngine:
         op = self._empty((abi.OP_WORDS,), torch.int64)
         record = abi.CombineArgs(
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
-            mode=int(handle.mode is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
+            mode=int(plan.algorithm(c, handle.mode) is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
             topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
             pipelines=self._pipeline_stages,
             **self._addresses(state),

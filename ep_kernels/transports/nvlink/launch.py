@@ -10,7 +10,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
+from ctypes import addressof, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.errors import TransportError
@@ -44,6 +44,13 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
 }
+WORDS: dict[str, Signature] = {
+    "cd_words_new": (c_void_p, (c_int, c_void_p, c_void_p)),
+    "cd_words_handler": (c_void_p, ()),
+    "cd_words_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "cd_words_free": (None, (c_void_p,)),
+}
+"""Of native/network_words.cpp, which needs no driver."""
 
 
 @functools.cache
@@ -64,6 +71,12 @@ def fence(library: Native = _LIBRARY) -> Callable[[], None]:
     would not keep them in order. Needs no driver. Raises TransportError."""
     call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
     return call
+
+
+@functools.cache
+def words(library: Native = _LIBRARY) -> ctypes.CDLL:
+    """The library, for what the network brings. Raises TransportError."""
+    return load_library("nvlink", library, WORDS)
 
 
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
