@@ -76,11 +76,15 @@ class Gpu:
 
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """See `Machine`."""
+        self.enqueue(call, num_blocks, records, blocks_per_rank)
+        torch.cuda.synchronize()
+
+    def enqueue(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
+        """`run` on the current stream, without its end."""
         self._function(call).launch(
             num_blocks, call.variant.num_threads, torch.cuda.current_stream().cuda_stream,
             ctypes.c_uint64(records.data_ptr()), ctypes.c_int32(blocks_per_rank), cooperative=True,
         )  # fmt: skip
-        torch.cuda.synchronize()
 
     def _function(self, call: Call) -> driver.Function:
         variant = replace(call.variant, loopback=True)
@@ -154,10 +158,15 @@ class Loopback:
     def launch(self, calls: Sequence[Call], phases: int = BOTH, missing_blocks: int = 0) -> None:
         """The calls of all ranks (of the same kernel) in one launch. With fewer calls the other ranks are silent;
         `missing_blocks` of the last rank stay away."""
+        num_blocks, packed, blocks = self.pack(calls, phases)
+        self._machine.run(calls[0], num_blocks - missing_blocks, packed, blocks)
+
+    def pack(self, calls: Sequence[Call], phases: int = BOTH) -> tuple[int, torch.Tensor, int]:
+        """(blocks of the launch, its records, blocks of a rank)."""
         records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
         packed = self.put(torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8))
         blocks = max(call.launch.num_blocks for call in calls)
-        self._machine.run(calls[0], blocks * len(calls) - missing_blocks, packed, blocks)
+        return blocks * len(calls), packed, blocks
 
     def check(self) -> None:
         """Raise what any rank's kernels met."""

@@ -44,13 +44,13 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
 }
-WORDS: dict[str, Signature] = {
-    "cd_words_new": (c_void_p, (c_int, c_void_p, c_void_p)),
-    "cd_words_handler": (c_void_p, ()),
-    "cd_words_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
-    "cd_words_free": (None, (c_void_p,)),
+BOXES: dict[str, Signature] = {
+    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p)),
+    "cd_boxes_handler": (c_void_p, ()),
+    "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "cd_boxes_free": (None, (c_void_p,)),
 }
-"""Of native/network_words.cpp, which needs no driver."""
+"""Of native/box_words.cpp, which needs no driver."""
 
 
 @functools.cache
@@ -74,9 +74,9 @@ def fence(library: Native = _LIBRARY) -> Callable[[], None]:
 
 
 @functools.cache
-def words(library: Native = _LIBRARY) -> ctypes.CDLL:
+def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
     """The library, for what the network brings. Raises TransportError."""
-    return load_library("nvlink", library, WORDS)
+    return load_library("nvlink", library, BOXES)
 
 
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:

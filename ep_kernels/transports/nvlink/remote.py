@@ -91,10 +91,10 @@ class RemoteRanks:
         self._outboxes = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._inboxes = self._outboxes + total
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True)
-        self._lib = launch.words()
-        self._native = self._lib.cd_words_new(size, self.words.data_ptr(), host.gone_address)
+        self._lib = launch.boxes()
+        self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
         memory = ChannelMemory(
-            self._outboxes, total, self._inboxes, self.box_bytes, self._lib.cd_words_handler(), self._native
+            self._outboxes, total, self._inboxes, self.box_bytes, self._lib.cd_boxes_handler(), self._native
         )
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
@@ -133,7 +133,7 @@ class RemoteRanks:
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
         """All ranks go on from these numbers."""
-        self._lib.cd_words_restart(self._native, dispatch, combine, barrier)
+        self._lib.cd_boxes_restart(self._native, dispatch, combine, barrier)
 
     def leave_out(self, mask: Sequence[bool], epoch: int) -> None:
         """Close the connections with ranks that take no part any longer: they hear of the epoch, and write no more."""
@@ -154,7 +154,7 @@ class RemoteRanks:
             self._unregister(address)
         self._pinned.clear()
         self.channel.free()
-        self._lib.cd_words_free(self._native)
+        self._lib.cd_boxes_free(self._native)
         self._native = None
 
     def forsake(self) -> None:

@@ -82,7 +82,7 @@ void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value)
 }  // namespace
 
 // words [FLAGS, ranks], gone [ranks]: pinned. Null: memory is short.
-CD_API void* cd_words_new(int ranks, uint64_t* words, uint64_t* gone) {
+CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* gone) {
   void* memory = calloc(1, sizeof(Words));
   if (!memory) return nullptr;
   auto* w = new (memory) Words;
@@ -92,9 +92,9 @@ CD_API void* cd_words_new(int ranks, uint64_t* words, uint64_t* gone) {
   w->gone = reinterpret_cast<std::atomic<uint64_t>*>(gone);
   return w;
 }
-CD_API cd::NetHandler cd_words_handler() { return &on_network; }
+CD_API cd::NetHandler cd_boxes_handler() { return &on_network; }
 // All ranks go on from these numbers: what has come of other operations counts no more.
-CD_API void cd_words_restart(Words* w, uint64_t dispatch, uint64_t combine, uint64_t barrier) {
+CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint64_t barrier) {
   pthread_mutex_lock(&w->mutex);
   for (int rank = 0; rank < w->ranks; ++rank) {
     const auto set = [&](uint32_t flag, uint64_t seq) { w->at(flag, rank).store(seq, std::memory_order_release); };
@@ -110,4 +110,4 @@ CD_API void cd_words_restart(Words* w, uint64_t dispatch, uint64_t combine, uint
   }
   pthread_mutex_unlock(&w->mutex);
 }
-CD_API void cd_words_free(Words* w) { free(w); }
+CD_API void cd_boxes_free(Words* w) { free(w); }
