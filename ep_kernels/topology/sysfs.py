@@ -90,7 +90,7 @@ def pcie_gbps(device: Path) -> float:
 def nics(sys: Path) -> tuple[Nic, ...]:
     """The RDMA ports, by device and port."""
     found = []
-    for device in sorted((sys / "class/infiniband").glob("*"), key=lambda path: _natural(path.name)):
+    for device in sorted((sys / "class/infiniband").glob("*"), key=lambda path: natural(path.name)):
         path = pcie_path(sys, device / "device")
         numa = number(text_of(device / "device/numa_node"))
         for port in sorted((device / "ports").glob("[0-9]*"), key=lambda p: number(p.name)):
@@ -128,5 +128,5 @@ def _gids(port: Path) -> tuple[Gid, ...]:
     return tuple(gids)
 
 
-def _natural(name: str) -> tuple[str | int, ...]:
+def natural(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"(\d+)", name)))

@@ -113,12 +113,12 @@ class FakeWorker:
     def id(self) -> pb.WorkerId:
         return pb.WorkerId(uid=self.uid, incarnation=self.incarnation)
 
-    async def register(self, **fields: str) -> pb.RegisterResponse:
+    async def register(self, *, boot_id: str = "", **fields: str) -> pb.RegisterResponse:
         """Register; with its memory of the group when it has one."""
         host, _, local = self.uid.partition("/")
         request = pb.RegisterRequest(
             worker=self.id,
-            host=topology_pb2.HostFacts(hostname=host),
+            host=topology_pb2.HostFacts(hostname=host, boot_id=boot_id),
             local_rank=int(local or 0),
             **{
                 "address": f"{host}:1",

@@ -123,6 +123,15 @@ async def test_heartbeats_carry_stats_and_hold_the_lease(control: InProcess) -> 
         await workers[2].beat()
 
 
+async def test_a_second_host_of_one_name_is_refused_while_the_first_serves(control: InProcess) -> None:
+    first = FakeWorker(control.stub, "a/0")
+    await first.register(boot_id="one")
+    second = FakeWorker(control.stub, "a/0", incarnation=2)
+    with pytest.raises(rpc.AlreadyExists, match=r"alive on another host of this name.*set worker\.uid"):
+        await second.register(boot_id="two")
+    await first.beat()
+
+
 async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> None:
     old = (await form(control.stub, "a/0", "b/0", "c/0"))[1]
     watch = control.stub.Watch(pb.WatchRequest(worker=old.id), timeout=TIMEOUT_S)

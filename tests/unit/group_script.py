@@ -4,7 +4,7 @@ A transcript has lines `> command` and comments `# ...`; indented lines are the 
 run `python -m tests.unit.group_script FILE...` to fill the output in, or to rewrite it after a change that was meant.
 
     > group world=4 lease=3 form=600 recover=5 [elastic=1] [leap=]      a fresh control plane at time 0
-    > register UID [inc=] [host=] [local=] [domain=] [model=] [abi=] [transport=] [network=]
+    > register UID [inc=] [host=] [boot=] [local=] [domain=] [model=] [abi=] [transport=] [network=]
         [prior=EPOCH:RANK[:idle]] [active=0,1] [communicator=topk:2,mode:AUTO]
       a worker that finds the group full waits as a spare
     > cordon NAME [drain=1] / > uncordon NAME      an operator; NAME: a uid, a rank or a host
@@ -126,7 +126,8 @@ class Replay:
             prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle, active)
         network = NetworkPlace(named["network"]) if "network" in named else None
         pairs = [tuple(one.split(":")) for one in named.get("communicator", "").split(",") if one]
-        settings = {"network": network, "communicator": tuple((name, value) for name, value in pairs)}
+        communicator = tuple((name, value) for name, value in pairs)
+        settings = {"network": network, "boot_id": named.get("boot", ""), "communicator": communicator}
         worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, **settings)  # type: ignore[arg-type]
         self.group, effects = step(self.group, Register(worker, prior), self.now)
         lines = [self._render(effect) for effect in effects]

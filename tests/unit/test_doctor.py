@@ -250,7 +250,7 @@ def test_the_domain_decides_what_is_tried(tmp_path: Path) -> None:
     assert run.choose("auto", facts_of(pcie_box(), tmp_path)) == ("cpu", 2)
     assert run.choose("cpu", facts_of(hgx_h100(1), tmp_path)) == ("cpu", 2)
     with pytest.raises(ConfigFileError, match="--transport"):
-        list(run.examine(run.DoctorRequest(transport="pigeon"), facts_of(no_gpu(1), tmp_path)))
+        list(run.examine(run.DoctorRequest(transport="pigeon"), probe(*no_gpu(1).write(tmp_path))))
 
 
 def test_it_is_shown_with_cause_and_cure() -> None:

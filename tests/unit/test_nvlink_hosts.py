@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -13,31 +14,62 @@ from typing import Any
 import pytest
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.kernels import abi
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import links, sharing, watch
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
+from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS
 from tests.gpu.loopback_group import LoopGroup
 
 SIZE = 3
 WORDS = [0] * 8
+WAIT_S = 20.0
 
 
-@pytest.fixture
-def boxes() -> Iterator[list[Mailbox]]:
-    dead: set[int] = set()
-    made = [Mailbox(rank, dead.__contains__) for rank in range(SIZE)]
-    for box in made:
-        box.attach([other.fd for other in made])
+HOSTS = {"one-host": (0, 0, 0), "two-hosts": (0, 0, 1), "three-hosts-shuffled": (0, 1, 2)}
+
+
+@pytest.fixture(params=list(HOSTS))
+def boxes(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
+    """Pages of a host are mapped; words of ranks of different hosts travel over real connections."""
+    hosts, dead = HOSTS[request.param], set[int]()
+    gone = [(ctypes.c_int64 * SIZE)() for _ in hosts]
+    made = [Mailbox(rank, lambda peer, rank=rank: peer in dead or gone[rank][peer] == abi.DEAD) for rank in range(SIZE)]
+    provider = "shuffle(tcp)" if "shuffled" in request.param else "tcp"
+    config = NetworkConfig(listen="127.0.0.1:0", provider=provider)
+    tickets = {}
+    for rank, box in enumerate(made):
+        if len(set(hosts)) > 1:
+            tickets[rank] = box.open_network(config, SIZE, ctypes.addressof(gone[rank]))
         box.dead = dead  # type: ignore[attr-defined]
+    far = [{peer: tickets[peer] for peer in range(SIZE) if hosts[peer] != host} for host in hosts]
+    together([lambda box=box, far=far: box.connect(far, WAIT_S) for box, far in zip(made, far, strict=True)])
+    for rank, box in enumerate(made):
+        box.attach([other.fd if hosts[peer] == hosts[rank] else -1 for peer, other in enumerate(made)])
     yield made
     for box in made:
         box.close()
 
 
+def agree_without(boxes: list[Mailbox], ranks: list[int], epoch: int) -> None:
+    """The ranks go on in an epoch without the others, and part from them."""
+    mask = [rank in ranks for rank in range(SIZE)]
+    together([lambda r=r: boxes[r].agree(mask, epoch, (0, 0, 0), 10) for r in ranks])  # type: ignore[misc]
+    for rank in ranks:
+        boxes[rank].leave(mask, epoch)
+
+
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [job.result() for job in [pool.submit(call) for call in calls]]
+
+
+def look_until_it_raises(box: Mailbox, op: str) -> None:
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        box.check_left_out(op)
 
 
 def test_exchange_stays_in_step(boxes: list[Mailbox]) -> None:
@@ -52,7 +84,8 @@ def test_exchange_stays_in_step(boxes: list[Mailbox]) -> None:
 def test_words_are_written_before_the_number_and_read_after_it(boxes: list[Mailbox]) -> None:
     """Processors that reorder stores find a fence between the two."""
     page, seen = boxes[0]._pages[0], list[tuple[int, list[int]]]()
-    boxes[0]._fence = lambda: seen.append((page[0], page[1 + EXCHANGE_WORDS : 1 + 2 * EXCHANGE_WORDS].tolist()))
+    block = slice(BLOCK_WORDS + 1, 2 * BLOCK_WORDS)
+    boxes[0]._fence = lambda: seen.append((page[BLOCK_WORDS], page[block].tolist()))
     words = list(range(1, 1 + EXCHANGE_WORDS))
     together([lambda box=box: box.exchange(words, 5.0) for box in boxes])
     assert seen == [(0, words), (1, words), (1, words)]
@@ -100,14 +133,13 @@ def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
 def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
     """Whatever the others have exchanged meanwhile, none of it is taken for an answer; all can then meet again."""
     together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in range(SIZE)])  # type: ignore[misc]
-    mask = [False, True, True]
-    together([lambda r=r: boxes[r].agree(mask, 3, (0, 0, 0), 10) for r in (1, 2)])  # type: ignore[misc]
+    agree_without(boxes, [1, 2], 3)
     for _ in range(ahead):
         together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in (1, 2)])  # type: ignore[misc]
     begin = time.monotonic()
     for op, call in (("exchange", lambda: boxes[0].exchange(WORDS, 30)), ("wait", lambda: boxes[0].wait_for_peer(30))):
         if op == "exchange" or not ahead:  # a doorbell that rang before it looked is only a doorbell
-            with pytest.raises(TransportError, match=f"{op}.*: rank 1 has gone on in epoch 3 without this rank"):
+            with pytest.raises(TransportError, match=rf"{op}.*: rank [12] has gone on in epoch 3 without this rank"):
                 call()
     assert time.monotonic() - begin < 25, "long before the deadline of 30 s"
     everybody = [lambda r=r: boxes[r].agree([True] * SIZE, 4, (r, 0, 0), 10) for r in range(SIZE)]  # type: ignore[misc]
@@ -119,9 +151,9 @@ def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
 def test_a_look_tells_who_was_left_out_and_nobody_who_is_on_the_way(boxes: list[Mailbox]) -> None:
     for box in boxes:
         box.check_left_out("check")
-    together([lambda r=r: boxes[r].agree([False, True, True], 3, (0, 0, 0), 10) for r in (1, 2)])  # type: ignore[misc]
-    with pytest.raises(TransportError, match="dispatch: rank 1 has gone on in epoch 3 without this rank"):
-        boxes[0].check_left_out("dispatch")
+    agree_without(boxes, [1, 2], 3)
+    with pytest.raises(TransportError, match=r"dispatch: rank [12] has gone on in epoch 3 without this rank"):
+        look_until_it_raises(boxes[0], "dispatch")
     boxes[1].check_left_out("check")
     fences, looked = list[int](), threading.Event()
 
@@ -208,7 +240,9 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     host: Any = SimpleNamespace(mark_gone=None)
     domain: Any = Domain(group, 5.0, "abi", host)
     own, attached = os.open(os.devnull, os.O_RDONLY), list[list[int]]()
-    domain.mailbox = SimpleNamespace(fd=own, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds]))
+    domain.mailbox = SimpleNamespace(
+        fd=own, connect=lambda *_: None, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
+    )
     domain.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
 
@@ -220,11 +254,11 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     domain._import = bring
     before = os.listdir("/proc/self/fd")
     if missing is None:
-        domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
+        domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0, 0)] * SIZE)
         assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
     else:
         with pytest.raises(TransportError, match=f"rank {missing}"):
-            domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0)] * SIZE)
+            domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0, 0)] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from ep_kernels.config import MoEConfig
@@ -68,10 +69,20 @@ def test_only_configurations_that_may_run_ll_are_refused(
         "transport": "nvlink",
     }
     config = MoEConfig(group=LoopGroup(0, 2), **shape, **fields)
-    tickets = [links.TICKET.pack(b"abi", b"vmm", 1, place, 0) for place in PLACES[:2]]
+    here, elsewhere = (msgspec.json.encode(links.Host(name)) for name in ("here", "elsewhere"))
+    tickets = [links.TICKET.pack(b"abi", b"vmm", 1, place, 0, len(here)) + here for place in PLACES[:2]]
     monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
     if refused:
         with pytest.raises(TransportError, match="got none between rank 0"):
             links.check(config, tickets)
     else:
         links.check(config, tickets)
+    of_another_host = links.TICKET.pack(b"abi", b"vmm", 1, PLACES[1], 0, len(elsewhere)) + elsewhere
+    links.check(config, [tickets[0], of_another_host])
+
+
+def test_tickets_say_where_a_rank_is() -> None:
+    here = msgspec.json.encode(links.Host("a"))
+    assert links.host_of(links.TICKET.pack(b"", b"", 0, 0, 3, len(here)) + b"ukn" + here + b"token") == links.Host("a")
+    with pytest.raises(TransportError, match="a ticket that cannot be read"):
+        links.host_of(links.TICKET.pack(b"", b"", 0, 0, 0, 4) + b"nope")

@@ -1,25 +1,35 @@
 """Ranks whose memory this process maps: one region of each, the hosts' mailbox beside it, and the watch over processes.
 
-    domain = Domain(group, timeout_s, abi, host)
+    domain = Domain(group, timeout_s, abi, host, network)
     ticket = domain.allocate(num_bytes, device)       # then blank what must be zero, before the ticket is published
     domain.import_regions(tickets)                    # everybody's, in rank order
+
+Ranks of one host hand descriptors over, and watch each other's processes. Of another host, as of another tray of an
+NVL72, a fabric handle in the ticket gives the region; page and life of the process come over the network.
 
 Knows bytes, descriptors and processes; neither operations nor what lies where in a region.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ep_kernels.config import Group
 from ep_kernels.errors import TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import NetworkTicket
 from ep_kernels.transports.nvlink import links, mailbox, sharing, watch
 from ep_kernels.transports.nvlink.host_page import HostPage
 from ep_kernels.transports.nvlink.links import TICKET
+
+_log = logging.getLogger(__name__)
 
 
 class Domain:
@@ -36,17 +46,21 @@ class Domain:
         timeout_s: deadline of a peer's answer, seconds.
         abi: what all ranks must have in common; ASCII, at most 16 characters.
         host: this rank's page of host memory, which knows who is dead.
+        network: by which ranks of other hosts are reached; None: all are of this host.
     """
 
     region: Any
     mailbox: mailbox.Mailbox
     watch: watch.PeerWatch
 
-    def __init__(self, group: Group, timeout_s: float, abi: str, host: HostPage) -> None:
+    def __init__(
+        self, group: Group, timeout_s: float, abi: str, host: HostPage, network: NetworkConfig | None = None
+    ) -> None:
         self._group, self._timeout_s, self._abi, self._host = group, timeout_s, abi, host
+        self._network, self._own = network, (network.domain if network else "") or links.own_host()
         self._open: list[Any] = []  # what close() closes, in order of creation
         self.mappings: list[Any] = []
-        self._lends = False
+        self._lends = self._lends_for_good = False
 
     @property
     def addresses(self) -> list[int]:
@@ -71,55 +85,119 @@ class Domain:
         self._open.append(self._desk)
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        address = self._desk.address
-        head = (self._abi.encode(), kind.value.encode(), self.region.mapping.num_bytes, place, len(address))
-        return TICKET.pack(*head) + address + bytes(self.region.token)
+        address, here = self._desk.address, msgspec.json.encode(self._where())
+        head = (self._abi.encode(), kind.value.encode(), self.region.mapping.num_bytes, place)
+        return TICKET.pack(*head, len(address), len(here)) + address + here + bytes(self.region.token)
+
+    def _where(self) -> links.Host:
+        """Where this rank is, and the network by which others reach it, opened."""
+        if self._network is None:
+            return links.Host(self._own)
+        return links.Host(
+            self._own, self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)
+        )
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """Map everybody's region and page, and watch the peers' processes. Raises TransportError naming the rank."""
+        """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. Raises
+        TransportError naming the rank."""
         if self._lends:  # all ranks are here, so what they had before is closed
             from ep_kernels.transports.nvlink import memory
 
             memory.free_returned()
         pages, mappings, pids = [], [], {}
+        remote = self._remote(tickets)
         try:
             for rank, ticket in enumerate(tickets):
                 if rank == self._group.rank:
                     page, mapping = os.dup(self.mailbox.fd), self.region.mapping
+                elif rank in remote:
+                    page, mapping = -1, self._import_remote(rank, ticket)
                 else:
                     page, mapping, pids[rank] = self._import(rank, ticket)
                 pages.append(page)
                 mappings.append(mapping)
             self.mappings = mappings
+            self.mailbox.connect(remote, self._timeout_s)
             self.mailbox.attach(pages)
         finally:
             for fd in pages:
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
         self.watch = watch.PeerWatch(pids, self._host.mark_gone)
         self._open.append(self.watch)
+
+    def is_watched(self, rank: int) -> bool:
+        """Whether the end of that rank's process would be noticed at once."""
+        remote = self.mailbox.remote
+        return rank in self.watch.ranks or (remote is not None and rank in remote.ranks and remote.is_up(rank))
+
+    def _remote(self, tickets: Sequence[bytes]) -> dict[int, NetworkTicket]:
+        """Ranks of other hosts: how they are reached. Empty without a network."""
+        if self._network is None:
+            return {}
+        found = {}
+        for rank, ticket in enumerate(tickets):
+            where = links.host_of(ticket)
+            if where.name != self._own and where.network is not None:
+                found[rank] = where.network
+        return found
+
+    def _import_remote(self, rank: int, ticket: bytes) -> Any:
+        """The mapped region of a rank of another host, by what its ticket says alone."""
+        from ep_kernels.transports.nvlink import memory
+
+        kind, num_bytes, _, token = self._read(rank, ticket)
+        if kind is memory.HandleKind.POSIX_FD:
+            raise TransportError(
+                f"nvlink: cannot map the memory of rank {rank}, which is on another host: expected a fabric handle, "
+                "got a file descriptor; GPUs of several hosts need one NVLink fabric and its IMEX channel "
+                "(`crossdock doctor` says why there is none)"
+            )
+        if kind is memory.HandleKind.CUDA_IPC:
+            _log.warning(
+                "nvlink: rank %d is in another network namespace: its memory is freed when its process ends", rank
+            )
+            self._lends_for_good = True
+        return self._mapped(rank, kind, num_bytes, -1, token)
+
+    def _read(self, rank: int, ticket: bytes) -> tuple[Any, int, bytes, bytes]:
+        """(kind, bytes, address of the desk, token) of a region. Raises TransportError: another ABI."""
+        from ep_kernels.transports.nvlink import memory
+
+        abi, name, num_bytes, _, address, where = TICKET.unpack_from(ticket)
+        if abi.decode() != self._abi:
+            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {self._abi}, got {abi.decode()}")
+        rest = ticket[TICKET.size :]
+        return memory.HandleKind(name.rstrip(b"\0").decode()), num_bytes, rest[:address], rest[address + where :]
 
     def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink import memory
 
-        abi, name, num_bytes, _, length = TICKET.unpack_from(ticket)
-        address, token = ticket[TICKET.size : TICKET.size + length], ticket[TICKET.size + length :]
-        if abi.decode() != self._abi:
-            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {self._abi}, got {abi.decode()}")
-        kind = memory.HandleKind(name.rstrip(b"\0").decode())
+        kind, num_bytes, address, token = self._read(rank, ticket)
         num_fds = 2 if kind is memory.HandleKind.POSIX_FD else 1
         fds, pid, lease = sharing.borrow(rank, address, num_fds, self._timeout_s)
         if kind is not memory.HandleKind.CUDA_IPC:  # the driver itself counts who has the memory
             lease.close()
         try:
-            return fds[0], memory.redeem(kind, num_bytes, self._device.index, fds[-1], token, lease), pid
-        except TransportError as error:
+            return fds[0], self._mapped(rank, kind, num_bytes, fds[-1], token, lease), pid
+        except TransportError:
             os.close(fds[0])
             lease.close()
-            raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
+            raise
         finally:
             for fd in fds[1:]:
                 os.close(fd)
+
+    def _mapped(
+        self, rank: int, kind: Any, num_bytes: int, fd: int, token: bytes, lease: socket.socket | None = None
+    ) -> Any:
+        from ep_kernels.transports.nvlink import memory
+
+        try:
+            return memory.redeem(kind, num_bytes, self._device.index, fd, token, lease)
+        except TransportError as error:
+            raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
 
     def close(self) -> None:
         """Let go of everybody's region, once no kernel of this rank uses it. Views keep this rank's own alive; peers
@@ -127,7 +205,8 @@ class Domain:
         if self._open and self._lends:
             from ep_kernels.transports.nvlink import memory
 
-            memory.keep(self.region.mapping, self._desk.is_lent)
+            desk, for_good = self._desk, self._lends_for_good
+            memory.keep(self.region.mapping, lambda: for_good or desk.is_lent())
         for part in reversed(self._open):
             part.close()
         self._open, self.mappings = [], []

@@ -5,20 +5,53 @@ rest for written. NVLink, and a GPU's own memory, keep such a store whole; PCIe 
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
+import msgspec
+
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
-from ep_kernels.topology import Gpu, nvml
+from ep_kernels.network.network import NetworkTicket
+from ep_kernels.topology import Gpu, nvml, sysfs
 from ep_kernels.types import Mode
 
 log = logging.getLogger(__name__)
 
-TICKET = struct.Struct("<16s8sQQH")
-"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), length of the desk's address."""
+TICKET = struct.Struct("<16s8sQQHH")
+"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), lengths of the desk's address and
+of the `Host`, which follow; then comes the token of the region."""
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank runs, as JSON in its ticket.
+
+    Attributes:
+        name: ranks of equal names reach each other's processes and hand descriptors over; `own_host`.
+        network: how ranks of other hosts reach it; None = they do not.
+    """
+
+    name: str
+    network: NetworkTicket | None = None
+
+
+def own_host() -> str:
+    """With whom this process can exchange descriptors: one kernel, one network namespace, one user."""
+    boot = sysfs.text_of(Path("/proc/sys/kernel/random/boot_id"))
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.geteuid()}"
+
+
+def host_of(ticket: bytes) -> Host:
+    """The `Host` of a ticket. Raises TransportError."""
+    *_, address, length = TICKET.unpack_from(ticket)
+    start = TICKET.size + address
+    try:
+        return msgspec.json.decode(ticket[start : start + length], type=Host)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TransportError(f"nvlink: a ticket that cannot be read ({error}); use one version on all ranks") from error
 
 
 def pci_number(domain: int, bus: int, device: int) -> int:
@@ -27,9 +60,14 @@ def pci_number(domain: int, bus: int, device: int) -> int:
 
 
 def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
-    """Refuse LL (TransportError) where GPUs are not joined by NVLink."""
+    """Refuse LL (TransportError) where GPUs are not joined by NVLink. Of this host's: NVML tells nothing of others, and
+    regions of other hosts are mapped by fabric handles, which only NVLink has."""
     if config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
-        places = [TICKET.unpack_from(ticket)[3] for ticket in tickets]
+        own = host_of(tickets[config.group.rank]).name
+        hosts = [host_of(ticket).name for ticket in tickets]
+        places = [
+            TICKET.unpack_from(ticket)[3] if host == own else None for ticket, host in zip(tickets, hosts, strict=True)
+        ]
         if len(set(places)) > 1:
             require_nvlink(places, nvml.look(Path("/sys")).gpus)
 
@@ -47,17 +85,17 @@ def lines_are_whole(tickets: Sequence[bytes]) -> bool:
     return True
 
 
-def require_nvlink(places: Sequence[int], gpus: Sequence[Gpu]) -> None:
+def require_nvlink(places: Sequence[int | None], gpus: Sequence[Gpu]) -> None:
     """Raise TransportError unless each two ranks share a GPU or are joined by NVLink. What NVML does not know is
     allowed, with a warning. Equal on all ranks, since each looks at all pairs.
 
     Args:
-        places: `pci_number` of each rank's GPU.
+        places: `pci_number` of each rank's GPU; None: it is of another host.
         gpus: of this host, as NVML tells.
     """
     found = {_place_of(gpu): gpu for gpu in gpus}
     for (a, first), (b, second) in combinations(enumerate(places), 2):
-        if first == second:
+        if first is None or second is None or first == second:
             continue
         status = _nvlink_status(found.get(first), found.get(second))
         if status == "unknown":

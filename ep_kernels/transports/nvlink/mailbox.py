@@ -1,14 +1,17 @@
 """The hosts' small exchange beside the GPUs: one page of shared memory per rank, written by its owner, read by all.
 
-    page: exchanges entered | words of even exchanges | words of odd exchanges
-          | epoch that this rank would agree to | its words, number of exchanges, mask | epoch that its mask agreed to
+    page: four blocks of nine words; the first word of a block vouches for the others
+          number of an even exchange | its words      number of an odd one | its words
+          epoch that this rank would agree to | its words, number of exchanges, mask      epoch that its mask agreed to
 
-A rank enters exchange n by writing its words to half n % 2 and then `number` = n. It cannot enter n + 2 before
-everybody entered n + 1, so a half is never overwritten while somebody still reads it. Survivors of a loss may have
-stopped in different exchanges, so they agree on the next epoch in a place of its own. A rank that looks at a peer which
-has agreed to an epoch without it hears so: it was left out, and what the peer publishes now is not for it.
-Waiting sleeps (never spins). Fences stand between words and the number that vouches for them, on both sides: Arm's
-processors, as beside GB200, would not keep that order.
+A rank enters exchange n by writing its words to block n % 2 and then n. It cannot enter n + 2 before everybody entered
+n + 1, so a block is never overwritten while somebody still reads it. Survivors of a loss may have stopped in different
+exchanges, so they agree on the next epoch in a block of its own. A rank that looks at a peer which has agreed to an
+epoch without it hears so: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never spins).
+Fences stand between words and the number that vouches for them, on both sides: Arm's processors, as beside GB200, would
+not keep that order.
+
+Pages of ranks of other hosts are copies that the network keeps (`remote_pages`); nothing else differs.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import NetworkTicket
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, RemotePages
 
-PAGE_BYTES = mmap.PAGESIZE
-_EPOCH = 1 + 2 * EXCHANGE_WORDS
-_AGREED = _EPOCH + 1 + EXCHANGE_WORDS
+_AGREE, _AGREED = 2, 3
+"""Blocks beside those of exchanges, 0 and 1."""
 _MASK_WORDS, _MASK_BITS = 4, 63
-_FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+_FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
 
 
 class Mailbox:
@@ -42,7 +47,8 @@ class Mailbox:
         self._rank, self._gone, self._fence = rank, gone, launch.fence()
         self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
-        self._maps: list[mmap.mmap] = []  # each holds a descriptor of its own
+        self.remote: RemotePages | None = None
+        self._maps: list[mmap.mmap] = [mmap.mmap(self.fd, PAGE_BYTES)]  # each holds a descriptor of its own
         self._pages: list[memoryview] = []
         self._active: list[bool] = []
         self._number = self._epoch = 0
@@ -50,23 +56,38 @@ class Mailbox:
         self._aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
 
+    def open_network(self, config: NetworkConfig, size: int, gone: int) -> NetworkTicket:
+        """Reach ranks of other hosts, too; the ticket by which they reach this one. `gone`: as `RemotePages` has it.
+        Raises TransportError."""
+        self.remote = RemotePages(config, self._rank, size, self._maps[0], gone)
+        return self.remote.ticket()
+
     def attach(self, fds: Sequence[int]) -> None:
-        """Map everybody's page, in rank order."""
-        self._maps = [mmap.mmap(fd, PAGE_BYTES) for fd in fds]
-        self._pages = [memoryview(page).cast("q") for page in self._maps]
-        self._active = [True] * len(self._pages)
+        """Map everybody's page, in rank order; -1: the copy of a rank that `connect` has named."""
+        own = self._maps[0]
+        pages = []
+        for rank, fd in enumerate(fds):
+            if fd < 0:
+                assert self.remote is not None
+                pages.append(self.remote.page(rank))
+                continue
+            mapped = own if rank == self._rank else mmap.mmap(fd, PAGE_BYTES)
+            self._maps += [] if mapped is own else [mapped]
+            pages.append(memoryview(mapped).cast("q"))
+        self._pages = pages
+        self._active = [True] * len(pages)
+
+    def connect(self, tickets: Mapping[int, NetworkTicket], timeout_s: float) -> None:
+        """With ranks of other hosts. Raises PeerTimeout, TransportError."""
+        if self.remote is not None:
+            self.remote.connect(tickets, timeout_s)
 
     def exchange(self, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...] | None]:
         """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError, TransportError if left out."""
         number = self._number = self._number + 1
-        start = 1 + number % 2 * EXCHANGE_WORDS
-        mine = self._pages[self._rank]
-        for i, word in enumerate(words):
-            mine[start + i] = word
-        self._fence()
-        mine[0] = number
-        self._await_all("exchange", 0, number, timeout_s)
-        answers = self._read(start)
+        self._write(number % 2, number, words)
+        self._await_all("exchange", number % 2, number, timeout_s)
+        answers = self._read(number % 2)
         self.check_left_out("exchange")  # after the read: what was read may have been for others
         return answers
 
@@ -74,30 +95,67 @@ class Mailbox:
         """Everybody's words (at most 3) for this epoch; collective of the ranks in `mask`, whose exchanges then go on
         in step. Raises as `exchange`, and TransportError where ranks bring different masks."""
         self._active = list(mask)
-        mine, bits = self._pages[self._rank], _mask_words(mask)
-        for i, word in enumerate((*words, self._number, *bits)):
-            mine[_EPOCH + 1 + i] = word
-        self._fence()
-        mine[_EPOCH] = epoch
-        self._await_all("set_active", _EPOCH, epoch, timeout_s)
+        bits = _mask_words(mask)
+        self._settle(timeout_s)
+        self._write(_AGREE, epoch, (*words, self._number, *bits))
+        self._await_all("set_active", _AGREE, epoch, timeout_s)
         self.check()
-        answers = self._read(_EPOCH + 1)
+        answers = self._read(_AGREE)
         for peer, answer in enumerate(answers):
-            if answer is not None and (self._pages[peer][_EPOCH] != epoch or answer[-_MASK_WORDS:] != bits):
-                raise _left_out("set_active", peer, self._pages[peer][_EPOCH])
+            if answer is not None and (self._vouched(peer, _AGREE) != epoch or answer[-_MASK_WORDS:] != bits):
+                raise _left_out("set_active", peer, self._vouched(peer, _AGREE))
         self._number = max(answer[len(words)] for answer in answers if answer is not None)
-        self._epoch = mine[_AGREED] = epoch
+        self._epoch = epoch
+        self._write(_AGREED, epoch, ())
         return [answer for answer in answers if answer is not None]
 
     def check_left_out(self, op: str) -> None:
         """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""
-        reached = max(self._epoch, self._pages[self._rank][_EPOCH])  # an epoch that this rank is entering is no news
-        for peer, (active, page) in enumerate(zip(self._active, self._pages, strict=True)):
-            if active and page[_AGREED] > reached:
-                raise _left_out(op, peer, page[_AGREED])
+        reached = max(self._epoch, self._vouched(self._rank, _AGREE))  # an epoch that this rank is entering is no news
+        for peer, active in enumerate(self._active):
+            if active and self._vouched(peer, _AGREED) > reached:
+                raise _left_out(op, peer, self._vouched(peer, _AGREED))
 
-    def _read(self, start: int) -> list[tuple[int, ...] | None]:
+    def leave(self, mask: Sequence[bool], epoch: int) -> None:
+        """Part from ranks of other hosts outside `mask`, which hear that the group has gone on in this epoch."""
+        for rank in self.remote.ranks if self.remote is not None else ():
+            if not mask[rank] and self.remote is not None:
+                self.remote.leave(rank, epoch)
+
+    def _settle(self, timeout_s: float) -> None:
+        """Nothing is on its way to active ranks of other hosts that the next `_write` would change."""
+        deadline, bits = time.monotonic() + timeout_s, self._active_bits()
+        while self.remote is not None and not self.remote.is_quiet(bits) and time.monotonic() < deadline:
+            self.check()
+            time.sleep(_FIRST_NAP_S)
+
+    def _renew(self, deadline: float) -> None:
+        """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made
+        again, and what was sent before is sent again."""
+        if self.remote is not None:
+            bits = self._active_bits()
+            self.remote.connect_again(bits, min(_REDIAL_S, max(0.0, deadline - time.monotonic())))
+            self.remote.send_again(_AGREE, bits)
+
+    def _active_bits(self) -> int:
+        return sum(1 << rank for rank, active in enumerate(self._active) if active)
+
+    def _write(self, block: int, number: int, words: Sequence[int]) -> None:
+        """A block of this rank's page: the words, then what vouches for them; then to ranks of other hosts."""
+        mine, start = self._pages[self._rank], block * BLOCK_WORDS
+        for i, word in enumerate(words, start + 1):
+            mine[i] = word
         self._fence()
+        mine[start] = number
+        if self.remote is not None:  # of epochs those hear, too, who take no part
+            self.remote.send(block, self._active_bits() if block < _AGREE else (1 << len(self._pages)) - 1)
+
+    def _vouched(self, peer: int, block: int) -> int:
+        return int(self._pages[peer][block * BLOCK_WORDS])
+
+    def _read(self, block: int) -> list[tuple[int, ...] | None]:
+        self._fence()
+        start = 1 + block * BLOCK_WORDS
         found = [
             tuple(page[start : start + EXCHANGE_WORDS]) if active else None
             for page, active in zip(self._pages, self._active, strict=True)
@@ -105,34 +163,40 @@ class Mailbox:
         self._fence()  # what is looked at next is whether these were for this rank
         return found
 
-    def _await_all(self, op: str, word: int, number: int, timeout_s: float) -> None:
+    def _await_all(self, op: str, block: int, number: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for peer in range(len(self._pages)):
             if self._active[peer]:
-                self._await(op, peer, word, number, deadline, timeout_s)
+                self._await(op, peer, block, number, deadline, timeout_s)
 
-    def _await(self, op: str, peer: int, word: int, number: int, deadline: float, timeout_s: float) -> None:
-        page, nap = self._pages[peer], _FIRST_NAP_S
-        while page[word] < number:
+    def _await(self, op: str, peer: int, block: int, number: int, deadline: float, timeout_s: float) -> None:
+        nap = _FIRST_NAP_S
+        while self._vouched(peer, block) < number:
             self.check()
-            if word == 0:
+            if block == _AGREE:
+                self._renew(deadline)
+            else:
                 self.check_left_out(op)
             lost = next((rank for rank in self._given_up if self._active[rank]), None)
             gone, now = self._gone(peer), time.monotonic()
-            if (gone or lost is not None or now > deadline) and page[word] < number:
+            if (gone or lost is not None or now > deadline) and self._vouched(peer, block) < number:
                 silent = peer if lost is None else lost
                 raise PeerTimeout(
-                    peer=silent, op=op, phase="words", expected=number, seen=self._pages[silent][word],
+                    peer=silent, op=op, phase="words", expected=number, seen=self._seen(silent, block),
                     waited_s=timeout_s - (deadline - now), gone=gone, given_up=lost is not None,
                 )  # fmt: skip
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
+    def _seen(self, peer: int, block: int) -> int:
+        """The last exchange that a peer has entered, or the epoch that it would agree to."""
+        return self._vouched(peer, block) if block == _AGREE else max(self._vouched(peer, 0), self._vouched(peer, 1))
+
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `base.Transport`. Raises as `exchange`, without PeerTimeout."""
         deadline, nap = time.monotonic() + timeout_s, _FIRST_NAP_S
         while True:
-            if any(a and page[0] > self._number for a, page in zip(self._active, self._pages, strict=True)):
+            if any(active and self._seen(peer, 0) > self._number for peer, active in enumerate(self._active)):
                 return True
             self.check_left_out("wait_for_peer")
             self.check()
@@ -162,16 +226,25 @@ class Mailbox:
         self._given_up = self._given_up.union(ranks)
 
     def close(self) -> None:
-        """Give the page's descriptor back; the mappings die with the object. Idempotent; also in a forked child."""
+        """Part from ranks of other hosts, give the page's descriptor back; the mappings die with the object.
+        Idempotent."""
+        if self.remote is not None:
+            self.remote.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def forsake(self) -> None:
         """In a forked child: close its copies of the page and of the others'."""
-        self.close()
-        for view, page in zip(self._pages, self._maps, strict=True):
+        self._give_back()
+        if self.remote is not None:
+            self.remote.forsake()
+        for view in self._pages:
             view.release()
+        for page in self._maps:
             page.close()
         self._pages, self._maps = [], []
 

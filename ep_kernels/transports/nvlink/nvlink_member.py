@@ -105,7 +105,8 @@ class NvlinkMember:
 
     def _allocate(self, num_bytes: int, blank: Sequence[tuple[int, int]], cure: str) -> bytes:
         """The region with bytes [begin, end) of each `blank` zero; the ticket."""
-        self._domain = Domain(self._config.group, self._config.timeout_s, self._abi, self._tables.host)
+        network = getattr(self._config, "network", None)  # collectives have none
+        self._domain = Domain(self._config.group, self._config.timeout_s, self._abi, self._tables.host, network)
         ticket = self._domain.allocate(num_bytes, self._device, cure)
         for begin, end in blank:
             self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
@@ -215,6 +216,7 @@ class NvlinkMember:
         self._restart(dispatch, combine, mask)
         self._epoch = epoch
         self._leave_out(mask, epoch)
+        mailbox.leave(mask, epoch)
         mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
 
     def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
@@ -226,7 +228,7 @@ class NvlinkMember:
             left_out.leave_out(tell, lambda: self._unsent(mask), self._is_alive)
 
     def _is_alive(self, rank: int) -> bool:
-        return rank in self._domain.watch.ranks and not self._tables.host.is_gone(rank)
+        return self._domain.is_watched(rank) and not self._tables.host.is_gone(rank)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `base.MemberTransport`."""

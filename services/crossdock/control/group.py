@@ -113,7 +113,10 @@ def _register(group: Group, event: Register, now: float) -> Result:
     known = group.member(worker.uid)
     if known is not None and worker.incarnation == known.worker.incarnation:
         return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
-    if known is not None and worker.incarnation < known.worker.incarnation:
+    if known is not None and group_kind.is_other_host(worker, known.worker):
+        if not (group.recovering and event.prior is not None and known.claim is None):
+            raise _Refused(Refusal.NAME_TAKEN, f"worker {worker.uid}: {group_kind.name_taken(known)}")
+    elif known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
     if wrong := group_kind.difference(worker, [member for member in group.members if member is not known]):
         raise _Refused(Refusal.MIXED_GROUP, f"worker {worker.uid}: {wrong}")

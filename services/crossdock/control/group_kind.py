@@ -1,4 +1,4 @@
-"""What all members of a group have in common, and how a worker differs from it. Pure."""
+"""What all members of a group have in common, how a worker differs from it, and what no two have in common. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def difference(worker: Worker, members: Sequence[Member]) -> str | None:
     if reporting is None or not worker.communicator:
         return None
     return _first_difference(reporting, _settings(reporting.worker), _settings(worker))
+
+
+def is_other_host(worker: Worker, other: Worker) -> bool:
+    """Whether two workers run under different kernels; those of an unknown boot id may be one."""
+    return "" not in (worker.boot_id, other.boot_id) and worker.boot_id != other.boot_id
+
+
+def name_taken(member: Member) -> str:
+    """Why a process of another host is no successor of a live member of its uid, and what to do."""
+    return (
+        f"{member} is alive on another host of this name, at {member.worker.address}; "
+        "set worker.uid on one of the two hosts, or wait for the lease to end if it is dead"
+    )
 
 
 def _first_difference(member: Member, expected: dict[str, str], got: dict[str, str]) -> str | None:

@@ -23,6 +23,7 @@ class Refusal(enum.Enum):
 
     UNKNOWN_WORKER = "unknown worker"
     REPLACED = "replaced"
+    NAME_TAKEN = "name taken"
     WRONG_EPOCH = "wrong epoch"
     WRONG_PHASE = "wrong phase"
     MIXED_PLACEMENT = "mixed placement"
@@ -123,6 +124,8 @@ class Worker:
     https: bool = False
     """`http_address` takes TLS only."""
     network: NetworkPlace | None = None
+    boot_id: str = ""
+    """Of its host; empty: unknown."""
     communicator: tuple[tuple[str, str], ...] = ()
     """Names and values of the communicator's settings; empty: not reported, by a worker of an older release."""
 

@@ -31,6 +31,8 @@ class NetworkPlace:
     provider: str
     address: str = ""
     domain: str = ""
+    device: str = ""
+    device_why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

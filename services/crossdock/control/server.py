@@ -50,6 +50,7 @@ log = logs.get(__name__)
 REFUSALS: dict[Refusal, type[rpc.CallError]] = {
     Refusal.UNKNOWN_WORKER: rpc.NotFound,
     Refusal.REPLACED: rpc.AlreadyExists,
+    Refusal.NAME_TAKEN: rpc.AlreadyExists,
     Refusal.WRONG_EPOCH: rpc.FailedPrecondition,
     Refusal.WRONG_PHASE: rpc.FailedPrecondition,
     Refusal.MIXED_PLACEMENT: rpc.FailedPrecondition,

@@ -112,6 +112,7 @@ def register_event(
         model=_name("model", request.model),
         https=request.https,
         network=network,
+        boot_id=request.host.boot_id,
         communicator=_communicator(request),
     )
     return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
@@ -269,7 +270,7 @@ def _network(network: topology_pb2.Network) -> NetworkPlace:
     _check_texts("network", network)
     if not network.provider:
         raise InvalidArgument("network.provider: expected a name, got none")
-    return NetworkPlace(network.provider, network.address, network.domain)
+    return NetworkPlace(network.provider, network.address, network.domain, network.device, network.device_why)
 
 
 def _network_message(network: NetworkPlace) -> topology_pb2.Network:

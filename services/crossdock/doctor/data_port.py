@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
 from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.doctor import rdma
 from crossdock.doctor.findings import Finding, fail, good, judge, warn
 
 _NOWHERE = ("192.0.2.1", 9)
@@ -16,10 +17,15 @@ _NOWHERE = ("192.0.2.1", 9)
 def judge_network(network: WorkerNetworkConfig, num_workers: int) -> Iterator[Finding]:
     """Findings about the network of this host's workers."""
     yield _ports(network, num_workers)
-    if network.devices:
+    if network.devices and not rdma_devices(network):
         yield _devices(network.devices)
     yield _address(network)
-    yield good("data-memlock", f"not needed: provider {network.provider} locks no memory")
+    yield rdma.judge_memlock(network.provider, rdma.look())
+
+
+def rdma_devices(network: WorkerNetworkConfig | None) -> tuple[str, ...]:
+    """The RDMA ports that are configured; those of tcp are network interfaces."""
+    return () if network is None or "tcp" in network.provider else network.devices
 
 
 def address_towards(host: str, port: int) -> str:

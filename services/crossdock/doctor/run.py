@@ -14,11 +14,11 @@ from crossdock.common.config import ConfigFileError
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.control.discovery import join
-from crossdock.doctor import data_port, hardware, reach, system, trial
+from crossdock.doctor import data_port, hardware, rdma, reach, system, trial
 from crossdock.doctor.findings import Finding, Level, good, untried
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
-from ep_kernels.topology import try_peers
+from ep_kernels.topology import HostFacts, probe, try_peers
 
 _STYLES = {Level.GOOD: "green", Level.UNTRIED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
@@ -53,14 +53,17 @@ class DoctorRequest:
     wait_s: float = 300.0
 
 
-def examine(request: DoctorRequest, host: topology_pb2.HostFacts | None = None) -> Iterator[Finding]:
-    """Look at everything; findings come as they are made. Raises ConfigFileError for an unknown transport."""
+def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[Finding]:
+    """Look at everything; findings come as they are made. `facts`: of this host; None: probed. Raises ConfigFileError
+    for an unknown transport."""
     known = ("auto", *transports.names())
     if request.transport not in known:
         raise ConfigFileError(f"--transport: expected one of {', '.join(known)}, got {request.transport!r}")
-    host = host or host_facts()
+    facts = facts or probe()
+    host = host_facts(facts=facts)
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
+    yield from rdma.judge_nics(facts, rdma.look(), data_port.rdma_devices(request.network))
     seen = system.look()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
@@ -90,6 +93,8 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     network = data_port.trial_network(request.network, meeting, listens=listens) if meeting else request.network
     assert network is not None
     yield from data_port.judge_network(network, request.num_workers)
+    if request.passes:
+        yield trial.judge_ping(trial.run_ping(network))
     if meeting:
         how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
         yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")

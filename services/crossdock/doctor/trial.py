@@ -27,6 +27,7 @@ CPU_RANKS = 2
 HOSTS = 2
 """Of a trial between hosts, with a rank on each."""
 MOST_GPUS = 8
+PING_DEADLINE_S = 60.0
 DEADLINE_S = 120.0
 """GPUs: kernels that are not in the wheel are compiled first."""
 
@@ -58,15 +59,36 @@ def run_between_hosts(
     return answers
 
 
-def _run(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """What each `python -m crossdock.doctor.rank ARGUMENTS` answers; all are stopped at the deadline."""
+def run_ping(network: WorkerNetworkConfig) -> dict[str, Any]:
+    """The loop-back ping of that network on this host: a `Ping` as a dict, or "failed"."""
+    with tempfile.TemporaryDirectory(prefix="crossdock-doctor-") as folder:
+        command = [json.dumps(msgspec.to_builtins(network))]
+        return _run([command], Path(folder), PING_DEADLINE_S, "crossdock.doctor.ping")[0]
+
+
+def judge_ping(answer: Mapping[str, Any]) -> Finding:
+    """What the answer of `run_ping` says."""
+    if "failed" in answer:
+        cure = "the words name what refused; `crossdock doctor` above says what this host lacks for the provider"
+        return fail("network-ping", answer["failed"], "a rank of this configuration could not reach any other", cure)
+    what = (
+        f"{answer['provider']} at {answer['address']}: {answer['num_bytes']} bytes through ring, proxy and provider in "
+        f"{answer['median_us']:.1f} us (at most {answer['most_us']:.0f})"
+    )
+    return good("network-ping", what)
+
+
+def _run(
+    commands: Sequence[Sequence[str]], folder: Path, deadline_s: float, module: str = "crossdock.doctor.rank"
+) -> list[dict[str, Any]]:
+    """What each `python -m MODULE ARGUMENTS` answers; all are stopped at the deadline."""
     said = [(folder / f"rank-{number}.out", folder / f"rank-{number}.err") for number in range(len(commands))]
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + deadline_s
     try:
         for command, (out, errors) in zip(commands, said, strict=True):
             with out.open("wb") as to, errors.open("wb") as aside:  # a rank that says much must not wait for a reader
-                program = [sys.executable, "-m", "crossdock.doctor.rank", *command]
+                program = [sys.executable, "-m", module, *command]
                 processes.append(subprocess.Popen(program, stdout=to, stderr=aside))
         return [_answer(process, number, deadline, *said[number]) for number, process in enumerate(processes)]
     finally:

@@ -95,7 +95,8 @@ def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:
 def _network(seat: control_pb2.Seat) -> NetworkPlace | None:
     if not seat.HasField("network"):
         return None
-    return NetworkPlace(seat.network.provider, seat.network.address, seat.network.domain)
+    network = seat.network
+    return NetworkPlace(network.provider, network.address, network.domain, network.device, network.device_why)
 
 
 def write_facts(host: topology_pb2.HostFacts) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from crossdock.common import log
 from crossdock.common.addresses import EVERY_INTERFACE, split_address
 from crossdock.common.config import WorkerConfig
 from crossdock.common.settings import WorkerNetworkConfig
@@ -14,6 +15,12 @@ from crossdock.common.transports import cross_host_names, installed
 from crossdock.protocol.v1 import topology_pb2
 from ep_kernels import ConfigError
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.nics import NicChoice, nic_of_rank
+from ep_kernels.topology import HostFacts, probe
+
+_MOST_CHARS = 256
+"""Of a reason; the control plane takes no longer texts."""
+_log = log.get(__name__)
 
 
 def network_of(config: WorkerConfig) -> NetworkConfig | None:
@@ -33,7 +40,32 @@ def network_of(config: WorkerConfig) -> NetworkConfig | None:
     return NetworkConfig(**{**fields, "advertise": _bracketed(config.network.advertise)})
 
 
-def announced(network: WorkerNetworkConfig | None, address: str, boot_id: str) -> topology_pb2.Network | None:
+def with_device(
+    network: NetworkConfig | None, gpu: str, local_rank: int, facts: HostFacts | None = None
+) -> tuple[NetworkConfig | None, NicChoice | None]:
+    """The network with the RDMA port of this worker, logged with its reason. None as the port: there is no network, or
+    its provider takes network interfaces, as tcp.
+
+    Args:
+        network: of this worker.
+        gpu: UUID of its GPU; "": it has none.
+        local_rank: of this worker.
+        facts: of this host; None: probed.
+
+    Raises:
+        TransportError: no usable port.
+    """
+    if network is None or "tcp" in network.provider:
+        return network, None
+    choice = nic_of_rank(facts or probe(), gpu, local_rank, network.devices)
+    gid = choice.gid.gid if choice.gid else ""
+    _log.info("network device", device=choice.nic.name, why=choice.why, gid=gid, gid_why=choice.gid_why)
+    return msgspec.structs.replace(network, devices=(choice.nic.name,)), choice
+
+
+def announced(
+    network: WorkerNetworkConfig | None, address: str, boot_id: str, choice: NicChoice | None = None
+) -> topology_pb2.Network | None:
     """What the control plane is told; None: this worker has no network.
 
     Args:
@@ -41,13 +73,16 @@ def announced(network: WorkerNetworkConfig | None, address: str, boot_id: str) -
         address: host:port at which clients reach this worker; its host stands in for a data port that listens on every
             interface and is not advertised.
         boot_id: of this host.
+        choice: its RDMA port.
     """
     if network is None:
         return None
     host, port = split_address(network.listen)
     host = network.advertise or (host if host not in EVERY_INTERFACE else split_address(address)[0])
     domain = network.domain or f"{boot_id}/{_pid_namespace()}/{os.geteuid()}"
-    return topology_pb2.Network(provider=network.provider, address=f"{_bracketed(host)}:{port or '*'}", domain=domain)
+    place = f"{_bracketed(host)}:{port or '*'}"
+    device, why = (choice.nic.name, choice.why[:_MOST_CHARS]) if choice else ("", "")
+    return topology_pb2.Network(provider=network.provider, address=place, domain=domain, device=device, device_why=why)
 
 
 def _pid_namespace() -> int:

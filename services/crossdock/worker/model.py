@@ -11,7 +11,7 @@ import torch
 from crossdock.common.config import WorkerConfig
 from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.data_network import network_of
+from crossdock.worker.data_network import network_of, with_device
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights, activation
 from crossdock.worker.placement import Placement
 from crossdock.worker.seat import ControlGroup
@@ -36,6 +36,7 @@ class Model:
         dtype: of x and y.
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.
+        nic: its RDMA port; None: the network has none.
 
     Raises:
         CheckpointError: an activation that is not supported.
@@ -53,6 +54,7 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
+        self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
         self._experts: ExpertMLPs | None = None
 
     @property

@@ -1,0 +1,137 @@
+"""Pages of ranks of other hosts: copies, which their owners send over the network whenever they write to them.
+
+    block b of a page: the word that vouches for it, and eight others (`mailbox`)
+
+A rank pushes a block of its page to each rank of another host, with the block's number as immediate. At the other end
+native/host_words.cpp takes it over when all of it is there, words first, so a copy is read as a page of this host is.
+The connections also say who lives: a rank whose connections end counts as dead, one that parts says in which epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+from collections.abc import Mapping
+from ctypes import c_void_p
+
+from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
+from ep_kernels.transports.build import native_of
+from ep_kernels.transports.library import Signature
+from ep_kernels.transports.library import load as load_library
+
+PAGE_BYTES, BLOCK_WORDS = 4096, 9
+"""As native/host_words.cpp has them."""
+_SIGNATURES: dict[str, Signature] = {
+    "cd_words_open": (c_void_p, (c_void_p,) * 4),
+    "cd_words_close": (None, (c_void_p,)),
+    "cd_words_handler": (c_void_p, ()),
+}
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+    return load_library("nvlink", native_of("nvlink"), _SIGNATURES)
+
+
+class RemotePages:
+    """The copies here, and the connections over which this rank's own page is sent.
+
+    Args:
+        config: of the network.
+        rank, size: of the group.
+        page: this rank's own page.
+        gone: address of [size] int64: set to `abi.DEAD` for ranks whose connections end; kernels read it.
+
+    Attributes:
+        ranks: those of other hosts; empty before `connect`.
+
+    Raises:
+        TransportError: the network cannot be opened.
+    """
+
+    def __init__(self, config: NetworkConfig, rank: int, size: int, page: mmap.mmap, gone: int) -> None:
+        self._lib, self._size = _load(), size
+        self._landing, self._pages = (mmap.mmap(-1, size * PAGE_BYTES, flags=mmap.MAP_PRIVATE) for _ in range(2))
+        self._joined, self._told = (ctypes.c_int64 * size)(), [0] * size
+        areas = (_address(self._landing), _address(self._pages), gone, ctypes.addressof(self._joined))
+        self._words: int | None = self._lib.cd_words_open(*areas)
+        if not self._words:
+            raise TransportError("nvlink: out of memory")
+        network = Network.of(config)
+        self.lib = network.lib
+        memory = ChannelMemory(
+            _address(page), PAGE_BYTES, _address(self._landing), PAGE_BYTES, self._lib.cd_words_handler(), self._words
+        )
+        self._channel = Channel(network, rank, size, memory)
+        self._tickets: dict[int, NetworkTicket] = {}
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self._tickets)
+
+    def ticket(self) -> NetworkTicket:
+        """For the ranks of other hosts."""
+        return self._channel.ticket()
+
+    def page(self, rank: int) -> memoryview:
+        """[512] int64: the copy of that rank's page."""
+        return memoryview(self._pages)[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES].cast("q")
+
+    def connect(self, tickets: Mapping[int, NetworkTicket], timeout_s: float) -> None:
+        """With ranks of other hosts; they do the same. Raises PeerTimeout, TransportError."""
+        self._tickets |= tickets
+        self._channel.connect(tickets, timeout_s)
+
+    def connect_again(self, mask: int, timeout_s: float) -> None:
+        """Try for so long to connect with those of `mask` that are of other hosts, where no connection stands."""
+        with contextlib.suppress(PeerTimeout):
+            self._channel.connect({rank: one for rank, one in self._tickets.items() if mask >> rank & 1}, timeout_s)
+
+    def send(self, block: int, mask: int) -> None:
+        """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
+        the proxy empties whatever peers do."""
+        for rank in self._tickets:
+            if mask >> rank & 1:
+                self._told[rank] = self._joined[rank]
+                where = 8 * BLOCK_WORDS * block
+                while not self.lib.cn_push(self._channel.pointer, rank, where, 8 * BLOCK_WORDS, block):
+                    pass
+
+    def send_again(self, block: int, mask: int) -> None:
+        """The same, to those with whom connections are newer than what was sent last: that may be lost."""
+        self.send(block, mask & sum(1 << rank for rank in self._tickets if self._joined[rank] != self._told[rank]))
+
+    def is_quiet(self, mask: int) -> bool:
+        """Whether what was sent to the ranks of `mask` has left the own page."""
+        return self._channel.is_quiet(mask)
+
+    def leave(self, rank: int, epoch: int) -> None:
+        """Part from a rank that takes no part in that epoch; it hears of it."""
+        if rank in self._tickets:
+            self._channel.leave(rank, epoch)
+
+    def is_up(self, rank: int) -> bool:
+        """Whether the connections with a rank of another host stand."""
+        return bool(self._channel.up() >> rank & 1)
+
+    def close(self) -> None:
+        """Part from all in order. Idempotent; the copies stay while somebody looks at them."""
+        self._channel.close()
+        self._channel.free()
+        words, self._words = self._words, None
+        if words:
+            self._lib.cd_words_close(words)
+
+    def forsake(self) -> None:
+        """In a forked child: nothing of this is used any more."""
+        self._channel.forsake()
+        self._words = None
+
+
+def _address(area: mmap.mmap) -> int:
+    """Of a writable mapping, which stays as long as the object."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))

@@ -1,0 +1,45 @@
+"""The loop-back ping: real bytes through ring, proxy and provider, and a clear error where they do not get through."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.doctor import trial
+from crossdock.doctor.findings import Level
+from crossdock.doctor.ping import main
+from ep_kernels import EpError, TransportError
+from ep_kernels.network import NetworkConfig, ping
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shuffle(tcp)"])
+def test_a_ping_beside_a_port_that_is_taken(provider: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = NetworkConfig(provider=provider, listen=listen, advertise="198.51.100.7", lanes=2)
+        came = ping.ping(config, rounds=20)
+    assert (came.provider, came.address) == (provider, "127.0.0.1")
+    assert 0 < came.median_us <= came.most_us
+
+
+def test_what_cannot_be_pinged() -> None:
+    with pytest.raises(TransportError, match=r"network\.listen: cannot listen on 198\.51\.100\.7:0"):
+        ping.ping(NetworkConfig(listen="198.51.100.7:0"))
+    with pytest.raises(ValueError, match="num_bytes: expected 1 to 4096, got 5000"):
+        ping.ping(NetworkConfig(), num_bytes=5000)
+
+
+def test_dropped_connections_end_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ping, "_MESSAGE_S", 0.5)
+    with pytest.raises(EpError):
+        ping.ping(NetworkConfig(provider="shuffle(tcp)", listen="127.0.0.1:0", drop_after=3, seed=1))
+
+
+def test_the_doctor_pings_in_a_process_of_its_own() -> None:
+    assert trial.judge_ping(trial.run_ping(WorkerNetworkConfig(listen="127.0.0.1:0"))).level is Level.GOOD
+    refused = trial.judge_ping(main(json.dumps({"listen": "198.51.100.7:0"})))
+    assert (refused.check, refused.level) == ("network-ping", Level.FAIL)
+    assert "cannot listen on 198.51.100.7:0" in refused.what
