@@ -109,10 +109,10 @@ def ends_of_a_connection(join: Join) -> None:
     for way in ("gone", "left out"):
         loop, case = four(Layout.RANK_MAJOR, Mode.LL, join, timeout_s=60.0)
         check(loop, case, Mode.LL)
-        if way == "gone":  # as when the process is killed
+        if way == "gone":  # a word that no version knows, and the end: as when the process is killed
             loop.remotes[3].channel.leave(0, 0)
         else:
-            loop.remotes[3].leave_out([False, True, True, True], 7)
+            loop.remotes[3].channel.leave(0, 7)
         words, host = loop.remotes[0].words, loop.engines[0].tables.host
         until = time.monotonic() + 20.0
         while not (host.is_gone(3) or words[6, 3]):
@@ -134,7 +134,7 @@ def bytes_are_those_of_theory(join: Join) -> None:
     """Each row goes once to each rank of the other host that holds an expert of its token, each partial back; counts,
     metadata and routing beside them."""
     loop, case = four(Layout.RANK_MAJOR, Mode.LL, join)
-    before = [[(t.sent_messages, t.sent_bytes) for t in remote.traffic()] for remote in loop.remotes]
+    before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]
     check(loop, case, Mode.LL)
     shape, stride = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.stride
     rows = [[0] * 4 for _ in range(4)]  # of source, at rank
@@ -144,11 +144,11 @@ def bytes_are_those_of_theory(join: Join) -> None:
                 rows[source][rank] += 1
     assert stride
     for rank, remote in enumerate(loop.remotes):
-        traffic = remote.traffic()
+        traffic = {t.peer: t for t in remote.peers()}
         for peer in remote.ranks:
             out, home = rows[rank][peer], rows[peer][rank]
-            sent = traffic[peer].sent_bytes - before[rank][peer][1]
+            sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
             row = shape.row_packets * 1024 + shape.metadata_lines * 128
             assert sent == 16 + out * row + 16 + home * shape.combine_packets * 1024
-            messages = traffic[peer].sent_messages - before[rank][peer][0]
+            messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
             assert messages == 1 + 1 + 2 * (out > 0) + 1 + 1 + (home > 0)

@@ -7,30 +7,26 @@ import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from ep_kernels import jit
-from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.types import Layout, Mode
-from tests.cases import RoutingCase, cases, draw_seed
+from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
-from tests.gpu.loopback import BOTH, Loopback
-from tests.gpu.loopback_check import check, combine_of
+from tests.gpu import loopback_network as network
+from tests.gpu.loopback_check import check
+from tests.gpu.loopback_network import SHUFFLED, TCP, Joined
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(300),
 ]
-SPLIT = (1, 2)
-NETWORK = NetworkConfig(listen="127.0.0.1:0", advertise="127.0.0.1")
-SHUFFLED = NetworkConfig(listen="127.0.0.1:0", advertise="127.0.0.1", provider="shuffle(tcp)", lanes=2)
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+SPLIT, BOTH = (1, 2), (3,)
 
 
 @pytest.fixture(autouse=True)
@@ -47,31 +43,49 @@ def _kernels() -> None:
 
 
 def _is_wanted(of: dict[str, str]) -> bool:
-    return of.get("LAYOUT", "0") in ("0", "2") and all(of.get(name, "u8") in ("u8", "bf16", "0", "1") for name in "XYC")
+    plain = of.get("X", "u8") == "u8" and (of.get("Y", "bf16"), of.get("C", "bf16")) == ("bf16", "bf16")
+    return plain and of.get("LAYOUT", "0") in ("0", "2")
 
 
 @pytest.fixture
-def loops() -> Iterator[list[Loopback]]:
-    """What a test joins is parted at its end."""
-    made: list[Loopback] = []
-    yield made
-    for loop in made:
-        loop.close()
-
-
-def join(loops: list[Loopback], case: RoutingCase, nodes: int = 2, **fields: Any) -> Loopback:
-    """The ranks of a case on so many hosts."""
-    fields = {"network": NETWORK, "timeout_s": 20.0, **fields}
-    loop = Loopback(lambda group: case.config(group, **fields), case.num_ranks, 3, Emulated(), nodes)
-    loops.append(loop)
-    return loop
+def join() -> Iterator[Joined]:
+    joined = Joined(Emulated(), 2)
+    yield joined
+    joined.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("network", [NETWORK, SHUFFLED], ids=["tcp", "shuffled"])
-def test_routing(network: NetworkConfig, layout: Layout, loops: list[Loopback]) -> None:
-    """Two hosts of two: uneven tokens, none at all, all to one, without experts."""
-    steps = cases(4, 9, hidden_size=136, num_experts=9, topk=3)
-    loop = join(loops, steps[0], network=network, mode=Mode.LL, layout=layout)
-    for case in steps:
-        check(loop, case, Mode.LL)
+@pytest.mark.parametrize("provider", [TCP, SHUFFLED], ids=["tcp", "shuffled"])
+def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joined) -> None:
+    """Uneven tokens, none, one without experts; several packets in a row; launches in halves, in HT's name."""
+    case = RoutingCase(9, 3, 520, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
+    check(loop, case, Mode.LL)
+    check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+
+
+def test_hosts_of_unlike_size(join: Joined) -> None:
+    case = RoutingCase(7, 3, 64, (4, 1, 3), "one_expert", draw_seed(), max_tokens=4)
+    loop = join(case, mode=Mode.LL, layout=Layout.RANK_MAJOR)
+    check(loop, case, Mode.LL)
+
+
+def test_handles_are_used_again(join: Joined) -> None:
+    network.handles_are_used_again(Layout.EXPERT_MAJOR, Mode.LL, join)
+
+
+def test_different_routings_break_nothing(join: Joined) -> None:
+    network.different_routings_break_nothing(Layout.RANK_MAJOR, Mode.LL, join)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
+def test_silence_is_named(op: str, join: Joined) -> None:
+    network.silence_is_named(op, join)
+
+
+def test_ends_of_a_connection(join: Joined) -> None:
+    network.ends_of_a_connection(join)
+
+
+def test_bytes_are_those_of_theory(join: Joined) -> None:
+    network.bytes_are_those_of_theory(join)

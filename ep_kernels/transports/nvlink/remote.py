@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Channel, ChannelMemory, Network, NetworkTicket
-from ep_kernels.network.proxy import Traffic
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.types import CombineOrder, PeerTraffic
 
 _PAGE = 4096
 _NORESERVE = 0x4000
 """Linux: memory is counted when touched. Boxes of ranks that are mapped never are."""
 _ONE_LANE = 1 << 30
+_NAP_S = 50e-6
 _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
 
 
@@ -78,7 +81,7 @@ class RemoteRanks:
         unregister: Callable[[int], None] = unpin,
     ) -> None:
         self._rank, self._size, self._register, self._unregister = rank, size, register, unregister
-        self.ranks: tuple[int, ...] = ()
+        self._tickets: dict[int, NetworkTicket] = {}
         self._map = abi.box_map(shape)
         self.box_bytes = -(-int(self._map.num_bytes) // _PAGE) * _PAGE
         self._pinned: list[int] = []
@@ -101,6 +104,10 @@ class RemoteRanks:
         self._ring = self.channel.for_device(self.box_bytes, self._stripe)
         assert self._ring.size == abi.RING_SIZE
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._tickets)
+
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""
         return self.channel.ticket()
@@ -112,7 +119,7 @@ class RemoteRanks:
             for rank in tickets:
                 for boxes in (self._outboxes, self._inboxes):
                     self._pin(boxes + rank * self.box_bytes, self.box_bytes)
-        self.ranks = tuple(tickets)
+        self._tickets = dict(tickets)
         self.channel.connect(tickets, timeout_s)
 
     def _pin(self, address: int, num_bytes: int) -> None:
@@ -127,23 +134,34 @@ class RemoteRanks:
             popped=self._ring.popped, map=self._map,
         )  # fmt: skip
 
-    def is_quiet(self, mask: Sequence[bool]) -> bool:
-        """Whether nothing is still to be sent to the ranks in `mask`, once kernels have ended."""
-        return self.channel.is_quiet(sum(1 << rank for rank in self.ranks if mask[rank]))
+    def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
+        """Once kernels have ended: wait until nothing is still to be sent to the ranks of `mask` (None: to any whose
+        connections stand); at most so long."""
+        until = time.monotonic() + timeout_s
+        wanted = sum(1 << rank for rank in self.ranks if mask is None or mask[rank])
+        while not self.channel.is_quiet(wanted & self.channel.up()) and time.monotonic() < until:
+            time.sleep(_NAP_S)
+
+    def go_on(self, mask: Sequence[bool], epoch: int, timeout_s: float) -> None:
+        """Part from ranks that take no part any longer: they hear of the epoch, and write no more. Connect with those
+        of `mask` whose connections have ended. Raises PeerTimeout, TransportError."""
+        for rank in self.ranks:
+            if not mask[rank]:
+                self.channel.leave(rank, epoch)
+        self.channel.connect({rank: self._tickets[rank] for rank in self.ranks if mask[rank]}, timeout_s)
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
         """All ranks go on from these numbers."""
         self._lib.cd_boxes_restart(self._native, dispatch, combine, barrier)
 
-    def leave_out(self, mask: Sequence[bool], epoch: int) -> None:
-        """Close the connections with ranks that take no part any longer: they hear of the epoch, and write no more."""
-        for rank in self.ranks:
-            if not mask[rank]:
-                self.channel.leave(rank, epoch)
-
-    def traffic(self) -> list[Traffic]:
-        """By rank [R], since the channel was made."""
-        return self.channel.traffic()
+    def peers(self) -> list[PeerTraffic]:
+        """See `base.MemberTransport.traffic`."""
+        up, by_rank = self.channel.up(), self.channel.traffic()
+        found = [(rank, by_rank[rank]) for rank in sorted(self.ranks)]
+        return [
+            PeerTraffic(rank, bool(up >> rank & 1), one.sent_messages, one.sent_bytes, one.received_messages)
+            for rank, one in found
+        ]
 
     def close(self) -> None:
         """Part from all. No kernel runs any more; one that begins reads `words` and nothing else. Idempotent."""
@@ -172,9 +190,10 @@ def stripe_of(box_bytes: int, lanes: int) -> int:
     return stripe
 
 
-def refuse(exact_combine: bool) -> None:
-    """Raise ConfigError for what does not go over a network."""
-    if exact_combine:
-        raise ConfigError(
-            "exact_combine", "False with transport nvlink and a network (transport cpu has it over hosts)", True
-        )
+def check(config: MoEConfig) -> None:
+    """Raise ConfigError for what GPUs cannot do over a network."""
+    where = "with transport nvlink over a network; transport cpu has it"
+    if config.exact_combine:
+        raise ConfigError("exact_combine", f"False {where}", True)
+    if config.combine_order is not CombineOrder.RANK:
+        raise ConfigError("combine_order", f"CombineOrder.RANK {where}", config.combine_order)

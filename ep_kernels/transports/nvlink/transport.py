@@ -17,11 +17,13 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import links, plan
+from ep_kernels.transports.nvlink import links, plan, remote
+from ep_kernels.transports.nvlink.domain import needs_boxes
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
+from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
@@ -37,12 +39,12 @@ def create(config: MoEConfig) -> NvlinkTransport:
 
 
 class NvlinkTransport(NvlinkMember):
-    """Ranks on the GPUs of one NVLink domain, one process each. The device is torch's current one at `allocate`."""
+    """Ranks on GPUs, one process each: those of one NVLink domain map each other's memory, the others go over a network. The device is torch's current one at `allocate`."""
 
     def __init__(self, config: MoEConfig) -> None:
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
-        self.capabilities = Capabilities("cuda", False, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
+        self.capabilities = Capabilities("cuda", config.network is not None, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
@@ -59,10 +61,15 @@ class NvlinkTransport(NvlinkMember):
         self._enter_device()
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
-        self._engine = LaunchEngine(
-            self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes
-        )
+        network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
+        if boxed:
+            remote.check(self._config)
+        config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
+        self._engine = LaunchEngine(config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
         self._tables = self._engine.tables
+        if boxed:
+            group, shape = self._config.group, self._engine.sizes.shape
+            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host)
         self._load(self._engine.variants())
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
