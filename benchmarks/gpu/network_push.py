@@ -96,7 +96,9 @@ class Line:
 
 def line(what: str, values_ns: list[int]) -> Line:
     """Figures of some times."""
-    return Line(what, quantile(values_ns, 0.5) / 1e3, quantile(values_ns, 0.99) / 1e3, min(values_ns) / 1e3, len(values_ns))
+    return Line(
+        what, quantile(values_ns, 0.5) / 1e3, quantile(values_ns, 0.99) / 1e3, min(values_ns) / 1e3, len(values_ns)
+    )
 
 
 def main() -> None:

@@ -148,8 +148,8 @@ class Loopback:
 
     def close(self) -> None:
         """Part from the network, where there is one."""
-        for remote in self.remotes:
-            remote.close()
+        for far in self.remotes:
+            far.close()
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of it where the kernels run."""
@@ -257,5 +257,5 @@ class Loopback:
                 memory.data[begin:end] = 0
             memory.data[: engine.flag_bytes].view(torch.int64).fill_(value)
             engine.restart_flags(value, value)
-        for remote in self.remotes:
-            remote.restart(value, value, value)
+        for far in self.remotes:
+            far.restart(value, value, value)

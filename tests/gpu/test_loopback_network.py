@@ -91,8 +91,8 @@ def replace_lanes(lanes: int) -> Any:
 
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.FLAT])
 def test_replicas_and_overflow(layout: Layout, join: Joined) -> None:
-    for case in cases(4, 7, hidden_size=64, num_experts=6, topk=4)[:3]:
-        case = replace(case, experts=replicated(4, 6, 5, draw_seed()))
+    for plain in cases(4, 7, hidden_size=64, num_experts=6, topk=4)[:3]:
+        case = replace(plain, experts=replicated(4, 6, 5, draw_seed()))
         check(join(case, mode=Mode.LL, layout=layout), case, Mode.LL)
     case = RoutingCase(4, 3, 64, (6, 1, 6, 2), "uniform", draw_seed(), max_tokens=6)
     loop = join(case, mode=Mode.LL, layout=layout, overflow=Overflow.DROP, max_recv_rows=4)

@@ -72,7 +72,9 @@ CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
 CN_API void cn_device(cd::NetChannel* c, uint64_t box, uint64_t stripe, uint64_t* out) {
   c->box = box;
   c->outbox->stripe = stripe;
-  c->outbox->device = true;
+  c->outbox->device.store(true);
+  const uint64_t one = 1;
+  (void)!write(c->outbox->event_fd, &one, sizeof one);  // from now on the proxy must not sleep for long
   out[0] = reinterpret_cast<uint64_t>(c->outbox->ring);
   out[1] = reinterpret_cast<uint64_t>(&c->outbox->popped);
   out[2] = kBoxBytes;

@@ -243,7 +243,7 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
 
 bool Proxy::has_devices() const {
   bool any = false;
-  for_each([&](const NetChannel& c) { any |= c.outbox->device; });
+  for_each([&](const NetChannel& c) { any |= c.outbox->device.load(std::memory_order_relaxed); });
   return any;
 }
 

@@ -52,7 +52,8 @@ struct Outbox {
   // Several lanes: bytes of one place of the region always take the same lane, the one of their stripe, so that a later
   // write of them cannot be overtaken by an earlier one. No descriptor crosses a stripe.
   uint64_t stripe;
-  bool device;  // a GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped
+  // A GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped.
+  std::atomic<bool> device;
   alignas(64) uint64_t tail;  // the writer's own
   std::atomic<uint64_t> pushed[kNetRanks];
   // Written by the proxy: descriptors whose bytes it will not read again, sent or given up.
@@ -85,7 +86,7 @@ struct Outbox {
     const uint64_t where = d.where.load(std::memory_order_acquire);
     if ((where & Descriptor::kParity) != parity) return false;
     *out = {where & Descriptor::kOffset, d.bytes, d.imm, int(where >> 48 & 0x7f)};
-    if (device) pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
+    if (device.load(std::memory_order_relaxed)) pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
     popped.store(at + 1, std::memory_order_release);
     return true;
   }
@@ -98,7 +99,7 @@ struct Outbox {
 
   // Nothing of this rank's region is still to be read on behalf of `rank`.
   bool is_quiet(int rank) const {
-    if (device && !empty()) return false;
+    if (device.load(std::memory_order_relaxed) && !empty()) return false;
     return done[rank].load(std::memory_order_acquire) == pushed[rank].load(std::memory_order_relaxed);
   }
 };

@@ -291,9 +291,9 @@ class LaunchEngine:
         op = self._empty((abi.OP_WORDS,), torch.int64)
         record = abi.CombineArgs(
             world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
-            mode=int(plan.algorithm(c, handle.mode) is Mode.HT), op=op.data_ptr(), y=y.data_ptr(), row_weights=_pointer(args.row_weights),
-            topk_weights=state.topk_weights.data_ptr(), positional=int(c.resolved_layout is Layout.RANK_MAJOR),
-            pipelines=self._pipeline_stages,
+            mode=int(plan.algorithm(c, handle.mode) is Mode.HT), op=op.data_ptr(), y=y.data_ptr(),
+            row_weights=_pointer(args.row_weights), topk_weights=state.topk_weights.data_ptr(),
+            positional=int(c.resolved_layout is Layout.RANK_MAJOR), pipelines=self._pipeline_stages,
             **self._addresses(state),
         )  # fmt: skip
         variant, launch = self._combine[handle.mode]

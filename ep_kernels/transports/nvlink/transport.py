@@ -39,12 +39,15 @@ def create(config: MoEConfig) -> NvlinkTransport:
 
 
 class NvlinkTransport(NvlinkMember):
-    """Ranks on GPUs, one process each: those of one NVLink domain map each other's memory, the others go over a network. The device is torch's current one at `allocate`."""
+    """Ranks on GPUs, one process each: those of one NVLink domain map each other's memory, the others are reached over
+    a network. The device is torch's current one at `allocate`."""
 
     def __init__(self, config: MoEConfig) -> None:
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
-        self.capabilities = Capabilities("cuda", config.network is not None, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
+        self.capabilities = Capabilities(
+            "cuda", config.network is not None, DTYPES, (Mode.LL, Mode.HT), True, self._abi
+        )
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
