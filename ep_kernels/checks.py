@@ -20,19 +20,32 @@ def tensor(
     name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
 ) -> torch.Tensor:
     """`value` if it is a contiguous tensor of this shape, dtype and device."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.shape == shape
+        and value.dtype in dtypes
+        and value.device.type == device_type
+        and value.layout is torch.strided
+        and value.is_contiguous()
+    ):
+        return value
+    raise _unlike(name, value, shape, dtypes, device_type)
+
+
+def _unlike(
+    name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
+) -> ArgumentError:
+    """In what `value` differs."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(name, "a torch.Tensor", type(value).__name__)
+        return ArgumentError(name, "a torch.Tensor", type(value).__name__)
     if value.shape != shape:
-        raise ArgumentError(name, f"shape {list(shape)}", list(value.shape))
+        return ArgumentError(name, f"shape {list(shape)}", list(value.shape))
     if value.dtype not in dtypes:
-        raise ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
+        return ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
     if value.device.type != device_type:
-        raise ArgumentError(name, f"a tensor on {device_type}", value.device)
-    strided = value.layout is torch.strided
-    if not strided or not value.is_contiguous():
-        strides = list(value.stride()) if strided else value.layout
-        raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
-    return value
+        return ArgumentError(name, f"a tensor on {device_type}", value.device)
+    strides = list(value.stride()) if value.layout is torch.strided else value.layout
+    return ArgumentError(name, "a contiguous tensor", f"strides {strides}")
 
 
 def num_tokens(x: object, config: MoEConfig) -> int:

@@ -23,7 +23,7 @@ from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow, stamp
 
 T = TypeVar("T")
 _counters: list[torch.Tensor] = []
@@ -340,8 +340,10 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     def _check_pending(self, kind: str) -> None:
         """The operation that is to begin may take the buffers of the `max_in_flight`-th before it, or let peers do so
         before this rank begins another: whoever still waits for that one would get the rows of somebody else."""
-        flight, number = self._config.max_in_flight, self._num_begun[kind]
-        oldest = min(self._pending[kind], default=number)
+        pending = self._pending[kind]
+        if not pending:
+            return
+        flight, number, oldest = self._config.max_in_flight, self._num_begun[kind], min(pending)
         if oldest <= number - flight:
             raise HandleError(
                 f"{kind}: expected every request waited for before max_in_flight = {flight} later ones begin, got one "
@@ -375,14 +377,10 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         self._recent.append((number, made.seq))
         if self._received is not None:
             self._received += self._transport.source_rows(made)
-        rows_shape = tuple(out.tokens.shape[:-1])
-        handle = DispatchHandle(
-            self._id, made.seq, made.num_tokens, made.mode, made.epoch, made.state,
-            rows_shape, args.topk_ids, args.topk_weights,
-        )  # fmt: skip
+        stamp(made, self._id, args.topk_ids, args.topk_weights)
         if self._reads_dropped and int(out.num_dropped):
-            raise CapacityError(int(out.num_dropped), out, handle)
-        return out, handle
+            raise CapacityError(int(out.num_dropped), out, made)
+        return out, made
 
 
 def _uncompiled(topk_weights: torch.Tensor | None) -> None:

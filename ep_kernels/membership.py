@@ -246,7 +246,7 @@ class GroupMember(Generic[C, M]):
         fault = self._fault  # another thread may close
         if fault is not None:
             raise fault.with_traceback(None)
-        self._run(self._transport.check)
+        self._run(self._transport.check, op)
 
     def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A call into the transport; remembers the TransportError that it raises."""

@@ -118,10 +118,10 @@ class DispatchHandle:
         mode: the algorithm that ran (never AUTO).
         epoch: membership under which the routing was made; a handle of an older epoch is refused.
         state: what the transport needs to find its rows again.
-        rows_shape: leading shape of `DispatchOutput.tokens` (all but H). Stamped by the communicator, as is `owner`.
+        rows_shape: leading shape of `DispatchOutput.tokens` (all but H).
         topk_ids: int32 [T, K] and
         topk_weights: float32 [T, K], as dispatched; used when the handle is a `previous_handle`. Not copies: the caller
-            must not overwrite them while the handle lives. Stamped by the communicator.
+            must not overwrite them while the handle lives. Set by the communicator, as is `owner`.
     """
 
     owner: int
@@ -133,6 +133,13 @@ class DispatchHandle:
     rows_shape: tuple[int, ...] = ()
     topk_ids: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+
+
+def stamp(handle: DispatchHandle, owner: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Complete a handle that a transport has just made, and nobody else has seen."""
+    object.__setattr__(handle, "owner", owner)
+    object.__setattr__(handle, "topk_ids", topk_ids)
+    object.__setattr__(handle, "topk_weights", topk_weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class TorchCollectives:
 
     # The group.
 
-    def check(self) -> None:
+    def check(self, op: str = "check") -> None:
         """See `MemberTransport.check`."""
 
     def check_results(self) -> None:

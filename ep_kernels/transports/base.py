@@ -7,7 +7,7 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
   live as long as the caller keeps them. Requests are waited for in any order, but each before the max_in_flight-th
   later operation of its kind begins: that one the communicator refuses. So at most max_in_flight dispatches, and as
   many combines, are pending at once, all of them the latest begun, and slots may be taken in turn.
-* Handles leave the transport with owner 0; the communicator stamps owner, rows_shape, topk_ids and topk_weights.
+* Handles leave the transport with owner 0 and without topk_ids and topk_weights, which the communicator sets.
 * Receive capacity is `config.receive_rows`. A row whose place (`reference.py`) lies past it is dropped: combine leaves
   it out of its rank's partial; a partial with no row left is +0.0, and so is a dropped row of an exact combine.
 * Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
@@ -130,9 +130,9 @@ class MemberTransport(Protocol):
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map every peer's region. Raises TransportError naming the rank and why (ABI, gone, no permission)."""
 
-    def check(self) -> None:
+    def check(self, op: str = "check") -> None:
         """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
-        each operation. A transport whose calls raise their own errors does nothing here."""
+        each operation, whose name errors get. A transport whose calls raise their own errors does nothing here."""
 
     def failed(self) -> torch.Tensor:
         """int64 [1], 0 until an operation has ended in an error on the device, on which it lies. Always 0 where

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -220,10 +220,9 @@ class Loopback:
         results = []
         for config, engine, step in zip(self.configs, self.engines, steps, strict=True):
             compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT) and config.exact_shapes
-            num_rows: Any = step.outputs["num_rows"]
             known = step.state.num_rows
-            out, handle = engine.finish(step, int(num_rows) if compact and known is None else known, 0)
-            results.append((out, replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))))
+            num_rows = int(engine.number(step, "num_rows")) if compact and known is None else known
+            results.append(engine.finish(step, num_rows, 0))
         return results
 
     def combine(

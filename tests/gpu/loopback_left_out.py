@@ -128,8 +128,9 @@ def go_on(loop: Loopback, case: RoutingCase, mode: Mode) -> Step:
     for r, step in steps.items():
         config = loop.configs[r]
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT) and config.exact_shapes
-        out, handle = loop.engines[r].finish(step, int(step.outputs["num_rows"]) if compact else None, EPOCH)  # type: ignore[arg-type]
-        outs[r], handles[r] = out, replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))
+        num_rows = int(loop.engines[r].number(step, "num_rows")) if compact else None
+        out, handle = loop.engines[r].finish(step, num_rows, EPOCH)
+        outs[r], handles[r] = out, handle
     result = Step(steps, outs, handles, wanted, routing)
     result.check()
     return result

@@ -191,9 +191,9 @@ def test_different_routings_break_nothing(odd: str, size: int, mode: Mode, layou
     steps = loop.begin(xs, ids, weights, mode, previous=brought)
     loop.launch([s.call for s in steps])
     hear(loop, "dispatch")
-    for step in steps:
-        assert not step.outputs["counts"].any()  # type: ignore[union-attr]
-        assert int(step.outputs["num_rows"]) == 0  # type: ignore[arg-type]
+    for engine, step in zip(loop.engines, steps, strict=True):
+        assert not engine.number(step, "counts").any()
+        assert int(engine.number(step, "num_rows")) == 0
     calls = combine_of(loop, [*mine[:-1], theirs[-1]])
     loop.launch(calls)
     hear(loop, "combine")

@@ -94,7 +94,7 @@ class Script:
             num_dropped=one + self.dropped,
             num_invalid_ids=one,
         )
-        return out, DispatchHandle(0, seq, rows, args.mode, self.epoch, None)
+        return out, DispatchHandle(0, seq, rows, args.mode, self.epoch, None, tuple(out.tokens.shape[:-1]))
 
 
 class Pending:

@@ -29,6 +29,13 @@ def _dense(tokens: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: tor
     return hidden @ down.double().t()
 
 
+@pytest.fixture
+def widening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without bf16 products."""
+    monkeypatch.setattr(experts_module, "has_products", lambda dtype: False)
+
+
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("loop", [False, True], ids=["grouped_mm", "loop"])
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,9 +79,45 @@ def test_odd_intermediate_sizes(tmp_path: Path, inner: int) -> None:
     torch.testing.assert_close(rows[2:], _dense(tokens[2:], *weights[0, 2]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("widening")
 def test_half_types_are_computed_in_fp32_inside(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES)))
     assert ExpertMLPs.load(checkpoint, [0], dtype=torch.bfloat16).output_dtype is torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_bf16_products_are_rounded_as_the_definition_rounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Each product once, the activation once; nothing else, and with sums in fp32."""
+    monkeypatch.setattr(experts_module, "has_products", lambda dtype: dtype is torch.bfloat16)
+    weights = draw_weights(SIZES)
+    checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights))
+    experts = ExpertMLPs.load(checkpoint, [0], dtype=torch.bfloat16)
+    assert experts.output_dtype is torch.bfloat16
+    offsets, counts = _groups([rows], 1)
+    tokens = torch.randn(rows, SIZES.hidden).bfloat16()
+    got = experts.forward(0, tokens, offsets, counts, out=torch.empty(rows, SIZES.hidden)).double()
+    gate, up, down = (part.bfloat16().double() for part in weights[0, 0])
+    inner = torch.nn.functional.silu((tokens.double() @ gate.t()).bfloat16().double())
+    hidden = (inner * (tokens.double() @ up.t()).bfloat16().double()).bfloat16().double()
+    expected = hidden @ down.t()
+    torch.testing.assert_close(got, expected.bfloat16().double(), rtol=2**-7, atol=2**-8)
+    once = (got - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(once) < 2**-8, "of a product rounded once; fp32 sums add nothing that counts"
+
+
+def test_weights_held_wider_are_not_rounded(tmp_path: Path) -> None:
+    weights = draw_weights(SIZES)
+    experts = ExpertMLPs.load(
+        Checkpoint.open(write_files(tmp_path, "mixtral", SIZES, weights)), [3], dtype=torch.float32
+    )
+    assert (experts.output_dtype, experts.num_bytes) == (torch.float32, 2 * 3 * SIZES.hidden * SIZES.inner * 4)
+    offsets, counts = _groups([9], 1)
+    tokens = torch.randn(9, SIZES.hidden).bfloat16()
+    rows = experts.forward(1, tokens, offsets, counts, out=torch.empty(9, SIZES.hidden))
+    torch.testing.assert_close(rows.double(), _dense(tokens, *weights[1, 3]), rtol=1e-5, atol=1e-5)
+    assert torch.equal(experts.forward(1, tokens, offsets, counts), rows.bfloat16())
 
 
 def test_rows_past_num_rows_are_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from typing import Any
 
@@ -14,13 +15,13 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.outputs import Outputs
-from ep_kernels.types import Layout, Mode, ScaleFormat
+from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.compare import packed_layout
 from tests.gpu.loopback_group import LoopGroup
 
 CPU = torch.device("cpu")
-RENAMED = {"topk_ids": "out_ids", "topk_weights": "out_weights"}
+FIELDS = [field.name for field in dataclasses.fields(DispatchOutput)]
 PAYLOADS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantize": True},
@@ -59,20 +60,20 @@ def test_as_the_reference_has_them(layout: Layout, payload: str, exact_shapes: b
     outputs = Outputs(config, sizes, CPU)
     region = Bytes(abi.region_map(sizes.shape).num_bytes)
     outputs.attach(region)
-    fields, addresses = outputs.numbers(case.tokens[1])
-    assert {RENAMED.get(name, name) for name, tensor in fields.items() if tensor is not None} == addresses.keys()
-    for name, tensor in fields.items():
-        assert tensor is None or addresses[RENAMED.get(name, name)] == tensor.data_ptr(), name
-    made, arguments = outputs.scales(1, trimmed=exact_shapes)
-    assert arguments.get("out_scales", 0) == (0 if made is None else made.data_ptr())
+    block = torch.zeros(outputs.num_bytes, dtype=torch.uint8)
+    made, _ = outputs.scales(1, trimmed=exact_shapes)
     num_rows = want.tokens.shape[0] if outputs.compact else 0
-    tokens, its_scales = outputs.delivered(1, made, num_rows)
-    got = outputs.trimmed(fields, num_rows) | {"tokens": tokens, "scales": its_scales}
-    for name, tensor in got.items():
-        expected = getattr(want, name)
+    got = outputs.output(block, 1, made, case.tokens[1], num_rows)
+    outputs.attach(None)  # what was handed out stays good
+    for name in FIELDS:
+        tensor, expected = getattr(got, name), getattr(want, name)
         assert (tensor is None) == (expected is None), name
-        if tensor is not None:
+        if isinstance(tensor, torch.Tensor):
             assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
+            if name in outputs.places and tensor.numel():
+                assert tensor.data_ptr() == block.data_ptr() + outputs.places[name].offset, name
+        assert getattr(got, name) is tensor, f"{name}: made once"
+    its_scales = got.scales
     if payload == "packed":
         assert its_scales is not None
         packed_layout(its_scales)
@@ -86,17 +87,17 @@ def test_slots_are_apart_and_views_are_fresh(layout: Layout) -> None:
     outputs = Outputs(config, sizes, CPU)
     region = Bytes(abi.region_map(sizes.shape).num_bytes)
     outputs.attach(region)
-    slots = [outputs.delivered(slot, None, 2)[0] for slot in range(sizes.shape.dispatch_slots)]
+    slots = [outputs.tokens(slot) for slot in range(sizes.shape.dispatch_slots)]
     for slot, tokens in enumerate(slots):
         tokens.fill_(slot + 1)
     for slot, tokens in enumerate(slots):
         assert bool((tokens == slot + 1).all())
-        again = outputs.delivered(slot, None, 2)[0]
+        again = outputs.tokens(slot)
         assert again is not tokens
         assert again.data_ptr() == tokens.data_ptr()
     outputs.attach(None)
     with pytest.raises(AssertionError):
-        outputs.delivered(0, None, 2)
+        outputs.tokens(0)
 
 
 @pytest.mark.parametrize("topk", [1, 3, 8])
@@ -126,8 +127,35 @@ def test_packed_scales_lie_where_the_kernel_is_told(layout: Layout) -> None:
     sizes = plan.sizes_of(config)
     outputs = Outputs(config, sizes, CPU)
     outputs.attach(Bytes(abi.region_map(sizes.shape).num_bytes))
-    made, arguments = outputs.scales(0, trimmed=False)
-    _, scales = outputs.delivered(0, made, sizes.output_rows[0])
+    made, strides = outputs.scales(0, trimmed=False)
+    scales = outputs.all_scales(made)
     assert scales is not None
-    assert arguments["scale_column_stride"] == scales.stride(1) > 0
-    assert outputs.scales(0, trimmed=True)[1]["scale_column_stride"] == 0
+    assert strides.column == scales.stride(1) > 0
+    assert outputs.scales(0, trimmed=True)[1].column == 0
+
+
+def test_fields_come_late_and_can_be_replaced() -> None:
+    config = config_of(RoutingCase(4, 2, 64, (3, 3), max_tokens=3), Layout.FLAT)
+    outputs = Outputs(config, plan.sizes_of(config), CPU)
+    outputs.attach(Bytes(abi.region_map(plan.sizes_of(config).shape).num_bytes))
+    block = torch.zeros(outputs.num_bytes, dtype=torch.uint8)
+    out = outputs.output(block, 0, None, 2, 1)
+    counts, weights = out.counts, torch.ones(1, 2)
+    other = dataclasses.replace(out, topk_weights=weights)
+    assert (other.counts is counts, other.topk_weights is weights, other.valid.shape) == (True, True, (2,))
+    with pytest.raises(AttributeError):
+        _ = out.no_such_field
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        out.counts = counts  # type: ignore[misc]
+
+
+def test_numbers_lie_apart() -> None:
+    for layout in Layout:
+        config = config_of(RoutingCase(7, 3, 272, (5, 0, 6), max_tokens=6), layout)
+        outputs = Outputs(config, plan.sizes_of(config), CPU)
+        end = 0
+        for place in outputs.places.values():
+            assert place.offset == end
+            assert place.offset % place.dtype.itemsize == 0
+            end += torch.Size(place.shape).numel() * place.dtype.itemsize
+        assert end <= outputs.num_bytes

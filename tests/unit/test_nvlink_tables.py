@@ -14,6 +14,7 @@ from ep_kernels.transports.nvlink.host_page import HostPage
 def host() -> HostPage:
     made = HostPage.__new__(HostPage)  # without the pinned memory
     made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
+    made._raw = memoryview(made._page).cast("B").cast("Q")
     made._gone = torch.zeros(4, dtype=torch.int64)
     made._fence, made._failure = (lambda: None), None
     return made

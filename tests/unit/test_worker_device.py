@@ -13,6 +13,7 @@ import torch
 
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
+from crossdock.worker.checkpoint import CheckpointError
 from crossdock.worker.device import choose, enter
 from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
@@ -136,6 +137,13 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
     assert WorkerConfig(model="m").combine_order == CombineOrder.RANK.value
     with pytest.raises(ConfigFileError, match="combine_order"):
         load(WorkerConfig, None, ["model=m", "combine_order=host"])
+
+
+def test_experts_are_held_wider_only_where_that_can_be_computed() -> None:
+    held = [made(WorkerConfig(model="m", expert_dtype=name))._held_dtype for name in ("", "bfloat16", "float32")]
+    assert held == [torch.bfloat16, torch.bfloat16, torch.float32]
+    with pytest.raises(CheckpointError, match=r"expert_dtype: expected torch\.bfloat16, or torch\.float32 on cpu, got"):
+        made(WorkerConfig(model="m", expert_dtype="float16"))
 
 
 class Pair:

@@ -91,7 +91,7 @@ class CpuMember(Generic[N]):
 
     # The group.
 
-    def check(self) -> None:
+    def check(self, op: str = "check") -> None:
         """See `MemberTransport.check`. Every wait is on the host here and raises by itself."""
 
     def failed(self) -> torch.Tensor:

@@ -192,7 +192,8 @@ class CpuDispatch:
             num_invalid_ids=totals[2:3],
         )
         mode = _MODES[op.routing.mode]
-        return output, DispatchHandle(0, op.seq, len(state.dest), mode, self._epoch, state)
+        rows_shape = tuple(output.tokens.shape[:-1])
+        return output, DispatchHandle(0, op.seq, len(state.dest), mode, self._epoch, state, rows_shape)
 
 
 class CpuCombine:

@@ -13,14 +13,45 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.outputs import Memory, Outputs
+from ep_kernels.transports.nvlink.outputs import Memory, Outputs, round_up
+from ep_kernels.transports.nvlink.record_template import RecordTemplate
+from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
 from ep_kernels.transports.nvlink.tables import Tables
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 _ROW = 16
+_ALIGN = 16
+_DISPATCH = (
+    ("num_tokens", "slot", "scale_row_stride", "scale_column_stride", "scale_group_stride", "power_of_two", "cached"),
+    ("op", "routing_id", "x", "x_scales", "topk_ids", "topk_weights", "routes", "valid", "num_invalid_ids", "dst_rows",
+     "weights", "tokens", "source_rows", "saved_counts", "counts", "offsets", "num_rows", "num_dropped", "out_scales",
+     "out_ids", "out_weights"),
+)  # fmt: skip
+"""What a dispatch sets in its record, in the record's order; a combine:"""
+_COMBINE = (
+    ("num_tokens", "slot", "apply_weights", "mode", "positional"),
+    ("op", "routing_id", "y", "row_weights", "dst_rows", "weights", "tokens", "source_rows", "routes", "topk_weights",
+     "z", "z_weights"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Operation:
+    """A kernel of one configuration.
+
+    Attributes:
+        variant, launch: as in `Call`.
+        records: makes its argument records; from `LaunchEngine.attach` on.
+        start: launches it; the transport keeps it here.
+    """
+
+    variant: jit.Variant
+    launch: plan.Launch
+    records: Any = None
+    start: Any = None
 
 
 @dataclass(slots=True)
@@ -30,57 +61,53 @@ class Call:
     Attributes:
         variant: kernel.
         launch: grid and shared memory.
-        args: its argument record; `args.work.phases` selects the phases.
+        args: its argument record, for `phases`.
         keep: keeps the tensors alive that the kernel reads or writes.
+        phases: SEND, RECEIVE or BOTH; stays BOTH where the record has no phases.
+        operation: that it is one of, or None.
     """
 
     variant: jit.Variant
     launch: plan.Launch
     args: Any
     keep: list[Any] = field(default_factory=list)
+    phases: int = BOTH
+    operation: Operation | None = None
 
     def of_phases(self, phases: int) -> Any:
         """The argument record for SEND, RECEIVE or BOTH."""
-        self.args.work = self.launch.work(phases)
+        if self.phases != phases:
+            self.phases, self.args.work = phases, self.launch.work(phases)
         return self.args
 
 
 @dataclass(slots=True)
-class DispatchState:
-    """`DispatchHandle.state`: the routing of one dispatch, apart from any recycled buffer. A dispatch with
-    `previous_handle` shares `routing` and `routing_id` with it.
-
-    Attributes:
-        routing: routes, dst_rows, tokens, source_rows and saved_counts of `abi.DispatchArgs`, by `plan.StateMap`.
-        routing_id: the `carried` of the dispatch that made the routing; its first word is that dispatch's seq.
-        carried: words of the operation, then weights, by `plan.StateMap`.
-        topk_weights: float32 [T, K]; a copy where combine reads it (exact), since callers may overwrite theirs.
-        num_rows: rows delivered; None: the host has not read it.
-    """
-
-    routing: torch.Tensor
-    routing_id: torch.Tensor
-    carried: torch.Tensor
-    topk_weights: torch.Tensor
-    num_rows: int | None = None
-
-    def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
-        return [self.routing, self.carried, self.routing_id[: 8 * abi.OP_WORDS], self.topk_weights]
-
-
-@dataclass(slots=True)
 class Dispatch:
-    """A dispatch in progress: its call and its output tensors."""
+    """A dispatch in progress: its call, the memory of its numbers, its scales."""
 
     call: Call
-    outputs: dict[str, torch.Tensor | None]
+    block: torch.Tensor
     scales: torch.Tensor | None
     state: DispatchState
     slot: int
     seq: int
     num_tokens: int
     mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class NumberOffsets:
+    """Where the numbers of a dispatch lie in its memory, bytes; 0 also for those that its layout does not have, which
+    are never the first."""
+
+    num_rows: int
+    num_dropped: int
+    num_invalid_ids: int
+    counts: int
+    valid: int
+    offsets: int = 0
+    topk_ids: int = 0
+    topk_weights: int = 0
 
 
 class LaunchEngine:
@@ -103,21 +130,28 @@ class LaunchEngine:
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self._dispatch = {
-            mode: (
+            mode: Operation(
                 self._dispatch_variant(mode),
                 plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), num_sms),
             )
             for mode in modes
         }
         self._combine = {
-            mode: (
+            mode: Operation(
                 self._combine_variant(mode),
                 plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), num_sms, block_bytes),
             )
             for mode in modes
         }
-        self._pipeline_stages = plan.combine_stages(config).record()
         self._memory: Memory | None = None
+        self._carried_at = round_up(self._outputs.num_bytes, _ALIGN)
+        self._routing_at = self._carried_at + round_up(self._state_map.carried_bytes, _ALIGN)
+        self._numbers_at = NumberOffsets(**{name: place.offset for name, place in self._outputs.places.items()})
+        self._power_of_two = plan.POWER_OF_TWO[config.scale_format]
+        self._positional = config.resolved_layout is Layout.RANK_MAJOR
+        self._width, self._out_dtype = config.hidden_size, config.resolved_output_dtype
+        self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=device)
+        """Of combines whose phases are one launch; of others it is the call's own."""
         self._num_dispatches = self._num_combines = 0
 
     # Region.
@@ -143,6 +177,18 @@ class LaunchEngine:
         self._memory = memory
         self._outputs.attach(memory)
         self.tables.set_peers(addresses)
+        self._make_records()
+
+    def _make_records(self) -> None:
+        """With all that is the same in every call; after `set_peers`, whose addresses they carry."""
+        world, c = self.tables.world, self._config
+        for dispatch in self._dispatch.values():
+            record = abi.DispatchArgs(world=world, work=dispatch.launch.work(BOTH))
+            dispatch.records = RecordTemplate(record, *_DISPATCH)
+        for combine in self._combine.values():
+            stages = plan.combine_stages(c).record()
+            record = abi.CombineArgs(world=world, work=combine.launch.work(BOTH), pipelines=stages)
+            combine.records = RecordTemplate(record, *_COMBINE)
 
     def detach(self) -> None:
         """Release the region; no operation may follow."""
@@ -174,8 +220,9 @@ class LaunchEngine:
 
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
-        chosen = [pair for table in (self._dispatch, self._combine) for pair in table.values()]
-        return dict(chosen) | {self._of_group(jit.Variant("barrier")): plan.Launch(1, 0, 0, 0)}
+        chosen = (*self._dispatch.values(), *self._combine.values())
+        barrier = self._of_group(jit.Variant("barrier"))
+        return {each.variant: each.launch for each in chosen} | {barrier: plan.Launch(1, 0, 0, 0)}
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
         return replace(variant, network=self._config.network is not None)
@@ -202,45 +249,50 @@ class LaunchEngine:
 
     def dispatch(self, args: DispatchArgs) -> Dispatch:
         """Prepare a dispatch up to its launch."""
-        shape = self.sizes.shape
-        assert args.mode is Mode.HT or args.x.shape[0] <= shape.ll_tokens, "lines have no room for it"
+        shape, num_tokens = self.sizes.shape, args.x.shape[0]
+        assert args.mode is Mode.HT or num_tokens <= shape.ll_tokens, "lines have no room for it"
         slot, seq = self._num_dispatches % shape.dispatch_slots, self._num_dispatches + 1
-        x, num_tokens = _aligned(args.x), args.x.shape[0]
-        state = self._state(args)
-        outputs, addresses = self._outputs.numbers(num_tokens)
-        known = state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
-        scales, scale_args = self._outputs.scales(slot, trimmed=known and self._config.exact_shapes)
-        record = abi.DispatchArgs(
-            world=self.tables.world, num_tokens=num_tokens, slot=slot,
-            power_of_two=plan.POWER_OF_TWO[self._config.scale_format], cached=int(args.previous is not None),
-            op=state.carried.data_ptr(), saved_counts=state.routing.data_ptr() + self._state_map.saved_counts,
-            x=x.data_ptr(),
-            x_scales=_pointer(args.scales), topk_ids=args.topk_ids.data_ptr(),
-            topk_weights=args.topk_weights.data_ptr(), **self._addresses(state), **addresses, **scale_args,
+        x = _aligned(args.x)
+        state, block = self._state(args)
+        trimmed = self._config.exact_shapes and (
+            state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
+        )
+        scales, strides = self._outputs.scales(slot, trimmed)
+        at, base, carried = self._state_map, block.data_ptr(), state.carried.address
+        routing, to = state.routing.address, self._numbers_at
+        operation = self._dispatch[args.mode]
+        record = operation.records.record(
+            (num_tokens, slot, *strides, self._power_of_two, args.previous is not None),
+            (
+                carried, state.routing_id.address, x.data_ptr(), pointer(args.scales), args.topk_ids.data_ptr(),
+                args.topk_weights.data_ptr(), routing + at.routes, base + to.valid, base + to.num_invalid_ids,
+                routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,
+                routing + at.saved_counts, base + to.counts, to.offsets and base + to.offsets, base + to.num_rows,
+                base + to.num_dropped, pointer(scales), to.topk_ids and base + to.topk_ids,
+                to.topk_weights and base + to.topk_weights,
+            ),
         )  # fmt: skip
-        variant, launch = self._dispatch[args.mode]
-        call = Call(variant, launch, record, [x, args, scales, state, outputs])
+        keep = [x, args, scales, state, block]
+        call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
         self._num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
-        return Dispatch(call, outputs, scales, state, slot, seq, num_tokens, args.mode)
+        return Dispatch(call, block, scales, state, slot, seq, num_tokens, args.mode)
 
     def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
         """Output and handle; `num_rows` trims compact layouts, None leaves worst-case shapes."""
-        step.state.num_rows = num_rows
-        rows = self._outputs.rows[0] if num_rows is None else num_rows
-        tokens, scales = self._outputs.delivered(step.slot, step.scales, rows)
-        numbers: dict[str, Any] = self._outputs.trimmed(step.outputs, rows)
-        out = DispatchOutput(layout=self._outputs.layout, tokens=tokens, scales=scales, **numbers)
-        handle = DispatchHandle(
-            owner=0, seq=step.seq, num_tokens=step.num_tokens, mode=step.mode, epoch=epoch, state=step.state
-        )
-        return out, handle
+        outputs, state = self._outputs, step.state
+        state.num_rows = num_rows
+        rows = outputs.rows if num_rows is None or not outputs.compact else (num_rows,)
+        out = outputs.output(step.block, step.slot, step.scales, step.num_tokens, rows[0])
+        return out, DispatchHandle(0, step.seq, step.num_tokens, step.mode, epoch, state, rows)
+
+    def number(self, step: Dispatch, name: str) -> torch.Tensor:
+        """A field that the kernel fills, of all its rows."""
+        return self._outputs.number(step.block, name)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
-        tokens, scales = self._outputs.delivered(step.slot, step.scales, self._outputs.rows[0])
-        counts = step.outputs["counts"]
-        assert counts is not None
-        return tokens, scales, counts
+        outputs = self._outputs
+        return outputs.tokens(step.slot), outputs.all_scales(step.scales), outputs.number(step.block, "counts")
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -249,67 +301,62 @@ class LaunchEngine:
         """Buffers for a new routing."""
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         routing = self._empty((self._state_map.routing_bytes,), torch.uint8)
-        return DispatchState(routing, carried, carried, self._empty((num_tokens, self._config.topk), torch.float32))
+        weights = self._empty((num_tokens, self._config.topk), torch.float32)
+        own = Span(carried, 0, carried.numel(), 0)
+        return DispatchState(Span(routing, 0, routing.numel(), 0), own, own, weights)
 
-    def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """See `base.Transport`."""
-        routing, carried, routing_id, topk_weights = handle.state
-        return replace(handle, state=DispatchState(routing, routing_id, carried, topk_weights))
-
-    def _state(self, args: DispatchArgs) -> DispatchState:
-        """Buffers for a new routing; with `previous`, only those that are not shared with it."""
+    def _state(self, args: DispatchArgs) -> tuple[DispatchState, torch.Tensor]:
+        """(routing, memory of the call's numbers): new, but for what is shared with `previous`."""
         previous: DispatchState | None = None if args.previous is None else args.previous.state
-        carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
+        at, where = self._state_map, self._routing_at
+        block = self._empty((where if previous is not None else where + at.routing_bytes,), torch.uint8)
+        base = block.data_ptr()
+        carried = Span(block, self._carried_at, at.carried_bytes, base + self._carried_at)
         own_weights = args.topk_weights.clone() if self._config.exact_combine else args.topk_weights
         if previous is not None:
-            return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows)
-        return DispatchState(self._empty((self._state_map.routing_bytes,), torch.uint8), carried, carried, own_weights)
-
-    def _addresses(self, state: DispatchState) -> dict[str, int]:
-        """Pointers that dispatch and combine have in common, by their names in both argument records."""
-        where, base = self._state_map, state.routing.data_ptr()
-        return {
-            "routing_id": state.routing_id.data_ptr(),
-            "routes": base + where.routes,
-            "dst_rows": base + where.dst_rows,
-            "weights": state.carried.data_ptr() + where.weights,
-            "tokens": base + where.tokens,
-            "source_rows": base + where.source_rows,
-        }
+            return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows), block
+        return DispatchState(Span(block, where, at.routing_bytes, base + where), carried, carried, own_weights), block
 
     # Combine.
 
     def combine(self, args: CombineArgs) -> tuple[Call, Callable[[torch.Tensor | None], Any]]:
         """Prepare a combine. Returns (call, receive); `receive(out) -> (z, weights)` sets the arguments of the receive
         phase."""
-        c, handle = self._config, args.handle
+        handle = args.handle
         state: DispatchState = handle.state
+        weights = state.topk_weights
         if args.topk_weights is not None:
-            state = replace(state, topk_weights=args.topk_weights if args.at_once else args.topk_weights.clone())
+            weights = args.topk_weights if args.at_once else args.topk_weights.clone()
         slot, seq = self._num_combines % self.sizes.shape.combine_slots, self._num_combines + 1
-        y = _aligned(args.y)
-        op = self._empty((abi.OP_WORDS,), torch.int64)
-        record = abi.CombineArgs(
-            world=self.tables.world, num_tokens=handle.num_tokens, slot=slot, apply_weights=int(args.apply_weights),
-            mode=int(plan.algorithm(c, handle.mode) is Mode.HT), op=op.data_ptr(), y=y.data_ptr(),
-            row_weights=_pointer(args.row_weights), topk_weights=state.topk_weights.data_ptr(),
-            positional=int(c.resolved_layout is Layout.RANK_MAJOR), pipelines=self._pipeline_stages,
-            **self._addresses(state),
+        y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
+        at, routing, carried = self._state_map, state.routing.address, state.carried.address
+        operation = self._combine[handle.mode]
+        record = operation.records.record(
+            (
+                handle.num_tokens, slot, args.apply_weights, plan.algorithm(self._config, handle.mode) is Mode.HT,
+                self._positional,
+            ),
+            (
+                op.data_ptr(), state.routing_id.address, y.data_ptr(), pointer(args.row_weights),
+                routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,
+                routing + at.routes, weights.data_ptr(), 0, 0,
+            ),
         )  # fmt: skip
-        variant, launch = self._combine[handle.mode]
-        call = Call(variant, launch, record, [y, op, args, state])
+        call = Call(
+            operation.variant, operation.launch, record, [y, op, args, state, weights], BOTH, operation
+        )  # fmt: skip
 
         def receive(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            z = out if out is not None and out.data_ptr() % _ROW == 0 else self._empty(
-                (handle.num_tokens, c.hidden_size), c.resolved_output_dtype
-            )  # fmt: skip
-            weights = None
+            z = out
+            if z is None or z.data_ptr() % _ROW:
+                z = self._empty((handle.num_tokens, self._width), self._out_dtype)
+            record.z, home = z.data_ptr(), None
             if args.row_weights is not None:
-                weights = self._empty((handle.num_tokens, c.topk), torch.float32)
-            record.z, record.z_weights = z.data_ptr(), _pointer(weights)
-            call.keep += [z, weights]
+                home = self._empty((handle.num_tokens, self._config.topk), torch.float32)
+                record.z_weights = home.data_ptr()
+            call.keep += [z, home]
             self._num_combines = seq if args.at_once else self._num_combines
-            return z, weights
+            return z, home
 
         if not args.at_once:
             self._num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory
@@ -321,28 +368,11 @@ class LaunchEngine:
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """float32 [L, slots] | [N], 0 for rows of no token."""
-        state: DispatchState = handle.state
-        c, shape, where = self._config, torch.Size(handle.rows_shape), self._state_map
-        positions = (c.group.size, c.max_tokens_per_rank, c.topk)
-        dst_rows = _part(state.routing, where.dst_rows, positions, torch.int32)
-        weights = _part(state.carried, where.weights, positions, torch.float32)
-        sources = _part(state.routing, where.source_rows, (c.group.size, 1, 1), torch.int32)
-        filled = torch.arange(c.max_tokens_per_rank, device=self._device)[None, :, None] < sources
-        dst_rows = torch.where(filled & (dst_rows >= 0), dst_rows, shape.numel()).flatten().long()
-        rows = torch.zeros(shape.numel() + 1, device=self._device)
-        rows.scatter_(0, dst_rows, weights.flatten())
-        return rows[:-1].view(shape)
+        return routing_state.row_weights(handle, self._config, self._state_map)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """int32 [R], a view of the routing."""
-        state: DispatchState = handle.state
-        return _part(state.routing, self._state_map.source_rows, (self._config.group.size,), torch.int32)
-
-
-def _part(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A view of a byte buffer as a tensor."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return buffer[offset : offset + num_bytes].view(dtype).view(shape)
+        return routing_state.source_rows(handle, self._config, self._state_map)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
@@ -350,5 +380,6 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.data_ptr() % _ROW == 0 else rows.clone()
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
+def pointer(tensor: torch.Tensor | None) -> int:
+    """Its address; 0: none."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -21,6 +21,7 @@ from ep_kernels.transports.nvlink.copy_schedule import CopyStep
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
+_LAUNCH = "cuLaunchKernelEx"
 _NAME, _TEXT = 0, 1
 _LIBRARY = native_of("nvlink")
 
@@ -104,8 +105,7 @@ class Kernel:
 
     def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
         self._function, self._shared_bytes, self._library = function, shared_bytes, library
-        self._launch_one, self._launch_many = library.cd_launch_one, library.cd_launch
-        self._prepared: dict[tuple[int, int, bool, bool], tuple[int, _Prepared]] = {}
+        self._prepared: dict[tuple[int, int, int], _Prepared] = {}
 
     def launch(
         self,
@@ -121,18 +121,32 @@ class Kernel:
         Cooperative: all blocks are resident together or the launch is refused; never overlapped. Overlapped: the launch
         may be set up while the kernel before it ends; such kernels wait for that end themselves. Raises TransportError.
         """
-        shape = (num_blocks, num_threads, cooperative, overlapped)
-        address, _ = self._prepared.get(shape) or self._prepare(shape)
-        if len(arguments) == 1:
-            status = self._launch_one(address, stream, addressof(arguments[0]))
-        else:
-            status = self._launch_many(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
+        address = self._prepare(num_blocks, num_threads, cooperative, overlapped)
+        status = self._library.cd_launch(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
         if status:
-            raise _refused("cuLaunchKernelEx", status, self._library)
+            raise _refused(_LAUNCH, status, self._library)
 
-    def _prepare(self, shape: tuple[int, int, bool, bool]) -> tuple[int, _Prepared]:
-        num_blocks, num_threads, cooperative, overlapped = shape
+    def starter(
+        self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool
+    ) -> Callable[[int, Any], bool]:
+        """`start(stream, record)` launches a kernel of one argument as `launch` does, at the least price; True where a
+        CUDA graph captured the launch."""
+        address = self._prepare(num_blocks, num_threads, cooperative, overlapped)
+        library, launch_one = self._library, self._library.cd_launch_one
+
+        def start(stream: int, record: Any) -> bool:
+            status = launch_one(address, stream, addressof(record))
+            if status > 0:
+                raise _refused(_LAUNCH, status, library)
+            return bool(status)
+
+        return start
+
+    def _prepare(self, num_blocks: int, num_threads: int, cooperative: bool, overlapped: bool) -> int:
+        """Address of a `Prepared`, kept for good."""
         flags = _COOPERATIVE if cooperative else _OVERLAPPED if overlapped else 0
-        record = _Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
-        self._prepared[shape] = addressof(record), record
-        return self._prepared[shape]
+        found = self._prepared.get((num_blocks, num_threads, flags))
+        if found is None:
+            found = _Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
+            self._prepared[num_blocks, num_threads, flags] = found
+        return addressof(found)

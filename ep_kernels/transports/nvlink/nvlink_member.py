@@ -165,8 +165,7 @@ class NvlinkMember:
     # Operations.
 
     def _launch(self, call: Call, phases: int = BOTH) -> None:
-        args = call.of_phases(phases) if hasattr(call.args, "work") else call.args
-        self._start(call, args, self._streams.enter())
+        self._start(call, call.of_phases(phases), self._streams.enter())
         self._streams.leave(call.keep)
 
     def _launch_on(self, stream: torch.cuda.Stream, call: Call) -> None:
@@ -174,16 +173,21 @@ class NvlinkMember:
         self._start(call, call.args, stream.cuda_stream)
 
     def _start(self, call: Call, args: Any, stream: int) -> None:
-        launch = call.launch
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        self._functions[call.variant].launch(
-            launch.num_blocks, call.variant.num_threads, stream, args, cooperative=launch.cooperative,
-            overlapped=launch.overlapped,
-        )  # fmt: skip
+        operation = call.operation
+        start = None if operation is None else operation.start
+        if start is None:
+            launch = call.launch
+            start = self._functions[call.variant].starter(
+                launch.num_blocks, call.variant.num_threads, cooperative=launch.cooperative,
+                overlapped=launch.overlapped,
+            )  # fmt: skip
+            if operation is not None:
+                operation.start = start
+        if start(stream, args):
+            self._captured = True
 
     def check(self, op: str = "check") -> None:
-        """Raise what failed on the device so far, or that this rank was left out; waits for nothing. Also the way to
-        look after a graph's replay."""
+        """See `base.MemberTransport`: what failed on the device so far, or that this rank was left out."""
         self._raise_fault()
         self._domain.mailbox.check_left_out(op)
 

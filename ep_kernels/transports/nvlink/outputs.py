@@ -1,16 +1,21 @@
-"""What a dispatch hands out: numbers in tensors of its own, and views of the slot's buffers. Few tensors are made per
-call, since each costs the host microseconds."""
+"""What a dispatch hands out: numbers in memory of its own, and views of the slot's buffers. One allocation holds the
+numbers of a call and its routing, and a tensor is made when its field is first read: each costs the host microseconds.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.plan import Sizes
-from ep_kernels.types import Layout, Mode, ScaleFormat
+from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
+
+_FIELDS = frozenset(DispatchOutput.__dataclass_fields__)
+_ALIGN = 16
 
 
 class Memory(Protocol):
@@ -18,6 +23,46 @@ class Memory(Protocol):
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over its bytes."""
+
+
+class FieldPlace(NamedTuple):
+    """Where a field lies in a call's memory, bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Strides(NamedTuple):
+    """Of packed scales, elements, as the kernel takes them; `ROW_MAJOR` for others."""
+
+    row: int
+    column: int
+    group: int
+
+
+ROW_MAJOR = Strides(0, 0, 0)
+
+
+class LazyOutput(DispatchOutput):
+    """A `DispatchOutput` whose fields are made when they are first read."""
+
+    __slots__ = ("_field",)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise AttributeError(name)
+        value = self._field(name)
+        object.__setattr__(self, name, value)
+        return value
+
+
+def lazy_output(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
+    """An output of that layout whose other fields `field(name)` makes."""
+    made: DispatchOutput = object.__new__(LazyOutput)
+    object.__setattr__(made, "layout", layout)
+    object.__setattr__(made, "_field", field)
+    return made
 
 
 class Outputs:
@@ -38,82 +83,92 @@ class Outputs:
         self._map = abi.region_map(sizes.shape)
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         self._lands = config.mode is not Mode.LL and not self.layout.per_expert
-        names = ("num_rows", "num_dropped", "num_invalid_ids", "counts")
-        grouped = self.layout is Layout.GROUPED
-        self._names = (*names, "offsets") if grouped else names
-        self._lengths = (1, 1, 1, sizes.num_groups, sizes.num_groups + 1)[: len(self._names)]
-        self._starts = tuple(4 * sum(self._lengths[:i]) for i in range(len(self._names)))
+        self.places, self.num_bytes = self._placed()
+        """By field; `num_bytes` hold them all."""
         self._memory: Memory | None = None
         self._views: dict[tuple[str, int], torch.Tensor] = {}
+
+    def _placed(self) -> tuple[dict[str, FieldPlace], int]:
+        groups, rows = self._sizes.num_groups, (*self.rows, self._config.topk)
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+            (name, (1,), torch.int32) for name in ("num_rows", "num_dropped", "num_invalid_ids")
+        ]
+        parts.append(("counts", (groups,), torch.int32))
+        if self.layout is Layout.GROUPED:
+            parts.append(("offsets", (groups + 1,), torch.int32))
+        if not self.layout.per_expert:
+            parts += [("topk_ids", rows, torch.int32), ("topk_weights", rows, torch.float32)]
+        parts.append(("valid", (self._config.max_tokens_per_rank,), torch.bool))
+        places, end = {}, 0
+        for name, shape, dtype in parts:
+            places[name] = FieldPlace(end, shape, dtype)
+            end += torch.Size(shape).numel() * dtype.itemsize
+        return places, round_up(end, _ALIGN)
 
     def attach(self, memory: Memory | None) -> None:
         """The region whose slots are handed out; None lets go of it (what was handed out keeps it alive)."""
         self._memory = memory
         self._views.clear()
 
-    def numbers(self, num_tokens: int) -> tuple[dict[str, torch.Tensor | None], dict[str, int]]:
-        """(fields of `DispatchOutput` that the kernel fills, their addresses by the names in `abi.DispatchArgs`)."""
-        words = torch.empty(sum(self._lengths), dtype=torch.int32, device=self._device)
-        valid = torch.empty(num_tokens, dtype=torch.bool, device=self._device)
-        base = words.data_ptr()
-        addresses = {name: base + start for name, start in zip(self._names, self._starts, strict=True)}
-        addresses["valid"] = valid.data_ptr()
-        fields: dict[str, torch.Tensor | None] = {"offsets": None, "topk_ids": None, "topk_weights": None}
-        fields |= zip(self._names, words.split_with_sizes(self._lengths), strict=True)
-        fields["valid"] = valid
-        if not self.layout.per_expert:
-            shape = (*self.rows, self._config.topk)
-            ids = fields["topk_ids"] = torch.empty(shape, dtype=torch.int32, device=self._device)
-            weights = fields["topk_weights"] = torch.empty(shape, dtype=torch.float32, device=self._device)
-            addresses["out_ids"], addresses["out_weights"] = ids.data_ptr(), weights.data_ptr()
-        return fields, addresses
+    def number(self, block: torch.Tensor, name: str) -> torch.Tensor:
+        """A field in a call's memory `block` (uint8), of all its rows."""
+        place = self.places[name]
+        return part(block, place.offset, place.shape, place.dtype)
 
-    def trimmed(self, fields: dict[str, torch.Tensor | None], num_rows: int) -> dict[str, torch.Tensor | None]:
-        """The fields, of so many rows where the layout is compact."""
-        if self.layout is not Layout.FLAT or num_rows == self.rows[0]:
-            return fields
-        ids, weights = fields["topk_ids"], fields["topk_weights"]
-        assert ids is not None
-        assert weights is not None
-        return fields | {"topk_ids": ids[:num_rows], "topk_weights": weights[:num_rows]}
+    def output(
+        self, block: torch.Tensor, slot: int, scales: torch.Tensor | None, num_tokens: int, num_rows: int
+    ) -> DispatchOutput:
+        """What a dispatch of `num_tokens` tokens delivered: `num_rows` rows (compact layouts) or all."""
+        tokens = self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)  # outlives `attach`
 
-    def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, dict[str, int]]:
-        """(where scales will be, the kernel's arguments). Row-major ones of rank-wise layouts are a view of the slot,
-        as rows are: HT's senders write them to their final place."""
+        def field(name: str) -> torch.Tensor | None:
+            if name == "tokens":
+                return tokens[:num_rows] if self.compact else tokens.view(tokens.shape)
+            if name == "scales":
+                return self._trimmed_scales(scales, num_rows)
+            if name not in self.places:
+                return None
+            number = self.number(block, name)
+            if name == "valid":
+                return number[:num_tokens]
+            return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
+
+        return lazy_output(self.layout, field)
+
+    def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
+        """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows
+        are: HT's senders write them to their final place."""
         columns, rows = self._sizes.scale_columns, self.rows
         if columns == 0:
-            return None, {}
+            return None, ROW_MAJOR
         if not self._packed:
             scales = (
                 self._slot("scales", slot, columns, self._sizes.scale_dtype)
                 if self._lands
                 else torch.empty((*rows, columns), dtype=self._sizes.scale_dtype, device=self._device)
             )
-            return scales, {"out_scales": scales.data_ptr()}
+            return scales, ROW_MAJOR
         pad = round_up(rows[-1], 4)
         scales = torch.empty((*rows[:-1], columns, pad), dtype=torch.int32, device=self._device)
-        strides = {
-            "scale_row_stride": 1,
-            "scale_column_stride": 0 if self.compact and trimmed else pad,
-            "scale_group_stride": columns * pad,
-        }
-        return scales, {"out_scales": scales.data_ptr(), **strides}
+        return scales, Strides(1, 0 if self.compact and trimmed else pad, columns * pad)
 
-    def delivered(
-        self, slot: int, scales: torch.Tensor | None, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(tokens, scales) of that many rows (compact layouts) or of all; tokens are a view of the slot."""
-        c, columns = self._config, self._sizes.scale_columns
-        tokens = self._slot("rows", slot, c.hidden_size, c.payload_dtype)
-        tokens = tokens[:num_rows] if self.compact else tokens.view(tokens.shape)
-        if columns == 0:
-            return tokens, None
-        assert scales is not None
+    def tokens(self, slot: int) -> torch.Tensor:
+        """All rows of a slot."""
+        rows = self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)
+        return rows.view(rows.shape)
+
+    def all_scales(self, scales: torch.Tensor | None) -> torch.Tensor | None:
+        """What `scales` gave, as it is handed out without trimming."""
+        return self._trimmed_scales(scales, self.rows[0])
+
+    def _trimmed_scales(self, scales: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+        if scales is None:
+            return None
         if not self._packed:
-            return tokens, scales[:num_rows] if self.compact else scales
+            return scales[:num_rows] if self.compact else scales
         if self.compact:
-            return tokens, scales.as_strided((num_rows, columns), (1, round_up(num_rows, 4)))
-        return tokens, scales.transpose(-1, -2)[..., : self.rows[-1], :]
+            return scales.as_strided((num_rows, self._sizes.scale_columns), (1, round_up(num_rows, 4)))
+        return scales.transpose(-1, -2)[..., : self.rows[-1], :]
 
     def _slot(self, name: str, slot: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """All rows of a slot of one of the region's arrays."""
@@ -123,6 +178,12 @@ class Outputs:
             offset = getattr(self._map, name) + slot * getattr(self._map, f"{name}_stride")
             found = self._views[name, slot] = self._memory.view(offset, (*self.rows, columns), dtype)
         return found
+
+
+def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A view of a byte buffer as a tensor."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return block[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def round_up(value: int, unit: int) -> int:

@@ -19,11 +19,12 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import links, plan, remote
 from ep_kernels.transports.nvlink.domain import needs_boxes
-from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, DispatchState, LaunchEngine
+from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.remote import RemoteRanks
+from ep_kernels.transports.nvlink.routing_state import DispatchState, restored
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
@@ -108,7 +109,6 @@ class NvlinkTransport(NvlinkMember):
 
     def dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """See `base.Transport`."""
-        self.check("dispatch")
         self._check_device("x", args.x)
         if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
@@ -127,8 +127,7 @@ class NvlinkTransport(NvlinkMember):
         if (unknown or self._raises) and not torch.cuda.is_current_stream_capturing():
             self._settle()
             self.check_results()
-            assert step.outputs["num_rows"] is not None
-            rows = int(step.outputs["num_rows"]) if unknown else rows
+            rows = int(self._engine.number(step, "num_rows")) if unknown else rows
         return self._engine.finish(step, rows, self._epoch)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -137,7 +136,6 @@ class NvlinkTransport(NvlinkMember):
 
     def combine(self, args: CombineArgs) -> NvlinkCombine:
         """See `base.Transport`."""
-        self.check("combine")
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
@@ -171,7 +169,7 @@ class NvlinkTransport(NvlinkMember):
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `base.Transport`."""
-        return self._engine.restore(handle)
+        return restored(handle)
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""

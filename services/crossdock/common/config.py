@@ -162,8 +162,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     advertise: str = ""
     """host:port under which clients reach `listen`. Empty: as listened, on this host's name for every interface."""
     http_listen: str = "127.0.0.1:0"
-    """host:port of /metrics, /livez, /readyz. If it is every interface, the host of `advertise` or this host's name is
-    announced."""
+    """host:port of /metrics, /livez, /readyz. Announced for every interface: `advertise`'s host or this host's name."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
     network: WorkerNetworkConfig | None = None
@@ -172,9 +171,10 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
+    expert_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Dtype that experts are held in: `dtype`, or float32 on a CPU, for twice the memory. Empty: `dtype`."""
     combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Dtype of rows on the combine path. Empty: float32 on a CPU; on GPUs `dtype`, which halves the bytes and rounds
-    each rank's partial sum once more."""
+    """Dtype of rows in combine. Empty: float32 on a CPU; on GPUs `dtype`: half the bytes, partial sums are rounded."""
     combine_order: Literal["rank", "domain"] = "rank"
     """Sums over hosts. rank: the same bits wherever ranks run; domain: each host's own first. Equal on all workers."""
     max_tokens_per_step: Count = 512
@@ -188,7 +188,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Default deadline of a request."""
     max_queued_bytes_per_client: Count = 16 << 20
     """Limit of a client's bytes (its certificate's names, or its host): requests and answers not yet written. Above it
-    its streams are not read (gRPC's flow control applies), except one request of each, up to twice this."""
+    its streams are not read (flow control), except one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
     """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: Count = 2 << 20
@@ -201,8 +201,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 30.0
     """Time limit for queued requests after SIGTERM."""
     torch_threads: Count | None = None
-    """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` with transport cpu, the host's processors per
-    worker less one, at least 1. More threads than processors on a host cost most of its throughput."""
+    """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` the host's processors per worker less one, at
+    least 1. More threads than processors cost most of a host's throughput."""
     log: LogConfig = LogConfig()
 
 

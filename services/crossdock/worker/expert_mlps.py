@@ -5,11 +5,13 @@ and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm 
 is no GEMM of our own. On a GPU the grouped GEMM reads the groups' offsets there: the host waits for nothing, and rows
 past the last group cost nothing. The loop needs the offsets on the host.
 
-Precision. On a CPU the loop computes bf16 and fp16 models in fp32 inside: an expert's weights are widened into one
-scratch buffer and nothing is rounded between the two products. On CPUs without bf16 matrix units that is the faster way
-too (from some 16 rows on), and it is what lets a served model be closer to an fp32 run than the plain bf16 model is.
+Precision. Sums inside a product are fp32. What a product is rounded to depends on where it is computed:
+* A GPU, and bf16 on a CPU with bf16 products (AVX-512 BF16, AMX): to the weights' dtype, as in any model there. The
+  activation between the products is computed in fp32 and rounded once.
+* Half types on other CPUs: an expert's weights are widened into one scratch buffer for each call, and nothing is
+  rounded between the two products.
+* Weights held in float32 (`expert_dtype` of a worker): the same without widening for each call, for twice the memory.
 Give `forward` an `out` of `output_dtype`, and the communicator that output dtype, and combine does not round either.
-On a GPU products are rounded to the weights' dtype, as in any model there; sums inside a product are fp32.
 
 Letters: N rows, L experts here, H hidden size, I intermediate size of one expert.
 """
@@ -44,7 +46,7 @@ class ExpertMLPs:
     """The experts of one rank, for all MoE layers. One thread at a time (there is one scratch buffer).
 
     Attributes:
-        dtype: of the weights as held, and of the rows that `forward` takes.
+        dtype: of the weights as held.
         output_dtype: of the computed rows: an `out` of this dtype is not rounded.
         num_experts: L.
         num_bytes: bytes of weights held.
@@ -71,9 +73,9 @@ class ExpertMLPs:
         self.num_bytes = sum(part.nbytes for pair in weights.values() for part in pair)
         aligned = all(part.shape[-1] * part.element_size() % 16 == 0 for part in (gate_up, down))
         self._grouped = aligned and has_grouped_mm(device, self.dtype)
-        widened = not self._grouped and device.type == "cpu"
+        widened = device.type == "cpu" and self.dtype is not torch.float32 and not has_products(self.dtype)
         self.output_dtype = torch.float32 if widened else self.dtype
-        if widened and self.dtype is not torch.float32:
+        if widened:
             self._scratch = torch.empty(max(gate_up[0].numel(), down[0].numel()), device=device)
 
     @staticmethod
@@ -90,7 +92,7 @@ class ExpertMLPs:
         Args:
             checkpoint: an opened checkpoint.
             expert_ids: logical expert id of each local slot, in slot order; for all layers, or by layer.
-            dtype: float32 | bfloat16 | float16, what to hold and compute in.
+            dtype: float32 | bfloat16 | float16, what to hold.
             device: where to hold them.
             progress: called after each expert.
 
@@ -140,10 +142,10 @@ class ExpertMLPs:
 
         Args:
             layer: the layer's number in the model.
-            tokens: [N, H] of `dtype`, rows grouped by expert (`Layout.GROUPED`).
+            tokens: [N, H] of `dtype`, or of a smaller one, rows grouped by expert (`Layout.GROUPED`).
             offsets: int32 [L + 1], first row of each group, padding included.
             counts: int32 [L], rows of each group without padding.
-            out: [N, H] of any float dtype to write into, or None for a new tensor of `dtype`.
+            out: [N, H] of any float dtype to write into, or None for a new tensor of the dtype of tokens.
             num_rows: no group ends past it; None: N. What lies past it is neither read nor written.
 
         Returns:
@@ -157,12 +159,12 @@ class ExpertMLPs:
         if not self._grouped:
             return self._loop(layer, tokens, offsets, counts, torch.empty_like(tokens) if out is None else out)
         gate_up, down = self._weights[layer]
-        inner = grouped_mm(tokens, gate_up, offsets[1:])
+        inner = grouped_mm(tokens.to(self.dtype), gate_up, offsets[1:])
         hidden = inner.new_empty(inner.shape[0], inner.shape[1] // 2)
         self._gate(inner[:num_rows], hidden[:num_rows])
         rows = grouped_mm(hidden, down, offsets[1:])
         if out is None:
-            return rows
+            return rows.to(tokens.dtype)
         out[:num_rows].copy_(rows[:num_rows])
         return out
 
@@ -206,8 +208,7 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """True if torch's grouped GEMM works here and agrees with torch.mm, for uneven and empty groups and with unowned
-    rows behind them; tested at run time, since versions and devices differ. On a CPU half types go to the fp32 loop
-    instead: see above."""
+    rows behind them; tested at run time, since versions and devices differ. On a CPU half types go to the loop."""
     if device.type == "cpu" and dtype is not torch.float32:
         return False
     rows = torch.arange(24 * 16, device=device).remainder(7).to(dtype).view(24, 16)
@@ -220,6 +221,13 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
         return unowned.shape == (24, 32) and torch.equal(grouped_mm(rows, weight, ends)[:16], expected)
     except (RuntimeError, AttributeError):
         return False
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """True if this CPU multiplies bf16 in hardware; torch's GEMM is then 2 to 5 times as fast as widening per call.
+    By the CPU's instructions, not by a measurement, so that equal hosts give equal bits."""
+    tests = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return dtype is torch.bfloat16 and any(test is not None and test() for test in tests)
 
 
 def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

@@ -39,7 +39,7 @@ class Model:
         nic: its RDMA port; None: the network has none.
 
     Raises:
-        CheckpointError: an activation that is not supported.
+        CheckpointError: an activation, or an `expert_dtype`, that is not supported.
         EpError: the transport does not work here, or cannot carry this model; there is no such device.
         DeviceLost: the GPU does not work.
     """
@@ -54,6 +54,7 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
+        self._held_dtype = self._check_expert_dtype()
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
         self._experts: ExpertMLPs | None = None
 
@@ -87,7 +88,7 @@ class Model:
         if num_slots:
             with self._room(num_slots):
                 self._experts = ExpertMLPs.load(
-                    self._checkpoint, ids, dtype=self.dtype, device=self.device, progress=progress
+                    self._checkpoint, ids, dtype=self._held_dtype, device=self.device, progress=progress
                 )
         return self._experts
 
@@ -134,6 +135,14 @@ class Model:
         if self._config.combine_dtype:
             return _DTYPES[self._config.combine_dtype]
         return torch.float32 if self.capabilities.device_type == "cpu" else None
+
+    def _check_expert_dtype(self) -> torch.dtype:
+        """The dtype that experts are held in."""
+        held = _DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
+        if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
+            wider = ", or torch.float32" if self.device.type == "cpu" else ""
+            raise CheckpointError(f"expert_dtype: expected {self.dtype}{wider} on {self.device}, got {held}")
+        return held
 
     def _stage(
         self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]

@@ -42,8 +42,10 @@ static_assert(offsetof(Config, stream) == 32 && sizeof(Config) == 56, "CUlaunchC
 
 using LaunchFn = int (*)(const Config*, void* function, void** arguments, void** extra);
 using TextFn = int (*)(int status, const char** text);
+using CapturingFn = int (*)(void* stream, int* status);
 
 LaunchFn launch_kernel = nullptr;
+CapturingFn is_capturing = nullptr;
 TextFn error_name = nullptr, error_text = nullptr;
 
 enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
@@ -74,6 +76,7 @@ CD_API const char* cd_open(const char* driver) {
   auto text = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorString"));
   if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
   launch_kernel = launch;
+  is_capturing = reinterpret_cast<CapturingFn>(dlsym(library, "cuStreamIsCapturing"));
   copy_async = reinterpret_cast<CopyFn>(dlsym(library, "cuMemcpyAsync"));
   wait_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWaitValue64_v2"));
   write_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWriteValue64_v2"));
@@ -107,8 +110,15 @@ CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
   return launch_kernel(&config, p->function, arguments, nullptr);
 }
 
-// The same for a kernel with one parameter, at this address.
-CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument) { return cd_launch(p, stream, &argument); }
+constexpr int kCaptured = -1;
+
+// The same for a kernel with one parameter, at this address; kCaptured where a CUDA graph took the launch.
+CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument) {
+  const int status = cd_launch(p, stream, &argument);
+  int capturing = 0;
+  if (status || !is_capturing || is_capturing(stream, &capturing)) return status;
+  return capturing ? kCaptured : 0;
+}
 
 // One thing that a stream does. kCopy: `amount` bytes from `from` to `to`. kWait: until the 8 bytes at `to` are
 // `amount` or more, modulo 2^64. kWrite: `amount` into the 8 bytes at `to`, after all that came before.

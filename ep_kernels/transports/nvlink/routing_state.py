@@ -1,0 +1,91 @@
+"""The routing of a dispatch, kept for its combine and for dispatches that use it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink.outputs import part
+from ep_kernels.transports.nvlink.plan import StateMap
+from ep_kernels.types import DispatchHandle
+
+
+class Span(NamedTuple):
+    """Bytes [offset, offset + num_bytes) of a tensor's memory (uint8)."""
+
+    tensor: torch.Tensor
+    offset: int
+    num_bytes: int
+    address: int
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Span:
+        """Of a whole tensor."""
+        return cls(tensor, 0, tensor.numel(), tensor.data_ptr())
+
+    def bytes(self) -> torch.Tensor:
+        """As a tensor, uint8."""
+        return self.tensor[self.offset : self.offset + self.num_bytes]
+
+    def part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A view of some of it."""
+        return part(self.tensor, self.offset + offset, shape, dtype)
+
+
+@dataclass(slots=True)
+class DispatchState:
+    """`DispatchHandle.state`: the routing of one dispatch, apart from any recycled buffer. A dispatch with
+    `previous_handle` shares `routing` and `routing_id` with it.
+
+    Attributes:
+        routing: routes, dst_rows, tokens, source_rows and saved_counts of `abi.DispatchArgs`, by `plan.StateMap`.
+        routing_id: the `carried` of the dispatch that made the routing; its first word is that dispatch's seq.
+        carried: words of the operation, then weights, by `plan.StateMap`.
+        topk_weights: float32 [T, K]; a copy where combine reads it (exact), since callers may overwrite theirs.
+        num_rows: rows delivered; None: the host has not read it.
+    """
+
+    routing: Span
+    routing_id: Span
+    carried: Span
+    topk_weights: torch.Tensor
+    num_rows: int | None = None
+
+    def flatten(self) -> list[torch.Tensor]:
+        """See `base.HandleState`."""
+        return [
+            self.routing.bytes(), self.carried.bytes(), self.routing_id.part(0, (8 * abi.OP_WORDS,), torch.uint8),
+            self.topk_weights,
+        ]  # fmt: skip
+
+
+def restored(handle: DispatchHandle) -> DispatchHandle:
+    """See `base.Transport.restore`."""
+    routing, carried, routing_id, topk_weights = handle.state
+    state = DispatchState(Span.whole(routing), Span.whole(routing_id), Span.whole(carried), topk_weights)
+    return replace(handle, state=state)
+
+
+def row_weights(handle: DispatchHandle, config: MoEConfig, where: StateMap) -> torch.Tensor:
+    """float32 [L, slots] | [N], 0 for rows of no token."""
+    state: DispatchState = handle.state
+    shape, size = torch.Size(handle.rows_shape), config.group.size
+    positions = (size, config.max_tokens_per_rank, config.topk)
+    dst_rows = state.routing.part(where.dst_rows, positions, torch.int32)
+    weights = state.carried.part(where.weights, positions, torch.float32)
+    sources = state.routing.part(where.source_rows, (size, 1, 1), torch.int32)
+    filled = torch.arange(config.max_tokens_per_rank, device=dst_rows.device)[None, :, None] < sources
+    dst_rows = torch.where(filled & (dst_rows >= 0), dst_rows, shape.numel()).flatten().long()
+    rows = torch.zeros(shape.numel() + 1, device=dst_rows.device)
+    rows.scatter_(0, dst_rows, weights.flatten())
+    return rows[:-1].view(shape)
+
+
+def source_rows(handle: DispatchHandle, config: MoEConfig, where: StateMap) -> torch.Tensor:
+    """int32 [R], a view of the routing."""
+    state: DispatchState = handle.state
+    return state.routing.part(where.source_rows, (config.group.size,), torch.int32)
