@@ -14,10 +14,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--over-hosts: the contract suite over several hosts."""
     parser.addoption(
         "--over-hosts",
-        choices=("none", "short", "full"),
+        choices=("none", "short", "full", "gpus"),
         default="none",
         help="transports' tests: on one host alone (none), one group over two hosts as well (short), or over hosts in "
-        "every split by every provider, and nothing else (full)",
+        "every split by every provider, and nothing else (full); of GPUs, over two hosts (gpus)",
     )
 
 
