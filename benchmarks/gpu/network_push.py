@@ -60,9 +60,8 @@ def source() -> str:
 def measure(device: torch.device) -> tuple[list[int], list[int]]:
     """(rounds, reads), nanoseconds. Raises RuntimeError: the kernel pushed nothing, or was not answered."""
     lib: Any = proxy.load()
-    pinned = {"dtype": torch.int64, "pin_memory": True}
-    box = torch.zeros(lib.cn_bench_box_bytes() // 8 + 8, **pinned)
-    word, payload = torch.zeros(1, **pinned), torch.zeros(128, **pinned)
+    sizes = lib.cn_bench_box_bytes() // 8 + 8, 1, 128
+    box, word, payload = (torch.zeros(size, dtype=torch.int64, pin_memory=True) for size in sizes)
     state = torch.zeros(ctypes.sizeof(abi.State) // 8, dtype=torch.int64, device=device)
     ring = -(-box.data_ptr() // 64) * 64
     network = abi.Network(ring=ring, popped=ring + abi.RING_SIZE * 16)

@@ -88,7 +88,8 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
 
 // ---- what has come ----
 
-// [R] 1 = a warp of this block has seen that everything of this operation is here from that rank.
+// [R] 1 = a warp of this block has seen that everything of this operation is here from that rank: the one that awaits
+// count packets, or routing ids.
 __device__ __forceinline__ u32* arrived_from() {
   __shared__ u32 arrived[MAX_RANKS];
   return arrived;
@@ -112,9 +113,10 @@ __device__ __forceinline__ bool has_arrived(const World& world, u32 kind, i32 so
   return true;
 }
 
-// The same for a source that all lanes of a warp name.
-__device__ __forceinline__ bool warp_has_arrived(const World& world, u32 kind, i32 source, u64 seq) {
-  return !is_remote(world, source) || __all_sync(~0u, has_arrived(world, kind, source, seq));
+// Whether a warp of this block has found that; it reads no host memory, which a warp per block is enough for. All lanes
+// name one source.
+__device__ __forceinline__ bool warp_knows_arrived(const World& world, i32 source) {
+  return !is_remote(world, source) || __all_sync(~0u, ptx::load_acquire_block(arrived_from() + source) != 0);
 }
 
 }  // namespace ep::net

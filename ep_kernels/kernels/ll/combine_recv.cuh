@@ -134,7 +134,7 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
         if constexpr (kNetwork)
           if (j < count && is_remote(world, expert_rank[j])) {
             at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
-            here = net::warp_has_arrived(world, FLAG_COMBINE, expert_rank[j], seq);
+            here = net::warp_knows_arrived(world, expert_rank[j]);
           }
         if (here && poll_packet(at, seq, &packets[j], j < count)) continue;
         ready = false;
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] {
                            if constexpr (kNetwork)
-                             if (!net::warp_has_arrived(world, FLAG_COMBINE, from, seq)) return *status != kOk;
+                             if (!net::warp_knows_arrived(world, from)) return *status != kOk;
                            return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
                          }))
       return false;

@@ -129,7 +129,7 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
   if constexpr (kNetwork)
-    if (!net::warp_has_arrived(world, FLAG_PAYLOAD, source_of_item(world, arrival.item), seq)) {
+    if (!net::warp_knows_arrived(world, source_of_item(world, arrival.item))) {
       arrival.ready = false;
       return;
     }

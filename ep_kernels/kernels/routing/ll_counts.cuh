@@ -117,7 +117,7 @@ __device__ __forceinline__ bool await_expert_counts(const DispatchArgs& args, co
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
                          [&] {
                            if constexpr (kNetwork)
-                             if (!net::warp_has_arrived(world, FLAG_PAYLOAD, source, seq)) return false;
+                             if (!net::warp_knows_arrived(world, source)) return false;
                            return poll_lines(at, lines, seq, &mine);
                          }))
       return false;

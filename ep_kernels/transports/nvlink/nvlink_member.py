@@ -148,7 +148,8 @@ class NvlinkMember:
                 if self._captured:
                     self._tables.stop()
                     torch.cuda.synchronize(self._device)
-                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs()))
+                    words = None if self._remote is None else self._remote.words
+                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs(), words))
             self._detach()
             if self._remote is not None:
                 self._remote.close()

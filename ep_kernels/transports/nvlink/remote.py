@@ -39,7 +39,8 @@ _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
 
 def pin(address: int, num_bytes: int) -> None:
     """Let the GPU reach host memory, at the same address. Raises TransportError."""
-    status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, num_bytes, 0)
     if int(status):
         raise TransportError(
             f"nvlink: {num_bytes} bytes of host memory for ranks of other hosts cannot be pinned (cudaHostRegister: "
@@ -49,7 +50,8 @@ def pin(address: int, num_bytes: int) -> None:
 
 def unpin(address: int) -> None:
     """Once no kernel uses it."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)
 
 
 class RemoteRanks:
@@ -89,6 +91,7 @@ class RemoteRanks:
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._memory = mmap.mmap(-1, 2 * total, flags=flags)
+            self._memory.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError, OverflowError) as error:
             raise TransportError(f"nvlink: no room for {2 * total} bytes of addresses: {error}") from error
         self._outboxes = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
