@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.network_push OUT_FOLDER
 
 A kernel stores a descriptor to the ring in pinned memory; a thread of the host takes it and stores a word, which the
-kernel polls. `round`: from before the fence to the word's arrival, that is push to popped and word to seen. `read`: one
-load of such a word, which a poll is; a word is seen after half a read on average and one more half at most.
+kernel polls. `fence`: of the system, behind one store to pinned memory, in front of the push. `round`: from there to
+the word's arrival, that is push to popped and word to seen. `read`: one load of such a word, which a poll is.
 Writes network_push.csv (microseconds) and run.json.
 """
 
@@ -36,6 +36,7 @@ class Ping(ctypes.Structure):
     _fields_ = (
         ("world", abi.World),
         ("word", ctypes.c_uint64),
+        ("fences_ns", ctypes.c_uint64),
         ("rounds_ns", ctypes.c_uint64),
         ("reads_ns", ctypes.c_uint64),
         ("payload", ctypes.c_uint64),
@@ -57,8 +58,8 @@ def source() -> str:
     )
 
 
-def measure(device: torch.device) -> tuple[list[int], list[int]]:
-    """(rounds, reads), nanoseconds. Raises RuntimeError: the kernel pushed nothing, or was not answered."""
+def measure(device: torch.device) -> list[list[int]]:
+    """Fences, rounds, reads, nanoseconds. Raises RuntimeError: the kernel pushed nothing, or was not answered."""
     lib: Any = proxy.load()
     sizes = lib.cn_bench_box_bytes() // 8 + 8, 1, 128
     box, word, payload = (torch.zeros(size, dtype=torch.int64, pin_memory=True) for size in sizes)
@@ -67,9 +68,9 @@ def measure(device: torch.device) -> tuple[list[int], list[int]]:
     network = abi.Network(ring=ring, popped=ring + abi.RING_SIZE * 16)
     at = abi.State.network.offset // 8
     state[at:].copy_(torch.frombuffer(bytearray(bytes(network)), dtype=torch.int64))
-    times = torch.zeros(2, ROUNDS, dtype=torch.int64, device=device)
+    times = torch.zeros(3, ROUNDS, dtype=torch.int64, device=device)
     world = abi.World(rank=0, size=2, timeout_ns=int(TIMEOUT_S * 1e9), state=state.data_ptr())
-    args = Ping(world, word.data_ptr(), times[0].data_ptr(), times[1].data_ptr(), payload.data_ptr(), ROUNDS)
+    args = Ping(world, word.data_ptr(), *(row.data_ptr() for row in times), payload.data_ptr(), ROUNDS)
     cubin = jit.compile_source(source(), "network_push", driver.architecture(device.index)).cubin
     function = driver.Function(cubin, "ping", 0)
     with ThreadPoolExecutor(1) as pool:
@@ -78,8 +79,8 @@ def measure(device: torch.device) -> tuple[list[int], list[int]]:
         if host.result():
             raise RuntimeError("the kernel pushed nothing")
     torch.cuda.synchronize(device)
-    rounds, reads = times[:, WARMUP:].tolist()
-    return rounds, reads
+    found: list[list[int]] = times[:, WARMUP:].tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def line(what: str, values_ns: list[int]) -> Line:
 
 def main() -> None:
     """Measure, write, print."""
-    rounds, reads = measure(torch.device("cuda", torch.cuda.current_device()))
-    lines = [line("round", rounds), line("read", reads)]
+    found = measure(torch.device("cuda", torch.cuda.current_device()))
+    lines = [line(what, times) for what, times in zip(("fence", "round", "read"), found, strict=True)]
     told = facts.of_this_run({"rounds": ROUNDS, "warmup": WARMUP}, module="benchmarks.gpu.network_push")
     facts.keep(Path(sys.argv[1]), "network_push", Line, lines, told | facts.of_gpus(1))
     for one in lines:

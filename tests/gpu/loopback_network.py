@@ -14,6 +14,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.engine import SEND
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
+from tests.gpu import loopback_left_out
 from tests.gpu.loopback import Loopback, Machine
 from tests.gpu.loopback_check import check, combine_of
 
@@ -128,6 +129,19 @@ def ends_of_a_connection(join: Join) -> None:
         else:
             assert type(found) is TransportError
             assert str(found) == "dispatch: rank 3 has gone on in epoch 7 without this rank"
+
+
+def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
+    """Rank 0 is given up before an operation, and launches it when the others, of both hosts, have gone on: nothing of
+    it reaches them."""
+    loop, case = loopback_left_out.three(layout, Mode.LL, machine, 2, network=TCP)
+    try:
+        if op == "dispatch":
+            loopback_left_out.wakes_in_a_dispatch(loop, case, Mode.LL, 4)
+        else:
+            loopback_left_out.wakes_in_a_combine(loop, case, Mode.LL)
+    finally:
+        loop.close()
 
 
 def bytes_are_those_of_theory(join: Join) -> None:

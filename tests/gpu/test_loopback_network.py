@@ -119,6 +119,12 @@ def test_ends_of_a_connection(join: Joined) -> None:
     network.ends_of_a_connection(join)
 
 
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_rank_wakes(op: str, layout: Layout) -> None:
+    network.a_rank_wakes(op, layout, None)
+
+
 def test_bytes_are_those_of_theory(join: Joined) -> None:
     network.bytes_are_those_of_theory(join)
 

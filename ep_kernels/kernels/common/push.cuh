@@ -9,9 +9,9 @@
 //                                                                         wait for the word, then read lines
 //
 // Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), the last block's fence is of the
-// system, and a descriptor is one 16-byte store behind it: a proxy that sees its parity sees the bytes. The proxy stores
-// the word (release) after the bytes of every part; a kernel loads it (acquire, system), then the lines. Tags of lines
-// say nothing here: nobody promises that 128 bytes come as a whole.
+// system, and a descriptor is one 16-byte store behind it: a proxy that sees its parity sees the bytes. The proxy
+// stores the word (release) after the bytes of every part; a kernel loads it (acquire, system), then the lines. Tags of
+// lines say nothing here: nobody promises that 128 bytes come as a whole.
 #pragma once
 
 #include "common/block.cuh"
@@ -30,7 +30,6 @@ __device__ __forceinline__ u32 immediate(u32 kind, u32 parts, u64 seq) {
 // Waits until the ring has room for descriptor `at`. The proxy takes descriptors without waiting for anybody.
 __device__ __noinline__ bool await_room(const World& world, u64 at, u32 op, i32 peer) {
   Network& network = world.state->network;
-  if (at < ptx::load_volatile(&network.popped_seen) + RING_SIZE) return true;
   const bool ok = spin::wait_for(world, network.popped, at + 1 - RING_SIZE, op, PHASE_CREDIT, peer);
   ptx::max_relaxed_gpu(&network.popped_seen, ptx::load_relaxed_sys(network.popped));
   return ok;
@@ -39,8 +38,9 @@ __device__ __noinline__ bool await_room(const World& world, u64 at, u32 op, i32 
 // One descriptor. Any threads at once.
 __device__ __forceinline__ void push(const World& world, i32 peer, u64 offset, u32 num_bytes, u32 imm, u32 op) {
   Network& network = world.state->network;
+  const u64 popped = ptx::load_volatile(&network.popped_seen);  // in flight beside the next
   const u64 at = ptx::take_relaxed_gpu(&network.tail, 1);
-  if (!await_room(world, at, op, peer)) return;
+  if (at >= popped + RING_SIZE && !await_room(world, at, op, peer)) return;
   const u64 parity = (at / RING_SIZE) % 2 == 0 ? 1ull << 63 : 0;
   ptx::store_pair(network.ring + at % RING_SIZE * 16, num_bytes | static_cast<u64>(imm) << 32,
                   offset | static_cast<u64>(peer) << 48 | parity);

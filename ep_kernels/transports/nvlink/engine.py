@@ -331,11 +331,9 @@ class LaunchEngine:
         y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
         at, routing, carried = self._state_map, state.routing.address, state.carried.address
         operation = self._combine[handle.mode]
+        is_ht = plan.algorithm(self._config, handle.mode) is Mode.HT
         record = operation.records.record(
-            (
-                handle.num_tokens, slot, args.apply_weights, plan.algorithm(self._config, handle.mode) is Mode.HT,
-                self._positional,
-            ),
+            (handle.num_tokens, slot, args.apply_weights, is_ht, self._positional),
             (
                 op.data_ptr(), state.routing_id.address, y.data_ptr(), pointer(args.row_weights),
                 routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,

@@ -1,7 +1,7 @@
 // What the network brings a rank on a GPU: words in pinned memory that its kernels wait for (kernels/common/push.cuh).
 //
-// An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq and
-// of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
+// An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq
+// and of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
 // bytes of a part in the inbox before it calls.
 #include <pthread.h>
 
