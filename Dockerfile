@@ -100,6 +100,13 @@ LABEL org.opencontainers.image.title="crossdock-worker" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+# What providers of the network load where a pod has RDMA devices.
+USER 0:0
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ibverbs-providers libfabric1 libibverbs1 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old
+USER 10001:10001
 COPY --from=worker-dependencies /app /app
 COPY --from=worker-own /own /app
 EXPOSE 7400 7401 7402 7500 7600

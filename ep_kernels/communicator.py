@@ -117,7 +117,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             topk_weights: [T, K] float32. NaN propagates into the token's result (`validate`: refused).
             previous_handle: use its routing again and skip the count exchange. topk_ids is then not looked at, and
                 topk_weights None means the former ones. All ranks pass the handle of the same step.
-            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it. None: M.
+            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves so many
+                rows of every rank. None: M.
 
         Raises: ArgumentError, HandleError (nothing was sent), CapacityError, PeerTimeout, AbortedError, ClosedError.
         """
@@ -172,7 +173,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         ids = checks.topk_ids(topk_ids, rows, config, device)
         weights = checks.topk_weights(topk_weights, rows, config, device)
         self._check_pending("dispatch")
-        return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once)
+        return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once, tokens)
 
     def combine(
         self,

@@ -60,7 +60,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """M, most tokens that one dispatch may bring. Sizes the regions: R * M rows per buffer."""
     mode: Mode = Mode.LL
     layout: Layout | None = None
-    """None: EXPERT_MAJOR for LL, FLAT for HT, GROUPED for AUTO."""
+    """None: EXPERT_MAJOR for LL, FLAT for HT, RANK_MAJOR for AG, which has no other, GROUPED for AUTO."""
     dtype: Any = torch.bfloat16
     """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
     quantize: bool = False
@@ -119,8 +119,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def resolved_layout(self) -> Layout:
         """The layout with the default applied."""
-        defaults = {Mode.LL: Layout.EXPERT_MAJOR, Mode.HT: Layout.FLAT, Mode.AUTO: Layout.GROUPED}
-        return self.layout or defaults[self.mode]
+        return self.layout or _LAYOUTS[self.mode]
 
     @property
     def resolved_output_dtype(self) -> torch.dtype:
@@ -145,6 +144,12 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return torch.float8_e4m3fn if self.quantize else self.dtype
 
 
+_LAYOUTS = {
+    Mode.LL: Layout.EXPERT_MAJOR,
+    Mode.HT: Layout.FLAT,
+    Mode.AG: Layout.RANK_MAJOR,
+    Mode.AUTO: Layout.GROUPED,
+}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
 _QUANTIZED = (torch.bfloat16, torch.float16)
@@ -173,6 +178,16 @@ def _check(c: MoEConfig) -> None:
     _require(c.topk <= c.num_experts, "topk", f"at most num_experts = {c.num_experts}", c.topk)
     _check_dtypes(c)
     _check_shapes(c)
+    if c.mode is Mode.AG:
+        _check_gather(c)
+
+
+def _check_gather(c: MoEConfig) -> None:
+    here = "with mode ag"
+    _require(c.resolved_layout is Layout.RANK_MAJOR, "layout", f"RANK_MAJOR {here}", c.resolved_layout.value)
+    same = c.resolved_combine_dtype == c.resolved_output_dtype
+    _require(same, "combine_dtype", f"None or {c.resolved_output_dtype} {here}", c.combine_dtype)
+    _require(c.network is None, "network", f"None {here}: its ranks share one host", "a NetworkConfig")
 
 
 def _check_kinds(c: MoEConfig) -> None:

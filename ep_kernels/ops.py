@@ -81,6 +81,7 @@ def dispatch(
     body, scales = x if isinstance(x, tuple) else (x, None)
     if previous is None:
         mode, former = mode_of(site, step_tokens), FRESH
+        step_tokens = None if mode is Mode.AG else step_tokens  # the routing has the shape of the step, which is M here
     else:
         mode, former, topk_ids = previous.mode, carried(previous), previous.topk_ids
         topk_weights = previous.topk_weights if topk_weights is None else topk_weights

@@ -80,16 +80,16 @@ def pack(scale: torch.Tensor) -> torch.Tensor:
     words = -(-blocks // PACK)
     bytes_ = torch.nn.functional.pad((scale.view(torch.int32) >> 23), (0, words * PACK - blocks)).to(torch.uint8)
     packed = bytes_.contiguous().view(torch.int32)
-    out = packed_empty((*lead, rows), words)
+    out = packed_empty((*lead, rows), words, scale.device)
     out.copy_(packed)
     return out
 
 
-def packed_empty(rows_shape: tuple[int, ...], words: int) -> torch.Tensor:
+def packed_empty(rows_shape: tuple[int, ...], words: int, device: torch.device | None = None) -> torch.Tensor:
     """An int32 [*rows_shape, words] of the strides that `pack` describes, holding zeros."""
     *lead, rows = rows_shape
     padded = -(-rows // ROW_PAD) * ROW_PAD
-    return torch.zeros(*lead, words, padded, dtype=torch.int32).transpose(-1, -2)[..., :rows, :]
+    return torch.zeros(*lead, words, padded, dtype=torch.int32, device=device).transpose(-1, -2)[..., :rows, :]
 
 
 def unpack(packed: torch.Tensor, blocks: int) -> torch.Tensor:

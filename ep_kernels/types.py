@@ -20,6 +20,9 @@ class Mode(enum.Enum):
     """Low latency: fixed slots, no count exchange before the payload. Decode."""
     HT = "ht"
     """High throughput: counts first, then every row straight to its final compact place. Prefill, training."""
+    AG = "ag"
+    """All-gather and reduce-scatter: every rank gets every token. Layout RANK_MAJOR, one host; pays where most tokens
+    have an expert on most ranks."""
     AUTO = "auto"
     """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks."""
 
@@ -43,7 +46,9 @@ class Layout(enum.Enum):
     GROUPED = "grouped"
     """[N, H] compact, rows of one expert together, groups padded to `expert_alignment`; combine applies the weights."""
     RANK_MAJOR = "rank_major"
-    """[R, M, H], one row per (token, rank); the caller weights and reduces its experts, combine sums over ranks."""
+    """[R, M, H], one row per (token, rank); the caller weights and reduces its experts, combine sums over ranks.
+    `Mode.AG`: one row for every token of every rank, where its place is; all ids of a token without an expert here are
+    -1, and combine does not look at its row."""
     FLAT = "flat"
     """[N, H] compact, one row per (token, rank), by (source rank, token); weights as RANK_MAJOR."""
 
@@ -115,7 +120,7 @@ class DispatchHandle:
         owner: id of the communicator that made it.
         seq: sequence number of the dispatch.
         num_tokens: T of the dispatch.
-        mode: the algorithm that ran (never AUTO).
+        mode: the algorithm that ran: LL, HT or AG.
         epoch: membership under which the routing was made; a handle of an older epoch is refused.
         state: what the transport needs to find its rows again.
         rows_shape: leading shape of `DispatchOutput.tokens` (all but H).
@@ -148,9 +153,10 @@ class LatencySample:
 
     Attributes:
         op: "dispatch", "combine", "all_gather", "reduce_scatter" or "all_reduce".
-        mode: "ll" or "ht"; of a collective its algorithm.
+        mode: "ll", "ht" or "ag"; of a collective its algorithm.
         seq: sequence number of the operation.
-        tokens: T; of a collective the bytes of one rank's x, at most 2^31 - 1.
+        tokens: T; of "ag" the step's tokens, padding included; of a collective the bytes of one rank's x, at most
+            2^31 - 1.
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there

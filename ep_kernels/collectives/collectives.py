@@ -24,6 +24,7 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
 from ep_kernels.collectives.fallback import TorchCollectives
+from ep_kernels.collectives.repeats import Key, Repeats
 from ep_kernels.collectives.work import Work
 from ep_kernels.errors import ArgumentError
 from ep_kernels.membership import GroupMember
@@ -56,6 +57,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
+        self._repeats = Repeats(self.size, transport.offset_of)
+        self._key: Key | None = None  # of the operation that is being begun, where it may repeat
         try:
             with torch.inference_mode(False):
                 self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
@@ -103,6 +106,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
+        again = self._again(CollectiveOp.ALL_GATHER, x, out, num_sms)
+        if again is not None:
+            return again
         gathered, pending = self._gather([x], None if out is None else [out], num_sms)
         return Work(gathered[0], self._finisher(pending), pending.is_completed)
 
@@ -136,6 +142,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.reduce_scatter(self, x, out, op, num_sms))
+        again = self._again(CollectiveOp.REDUCE_SCATTER, x, out, num_sms) if op == "sum" else None
+        if again is not None:
+            return again
         self._ready("reduce_scatter")
         given, made = checks.scattered(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
@@ -152,6 +161,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.all_reduce(self, x, out, op, num_sms))
+        again = self._again(CollectiveOp.ALL_REDUCE, x, out, num_sms) if op == "sum" else None
+        if again is not None:
+            return again
         self._ready("all_reduce")
         given, made = checks.reduced(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
@@ -232,6 +244,30 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
     # Inside.
 
+    def _forget(self) -> None:
+        self._repeats.clear()
+
+    def _again(
+        self, op: CollectiveOp, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
+    ) -> Work[torch.Tensor] | None:
+        """The operation, by the plan of an earlier one like it; None where there is none, or somebody has to look."""
+        key = self._key = self._repeats.key(op, x, out, num_sms)
+        found = None if key is None else self._repeats.find(key)
+        if found is None or self._closed or self._fault is not None:
+            return None
+        self._key = None  # there is a plan
+        plan, shape = found
+        made = x.new_empty(shape) if out is None else out
+        pending = self._run(plan.begin, x, made)
+        return None if pending is None else Work(made, self._finisher(pending), pending.is_completed)
+
+    def _remember(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
+        """Plan for the next operation like this one, which has begun."""
+        key, self._key = self._key, None
+        plan = None if key is None or not all(self._active) else self._transport.plan_for(args, op)
+        if key is not None and plan is not None:
+            self._repeats.keep(key, plan, out)
+
     def _own_rank(self) -> checks.OwnRank:
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
@@ -253,7 +289,11 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        return made, self._run(transport.all_gather, GatherArgs(parts, choice.algorithm, sms))
+        args = GatherArgs(parts, choice.algorithm, sms)
+        pending = self._run(transport.all_gather, args)
+        if not torched and len(made) == 1:
+            self._remember(args, CollectiveOp.ALL_GATHER, made[0])
+        return made, pending
 
     def _reduce(
         self, kind: CollectiveOp, x: torch.Tensor, out: torch.Tensor, op: str, num_sms: int | None
@@ -267,7 +307,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             served = self._by_torch(kind.value, choice.reason)
             return self._run(served.reduce_scatter if scattered else served.all_reduce, args, op)
         transport = self._transport
-        return self._run(transport.reduce_scatter if scattered else transport.all_reduce, args)
+        pending = self._run(transport.reduce_scatter if scattered else transport.all_reduce, args)
+        self._remember(args, kind, out)
+        return pending
 
     def _choose(
         self, op: CollectiveOp, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], num_sms: int | None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import tuning
-from ep_kernels.collectives.collective_types import CollectiveCapabilities
+from ep_kernels.collectives.collective_types import CollectiveCapabilities, CollectiveOp
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
 from ep_kernels.types import LatencySample, PeerTraffic
@@ -203,6 +203,9 @@ class TorchCollectives:
             args.out.copy_(args.x)
         work = _mapped(dist.all_reduce, args.out, op=_REDUCTIONS[reduction], group=self._group, async_op=True)
         return TorchPending([work], self._size, self._rank)
+
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
+        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _usable(self, op: str) -> None:
         if self._closed:

@@ -13,12 +13,17 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ep_kernels.errors import TransportError
-from ep_kernels.topology import Gid, Gpu, HostFacts, Nic, distance
+from ep_kernels.network.network_config import NetworkConfig
+from ep_kernels.topology import Gid, Gpu, HostFacts, Nic, distance, probe
 from ep_kernels.topology.facts import DISTANCES
 from ep_kernels.topology.sysfs import natural
 
 ROCE_V2 = "RoCE v2"
+_OF_LIBFABRIC = "-rdm"
+"""Ending of libfabric's name for an EFA device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,34 @@ def nic_of_rank(
     nic = usable[local_rank % len(usable)]
     why = f"no GPU: local rank {local_rank} takes port {local_rank % len(usable)} of {len(usable)}{_of(devices)}"
     return NicChoice(nic, "", why, *best_gid(nic, gid_index))
+
+
+def resolved(
+    config: NetworkConfig, gpu: str = "", local_rank: int = 0, facts: HostFacts | None = None
+) -> tuple[NetworkConfig, NicChoice | None]:
+    """The config with the port of one rank as its only device, as the provider names it. None as the port: the config
+    is as it was, since the provider takes network interfaces, as tcp, or devices that the kernel does not list as RDMA.
+
+    Args:
+        config: of the network.
+        gpu, local_rank: as in `nic_of_rank`.
+        facts: of this host; None: probed.
+
+    Raises:
+        TransportError: as `nic_of_rank`.
+    """
+    if "tcp" in config.provider:
+        return config, None
+    facts = facts or probe()
+    by_libfabric = "libfabric" in config.provider
+    devices = [device.removesuffix(_OF_LIBFABRIC) if by_libfabric else device for device in config.devices]
+    known = {name for nic in facts.nics for name in (nic.device, nic.name)}
+    if by_libfabric and (not known or not known.issuperset(devices)):  # as cxi0 of Slingshot
+        return config, None
+    choice = nic_of_rank(facts, gpu, local_rank, devices)
+    device = choice.nic.device
+    named = (device, device + _OF_LIBFABRIC) if by_libfabric else (f"{device}:{choice.nic.port}",)
+    return msgspec.structs.replace(config, devices=named), choice
 
 
 def usable_nics(nics: Sequence[Nic], devices: Sequence[str] = ()) -> list[Nic]:

@@ -38,6 +38,8 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode, PeerTraffic
 
+_GATHER = "ep_kernels.gather.gather_transport"
+"""`Mode.AG` of every transport: it needs its collectives alone."""
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
 
@@ -51,9 +53,10 @@ class DispatchArgs:
         scales: [T, S] contiguous, the caller's own, or None.
         topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
         topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.
-        mode: LL or HT, already resolved.
+        mode: LL, HT or AG, already resolved.
         at_once: `wait` follows immediately; a transport may then run both phases there, as one.
         previous: handle whose routing is used again (topk_ids then are its own), or None.
+        step_tokens: largest T of the step, equal on all ranks; None: M.
     """
 
     x: torch.Tensor
@@ -63,6 +66,7 @@ class DispatchArgs:
     mode: Mode
     previous: DispatchHandle | None
     at_once: bool = False
+    step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,25 +295,29 @@ def create(config: MoEConfig) -> Transport:
     """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
     if config.transport not in names():
         raise ConfigError("transport", f"one of {names()}", config.transport)
-    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
+    own = f"ep_kernels.transports.{config.transport}.transport"
+    module = importlib.import_module(_GATHER if config.mode is Mode.AG else own)
     return module.create(config)  # type: ignore[no-any-return]
 
 
 def region_map(config: MoEConfig) -> RegionMap | None:
     """The bytes of a rank's region, computed without a device; None where a transport has no `inspection.py` with such
     a function. Raises ConfigError."""
-    tell = _inspection(config.transport, "region_map")
+    if config.mode is Mode.AG:
+        return importlib.import_module(_GATHER).region_map(config)  # type: ignore[no-any-return]
+    tell = inspection(config.transport, "region_map")
     return None if tell is None else tell(config)
 
 
 def probe(name: str, device: int) -> dict[str, Any]:
     """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where it has no `inspection.py` with
     such a function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
-    look = _inspection(name, "probe")
+    look = inspection(name, "probe")
     return {} if look is None else look(device)
 
 
-def _inspection(transport: str, function: str) -> Any:
+def inspection(transport: str, function: str) -> Any:
+    """A function of a transport's `inspection.py`; None where there is none."""
     name = f"ep_kernels.transports.{transport}.inspection"
     if transport not in names() or importlib.util.find_spec(name) is None:
         return None

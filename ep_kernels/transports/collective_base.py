@@ -32,8 +32,8 @@ from typing import Protocol
 import torch
 
 from ep_kernels.collectives.collective_config import CollectiveConfig
-from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities
-from ep_kernels.errors import ConfigError, TransportError
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+from ep_kernels.errors import ConfigError, HandleError, TransportError
 from ep_kernels.transports import base
 
 
@@ -43,15 +43,20 @@ class GatherPart:
     byte. n may be 0.
 
     Attributes:
-        x: uint8 [n], this rank's shard. May be out[rank * n : (rank + 1) * n] itself (in place); it overlaps `out`
-            nowhere else.
-        out: uint8 [R * n].
+        x: uint8 [n], this rank's shard. May be out[rank * pitch :][:n] itself (in place); it overlaps `out` nowhere
+            else.
+        out: uint8 [R * pitch], pitch >= n; of each rank's place the first n bytes are written. The front end's have
+            pitch = n, which is all that torch.distributed can do.
         dtype: of the caller's tensors; ranks must agree on it, as on n.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     dtype: torch.dtype
+
+    def pitch(self, size: int) -> int:
+        """Bytes from one rank's shard of `out` to the next, among `size` ranks."""
+        return self.out.numel() // size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,15 @@ class GatherArgs:
         parts: in the order in which the caller gave them; equal n on all ranks, part by part. At least one.
         algorithm: as `choose.choose` says, equal on all ranks.
         num_sms: multiprocessors to fill, 0 = copy engines alone, None = chosen.
+        tag: a number of the caller's that ranks should have in common. Where one brings another, the operation
+            completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
+            device (which compares the lowest 11 bits). Breaks nothing.
     """
 
     parts: tuple[GatherPart, ...]
     algorithm: Algorithm
     num_sms: int | None
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +85,14 @@ class ReduceArgs:
     Attributes:
         x: [R * n] (reduce-scatter) or [n] (all-reduce), contiguous, flat, one of SUM_DTYPES, aligned to its element.
         out: [n], the same dtype. All-reduce: may be x itself. Reduce-scatter: may be x[rank * n : (rank + 1) * n].
-        algorithm, num_sms: as in GatherArgs.
+        algorithm, num_sms, tag: as in GatherArgs.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     algorithm: Algorithm
     num_sms: int | None
+    tag: int = 0
 
 
 class PendingCollective(Protocol):
@@ -105,6 +115,18 @@ class PendingGather(PendingCollective, Protocol):
         """Active ranks in the order of arrival, this rank first; each is given when its shard of every part is in out
         (GPUs: for whatever the current stream runs from then on). The end of it is `wait`. At most once, and not after
         `wait`; raises what `wait` does."""
+
+
+class CollectivePlan(Protocol):
+    """An operation that has run once, checked and planned, to be begun again with like arguments."""
+
+    def begin(self, x: torch.Tensor, out: torch.Tensor) -> PendingCollective | None:
+        """As `all_gather` and the others. None: nothing was begun, call those. Raises TransportError.
+
+        Args:
+            x, out: of the shapes, dtypes, devices and registered offsets of the arguments of the plan, and as far from
+                each other, where they overlap.
+        """
 
 
 class CollectiveTransport(base.MemberTransport, Protocol):
@@ -132,6 +154,21 @@ class CollectiveTransport(base.MemberTransport, Protocol):
 
     def all_reduce(self, args: ReduceArgs) -> PendingCollective:
         """Begin, as `all_gather`."""
+
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
+        """For operations that repeat; None where planning costs nothing, or cannot be spared. Good until
+        `set_active`."""
+
+
+def bytes_before_pool(config: CollectiveConfig) -> int:
+    """Bytes of a rank's region that are not its pool: flags and staging. Computed without a device."""
+    found: int = base.inspection(config.transport, "collective_bytes")(config)
+    return found
+
+
+def other_tag(op: str, mine: int, peer: int, theirs: int) -> HandleError:
+    """What ranks whose tags differ are told."""
+    return HandleError(f"{op}: this rank brought the routing of dispatch {mine}, rank {peer} that of dispatch {theirs}")
 
 
 def create(config: CollectiveConfig) -> CollectiveTransport:

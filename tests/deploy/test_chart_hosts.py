@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.host.run import check_network
-from tests.deploy.test_chart import CHART, needs_helm, render
+from tests.deploy.test_chart import CHART, HELM, needs_helm, render
 
 HOSTS = ("--values", str(CHART / "examples" / "two-cpu-hosts.yaml"))
 
@@ -115,3 +116,99 @@ def test_a_leader_worker_set_has_the_same_pods() -> None:
     assert (spec["replicas"], template["size"], template["restartPolicy"]) == (1, 2, "None")
     assert template["workerTemplate"] == plain["StatefulSet/moe-worker"]["spec"]["template"]
     assert "LeaderWorkerSet/moe-worker" not in plain
+
+
+GPU_HOSTS = ("four-hosts-rdma", "four-hosts-efa", "nvl72")
+
+
+def of_example(name: str, *flags: str) -> dict[str, Any]:
+    return render("--values", str(CHART / "examples" / f"{name}.yaml"), "--set", "worker.workload=StatefulSet", *flags)
+
+
+@needs_helm
+@pytest.mark.parametrize("name", GPU_HOSTS)
+def test_gpus_of_several_hosts_are_one_group(name: str, tmp_path: Path) -> None:
+    made = of_example(name)
+    spec = made["StatefulSet/moe-worker"]["spec"]
+    pod = spec["template"]["spec"]
+    host = host_of(made, tmp_path, pod)
+    check_network(host)
+    assert host.worker.transport == "nvlink"
+    assert host.worker.network is not None
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    control = load(ControlConfig, tmp_path / "c.yaml")
+    assert control.num_ranks == spec["replicas"] * host.num_workers
+    assert control.num_ranks <= 64
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == host.num_workers
+    assert not container["securityContext"].get("privileged")
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+
+
+@needs_helm
+def test_rdma_brings_devices_and_the_one_capability_that_locks_memory() -> None:
+    def security(*flags: str) -> tuple[Any, Any]:
+        pod = of_example("four-hosts-rdma", *flags)["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        return container["securityContext"], container["resources"]["limits"]
+
+    locking, limits = security()
+    assert locking["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert (locking["runAsUser"], locking["runAsNonRoot"], locking["readOnlyRootFilesystem"]) == (0, False, True)
+    assert (limits["rdma/ib"], limits["memory"]) == (1, "512Gi")
+    plain, _ = security("--set", "worker.rdma.ipcLock=false")
+    assert plain == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    _, efa = security("--set", "worker.rdma.resource=vpc.amazonaws.com/efa", "--set", "worker.rdma.count=32")
+    assert efa["vpc.amazonaws.com/efa"] == 32
+    without = render()["StatefulSet/moe-worker"]["spec"]["template"]["spec"]["containers"][0]
+    assert without["securityContext"] == plain
+    assert "limits" not in without["resources"]
+
+
+@needs_helm
+def test_trays_of_a_rack_share_a_compute_domain_and_a_clique() -> None:
+    made = of_example("nvl72")
+    domain = made["ComputeDomain/moe-worker"]
+    assert domain["apiVersion"] == "resource.nvidia.com/v1beta1"
+    template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    pod = made["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": "channel", "resourceClaimTemplateName": template}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "channel"}]
+    assert "add" not in pod["containers"][0]["securityContext"]["capabilities"], "NVLink locks no memory"
+    (beside,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert (beside["topologyKey"], apart["topologyKey"]) == ("nvidia.com/gpu.clique", "kubernetes.io/hostname")
+    assert beside["labelSelector"] == apart["labelSelector"]
+    assert "ComputeDomain/moe-worker" not in render()
+    own = of_example("nvl72", "--set-json", 'worker.affinity={"podAffinity":{"a":1}}')
+    kept = own["StatefulSet/moe-worker"]["spec"]["template"]["spec"]["affinity"]
+    assert kept["podAffinity"] == {"a": 1}
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["worker.computeDomain=true"], "worker.computeDomain: expected worker.hosts of 2 or more and worker.gpus"),
+        (
+            ["worker.hosts=2", "worker.computeDomain=true"],
+            "expected worker.hosts of 2 or more and worker.gpus or worker.resourceClaims beside it, got 2 hosts",
+        ),
+        (
+            ["worker.hosts=2", "worker.config.network.provider=verbs"],
+            "worker.config.network.provider verbs: expected worker.rdma.resource beside it",
+        ),
+    ],
+)
+def test_values_of_several_hosts_that_contradict_each_other(flags: list[str], words: str) -> None:
+    given = [word for flag in flags for word in ("--set", flag)]
+    done = subprocess.run(
+        [str(HELM), "template", "moe", str(CHART), *given], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert words in done.stderr

@@ -3,10 +3,7 @@ host is used: no descriptor is handed over, words and life of processes come ove
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,16 +11,16 @@ import torch
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.network import NetworkConfig
 from tests.cases import RoutingCase
-from tests.chaos.netns import Host
+from tests.gpu import veth
 from tests.transports.faults import kill_self
 from tests.transports.steps import Place, Store, check_step, next_case, settled
 
-_CLONE_NEWNET = 0x40000000
+LABELS, NAMESPACES = "labels", "namespaces"
 
 
-def steps(rank: int, size: int, store: Store, hosts: Sequence[Host], case: RoutingCase, overrides: Any) -> list[int]:
+def steps(rank: int, size: int, store: Store, kind: str, case: RoutingCase, overrides: Any) -> list[int]:
     """Steps of fresh routing, bitwise the reference; an exchange; which ranks share a host with this one."""
-    with _place(rank, size, store).communicator(case, network=_network(rank, hosts), **overrides) as comm:
+    with _place(rank, size, store).communicator(case, network=_network(rank, store, kind), **overrides) as comm:
         for number in range(4):
             check_step(comm, next_case(case, number))
         comm.barrier()
@@ -33,12 +30,10 @@ def steps(rank: int, size: int, store: Store, hosts: Sequence[Host], case: Routi
         return sorted(domain.watch.ranks)
 
 
-def killed(
-    rank: int, size: int, store: Store, hosts: Sequence[Host], case: RoutingCase, overrides: Any
-) -> tuple[int, bool, float]:
+def killed(rank: int, size: int, store: Store, kind: str, case: RoutingCase, overrides: Any) -> tuple[int, bool, float]:
     """The last rank kills itself; the others name it, long before the deadline, and go on without it."""
     place = _place(rank, size, store)
-    with place.communicator(case, network=_network(rank, hosts), timeout_s=30.0, **overrides) as comm:
+    with place.communicator(case, network=_network(rank, store, kind), timeout_s=30.0, **overrides) as comm:
         check_step(comm, case)
         comm.barrier()
         if rank == size - 1:
@@ -66,14 +61,9 @@ def _place(rank: int, size: int, store: Store) -> Place:
     return Place(rank, size, store, "nvlink")
 
 
-def _network(rank: int, hosts: Sequence[Host]) -> NetworkConfig:
-    """In the namespace of this rank's host; without hosts: a label of its own on this one."""
-    if not hosts:
+def _network(rank: int, store: Store, kind: str) -> NetworkConfig:
+    """In a namespace of this rank's own; or by a label that no other rank of this host has. Raises OSError where there
+    can be no namespaces."""
+    if kind == LABELS:
         return NetworkConfig(listen="127.0.0.1:0", domain=f"host {rank}")
-    namespace = os.open(hosts[rank].namespace, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-    finally:
-        os.close(namespace)
-    return NetworkConfig(listen=f"{hosts[rank].address}:0")
+    return NetworkConfig(listen=f"{veth.join(rank, store)}:0")

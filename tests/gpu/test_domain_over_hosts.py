@@ -3,8 +3,7 @@ of several trays does with fabric handles, which one machine cannot have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
-from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.gpu import over_hosts
 from tests.transports.faults import SLACK_S
-from tests.worlds import RankDied, World
+from tests.worlds import RankDied, RankFailed, World
 
 pytestmark = pytest.mark.gpu(1)
 MODES: dict[str, dict[str, Any]] = {
@@ -24,22 +22,23 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def num_ranks() -> int:
-    return min(4, max(2, torch.cuda.device_count()))
+@pytest.fixture(params=[over_hosts.LABELS, over_hosts.NAMESPACES])
+def pool(request: pytest.FixtureRequest) -> Iterator[tuple[World, str]]:
+    """Ranks, and what keeps them apart. Those that have moved into a namespace stay there."""
+    separate = request.param == over_hosts.NAMESPACES
+    world = World(2 if separate else min(4, max(2, torch.cuda.device_count())))
+    yield world, request.param
+    world.close()
 
 
-@pytest.fixture(params=["labels", "namespaces"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[Sequence[Host]]:
-    """One for each rank; none: ranks have labels of different hosts only."""
-    if request.param == "labels":
-        yield ()
-        return
+def run(pool: tuple[World, str], story: Any, overrides: Any, may_die: tuple[int, ...] = ()) -> list[Any]:
+    world, kind = pool
     try:
-        fabric = Fabric()
-    except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with closing(fabric):
-        yield [fabric.host(f"host{rank}", rank + 1) for rank in range(num_ranks())]
+        return world.run(story, kind, case_of(world.size), overrides, may_die=may_die)
+    except RankFailed as error:
+        if "OSError: [Errno" in str(error) and kind == over_hosts.NAMESPACES:
+            pytest.skip(f"no network namespaces here: {str(error).strip().splitlines()[-1]}")
+        raise
 
 
 def case_of(size: int) -> RoutingCase:
@@ -48,19 +47,14 @@ def case_of(size: int) -> RoutingCase:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_of_ranks_that_share_no_host(hosts: Sequence[Host], mode: str) -> None:
-    world = World(num_ranks())
-    try:
-        watched = world.run(over_hosts.steps, hosts, case_of(world.size), MODES[mode])
-    finally:
-        world.close()
-    assert watched == [[]] * world.size, "a process of another host cannot be watched"
+def test_steps_of_ranks_that_share_no_host(pool: tuple[World, str], mode: str) -> None:
+    watched = run(pool, over_hosts.steps, MODES[mode])
+    assert watched == [[]] * pool[0].size, "a process of another host cannot be watched"
 
 
-def test_a_killed_rank_of_another_host(hosts: Sequence[Host]) -> None:
-    world = World(num_ranks())
-    victim = world.size - 1
-    results = world.run(over_hosts.killed, hosts, case_of(world.size), MODES["ht"], may_die=(victim,))
+def test_a_killed_rank_of_another_host(pool: tuple[World, str]) -> None:
+    victim = pool[0].size - 1
+    results = run(pool, over_hosts.killed, MODES["ht"], may_die=(victim,))
     assert isinstance(results[victim], RankDied)
     for peer, gone, waited_s in results[:victim]:
         assert (peer, gone) == (victim, True)

@@ -18,6 +18,7 @@ from tests.worlds import World
 
 pytestmark = pytest.mark.gpu(2)
 LL_HT = [Mode.LL, Mode.HT]
+WAYS = [*((mode, layout) for mode in LL_HT for layout in Layout), (Mode.AG, Layout.RANK_MAJOR)]
 NO_HOST_WAIT = {"exact_shapes": False, "overflow": Overflow.DROP}
 
 
@@ -26,8 +27,7 @@ def case_of(size: int, hidden: int = 256, most: int = 24) -> RoutingCase:
     return RoutingCase(4 * size + 1, 4, hidden, tokens, "uniform", draw_seed(), max_tokens=most)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
 def test_graph_replay(world: Callable[[], World], mode: Mode, layout: Layout) -> None:
     pool = world()
     overrides = {"mode": mode, "layout": layout, **NO_HOST_WAIT}
@@ -44,16 +44,14 @@ def test_graph_replay_with_few_rows_and_an_idle_rank(world: Callable[[], World],
     pool.run(run_story, "nvlink", stories.replayed_graph, case, overrides)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
 def test_a_graph_with_two_in_flight(world: Callable[[], World], mode: Mode, layout: Layout) -> None:
     pool = world()
     overrides = {"mode": mode, "layout": layout, **NO_HOST_WAIT}
     pool.run(run_story, "nvlink", stories.phases_in_a_graph, case_of(pool.size), overrides, timeout_s=120)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_drifting_ranks(world: Callable[[], World], mode: Mode, layout: Layout, max_in_flight: int) -> None:
     pool = world()
@@ -61,7 +59,7 @@ def test_drifting_ranks(world: Callable[[], World], mode: Mode, layout: Layout, 
     pool.run(run_story, "nvlink", stories.delayed, case_of(pool.size), overrides)
 
 
-@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize("mode", [*LL_HT, Mode.AG])
 def test_two_streams(world: Callable[[], World], mode: Mode) -> None:
     pool = world()
     pool.run(stories.two_streams, "nvlink", case_of(pool.size), {"mode": mode})
@@ -83,8 +81,7 @@ def wrap(
         stories.wrapped(comm, case, start_at)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("mode", LL_HT)
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
 @pytest.mark.parametrize("quantize", [False, True])
 def test_serving_sizes(world: Callable[[], World], mode: Mode, layout: Layout, quantize: bool) -> None:
     pool = world()

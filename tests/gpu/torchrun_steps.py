@@ -38,6 +38,7 @@ def parts(transport: str) -> list[tuple[str, Part, dict[str, Any]]]:
         (f"{mode.value} {layout.value}", every_kind, {"mode": mode, "layout": layout, "ll_max_tokens": 11})
         for mode in Mode
         for layout in Layout
+        if mode is not Mode.AG or layout is Layout.RANK_MAJOR
     ]
     if transport == "nvlink":
         from tests.gpu import stories
@@ -45,7 +46,7 @@ def parts(transport: str) -> list[tuple[str, Part, dict[str, Any]]]:
         found += [
             (f"graph {mode.value}", stories.replayed_graph,
              {"mode": mode, "overflow": Overflow.DROP, "exact_shapes": False})
-            for mode in (Mode.LL, Mode.HT)
+            for mode in (Mode.LL, Mode.HT, Mode.AG)
         ] + [("delays", stories.delayed, {"mode": Mode.AUTO, "ll_max_tokens": 8})]  # fmt: skip
     return found
 

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.common.transports import installed
 from crossdock.deep_ep import Buffer, EventHandle, EventOverlap
 from ep_kernels import ArgumentError, ClosedError, HandleError, quant
 from ep_kernels.types import ScaleFormat
 from tests.cases import RoutingCase
+from tests.hosts import overrides_of
 
 BF16 = torch.bfloat16
 DEADLINE_S = 30.0
@@ -83,12 +87,17 @@ def factor_of(expert: int) -> float:
     return 0.25 + expert % 5
 
 
-def run(rank: int, size: int, store: Any, story: Callable[..., Any], case: RoutingCase, device: str, *rest: Any) -> Any:
-    """A story over a fresh Buffer of a fresh process group."""
+def run(
+    rank: int, size: int, store: Any, story: Callable[..., Any], case: RoutingCase, transport: str, *rest: Any
+) -> Any:
+    """A story over a fresh Buffer of a fresh process group. The transport follows from where the tensors are."""
+    device = installed()[transport.partition("-")[0]].device_type
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    settings = FrameworkConfig(timeout_s=DEADLINE_S, exit_on_fault=False, traffic=True)
+    over = overrides_of(transport, rank, size, seed=case.seed).get("network")
+    network = None if over is None else WorkerNetworkConfig(**msgspec.structs.asdict(over))
+    settings = FrameworkConfig(timeout_s=DEADLINE_S, exit_on_fault=False, traffic=True, network=network)
     with mock.patch.object(FrameworkConfig, "from_env", return_value=settings):
         buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
         try:
@@ -302,11 +311,11 @@ def ht_steps(buffer: Buffer, peers: Peers, asynchronous: bool) -> None:
 def ht_again(buffer: Buffer, step: Peers, handle: Any, weights: torch.Tensor, ids: torch.Tensor) -> None:
     """What a backward pass does with a handle: other rows by its routing, and weights brought home."""
     x = step.mine()[0]
-    again, *nothing, _ = buffer.dispatch(x * 2, handle=handle)
+    again, *nothing, _ = buffer.internode_dispatch(x * 2, handle=handle)
     assert nothing == [None] * 4
     want = [step.x(s)[t] * 2 for s, t in step.rows()]
     assert torch.equal(again.cpu(), torch.stack(want) if want else again.cpu()[:0])
-    z, home, _ = buffer.combine(again, handle, topk_weights=weights, bias=x)
+    z, home, _ = buffer.internode_combine(again, handle, topk_weights=weights, bias=x)
     reached = torch.stack([(step.ids(step.rank) // step.num_local == r).any(1) for r in range(step.case.num_ranks)], 1)
     hits = torch.where((step.ids(step.rank) >= 0).any(1), reached.sum(1), 0)[:, None]
     torch.testing.assert_close(z.float().cpu(), step.x(step.rank).float() * (2 * hits + 1), atol=5e-2, rtol=2e-2)

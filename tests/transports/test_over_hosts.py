@@ -15,7 +15,7 @@ import torch
 from ep_kernels.types import Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, cases, draw_seed
 from tests.hosts import SHORT
-from tests.transports import calls, faults, forks, gradients, lives, sleepers
+from tests.transports import calls, deep_ep_steps, faults, forks, gradients, lives, sleepers
 from tests.transports.faults import SLACK_S, silent_case
 from tests.transports.steps import run_cases, run_story
 from tests.transports.test_contract_calls import case_of
@@ -154,3 +154,9 @@ def run_counted(
         lives.counted_iterations(comm, of, number, 200)
 
     run_story(rank, size, store, transport, story, case, overrides)
+
+
+@pytest.mark.parametrize(("story", "rest"), [(deep_ep_steps.ll_steps, (None, True)), (deep_ep_steps.ht_steps, (True,))])
+def test_deep_ep_reaches_ranks_of_other_hosts(world: Worlds, story: Callable[..., Any], rest: tuple[Any, ...]) -> None:
+    case = RoutingCase(8, 3, 128, (6, 2, 0, 5), "single_none", draw_seed(), max_tokens=8)
+    world(4).run(deep_ep_steps.run, story, case, SHUFFLE, *rest)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from crossdock.common.config import ConfigFileError
 from crossdock.control.discovery import CPU, Labels, Topology, gpu_index, join, place
+from crossdock.control.ranks import NetworkPlace
 from crossdock.protocol.v1 import control_pb2, topology_pb2
 from crossdock.topo import listing, picture, sources
 from crossdock.topo.facts import host_facts
@@ -95,7 +96,10 @@ def test_a_rack_is_one_domain(tmp_path: Path) -> None:
     assert [len(members) for members in topology.domains.values()] == [72]
     far = topology.reach(0, 71)
     assert (far.transport, far.served) == ("nvlink", False)
-    assert far.off[0] == ("nvlink", "across hosts: not in this release")
+    assert far.off[0] == ("nvlink", "across hosts: with worker.network only")
+    network = NetworkPlace("tcp", "10.0.0.1:7500", "tray")
+    joined_by = replace(topology, devices=tuple(replace(device, network=network) for device in topology.devices))
+    assert (joined_by.reach(0, 71).transport, joined_by.reach(0, 71).served) == ("nvlink", True)
 
 
 def test_gpus_without_nvlink(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from crossdock.topo.facts import host_facts
 from crossdock.worker import data_network
 from ep_kernels import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.nics import best_gid, nic_of_gpus, nic_of_rank
+from ep_kernels.network.nics import best_gid, nic_of_gpus, nic_of_rank, resolved
 from ep_kernels.topology import Gid, HostFacts, probe
 from tests.machines import KINDS, gb200_tray, hgx_h100, no_gpu, pcie_box
 from tests.machines.host import Host, PaperNic
@@ -141,12 +141,35 @@ def test_the_worker_resolves_its_port_and_says_why(tmp_path: Path) -> None:
     assert data_network.with_device(None, "", 0, facts) == (None, None)
     assert data_network.with_device(tcp, facts.gpus[3].uuid, 3, facts) == (tcp, None)
     rail: Any = Rail("verbs")
-    resolved, choice = data_network.with_device(rail, facts.gpus[3].uuid, 3, facts)
-    assert resolved == Rail("verbs", ("mlx5_5/1",))
+    made, choice = data_network.with_device(rail, facts.gpus[3].uuid, 3, facts)
+    assert made == Rail("verbs", ("mlx5_5:1",))
     assert choice is not None
     told = data_network.announced(data_network.WorkerNetworkConfig(), "10.0.0.1:7500", "boot", choice)
     assert told is not None
     assert (told.device, told.device_why) == ("mlx5_5/1", "PIX from GPU 3, 400 Gb/s")
+
+
+@pytest.mark.parametrize(
+    ("provider", "devices", "taken"),
+    [
+        ("libfabric(efa)", (), ("mlx5_4", "mlx5_4-rdm")),
+        ("libfabric(efa)", ("mlx5_9-rdm",), ("mlx5_9", "mlx5_9-rdm")),
+        ("shuffle(verbs)", ("mlx5_9", "mlx5_4"), ("mlx5_4:1",)),
+    ],
+)
+def test_devices_are_named_as_the_provider_names_them(
+    tmp_path: Path, provider: str, devices: tuple[str, ...], taken: tuple[str, ...]
+) -> None:
+    facts = facts_of(hgx_h100(), tmp_path)
+    config: Any = Rail(provider, devices)
+    made, choice = resolved(config, facts.gpus[2].pci_address, 2, facts)
+    assert made.devices == taken
+    assert choice is not None
+    for untouched in (Rail("libfabric(tcp;ofi_rxm)"), Rail("libfabric(cxi)", ("cxi0",)), Rail("tcp", ("eth0",))):
+        given: Any = untouched
+        assert resolved(given, facts.gpus[2].pci_address, 2, facts) == (untouched, None)
+    slingshot: Any = Rail("libfabric(cxi)")
+    assert resolved(slingshot, "", 0, facts_of(no_gpu(), tmp_path)) == (slingshot, None)
 
 
 def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:
@@ -162,6 +185,14 @@ def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:
     (wrong,) = rdma.judge_nics(facts, ALLOWED, ["mlx5_2"])
     assert (wrong.check, wrong.level) == ("rdma-nic", Level.FAIL)
     assert not list(rdma.judge_nics(facts_of(no_gpu(), tmp_path), ALLOWED))
+
+
+def test_a_step_outlasts_the_retries_of_a_queue_pair() -> None:
+    (good,) = rdma.judge_retries("shuffle(verbs)", 10.0)
+    assert (good.level, good.what) == (Level.GOOD, "a queue pair gives up after 2.1 s at most, a step after 10 s")
+    (short,) = rdma.judge_retries("verbs", 2.0)
+    assert (short.check, short.level) == ("rdma-retry", Level.WARN)
+    assert not list(rdma.judge_retries("tcp", 1.0))
 
 
 def test_locked_memory(tmp_path: Path) -> None:

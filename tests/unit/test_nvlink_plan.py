@@ -46,7 +46,7 @@ def config(rank: int = 0, size: int = 8, **changes: Any) -> MoEConfig:
     return MoEConfig(group=LoopGroup(rank, size), **(fields | changes))
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
     sizes = plan.sizes_of(config(mode=mode, layout=layout, quantize=True, combine_dtype=torch.float8_e4m3fn))
@@ -63,7 +63,7 @@ def test_arrays_do_not_overlap(mode: Mode, layout: Layout) -> None:
     assert 0 <= regions.num_bytes - end < abi.ALIGN
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_what_must_be_blank(mode: Mode, layout: Layout) -> None:
     """Flags, and all arrays with flags in their data: HT's behind them, LL's together at the end; no output byte."""

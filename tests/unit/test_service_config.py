@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
+from crossdock.common import transports
 from crossdock.common.addresses import family_of, format_address, is_loopback, reachable_from_here, split_address
 from crossdock.common.announce import seen_from_outside
 from crossdock.common.config import (
@@ -27,6 +29,7 @@ from crossdock.common.config import (
 )
 from crossdock.common.settings import AccessConfig, SecurityConfig, WorkerNetworkConfig
 from crossdock.host.run import check_network
+from crossdock.worker import data_network
 from crossdock.worker.data_network import announced, network_of
 from crossdock.worker.process import _Process
 from ep_kernels import ConfigError
@@ -186,6 +189,7 @@ def test_a_worker_that_listens_everywhere_registers_an_address_that_others_reach
         model = SimpleNamespace(
             device=SimpleNamespace(type="cpu"),
             capabilities=SimpleNamespace(abi="v1"),
+            nic=None,
             spec=SimpleNamespace(fingerprint="f", num_experts=4, moe_layers=(0,)),
             communicator_settings=dict,
         )
@@ -276,7 +280,15 @@ def test_a_wrong_network_is_refused(override: str, words: str) -> None:
         load(WorkerConfig, None, ["model=m", override])
 
 
-def test_the_service_s_network_is_that_of_the_data_plane() -> None:
+def of_one_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """That transport does not leave a host."""
+    known = transports.installed()
+    changed = {**known, name: replace(known[name], cross_host=False)}
+    monkeypatch.setattr(transports, "installed", lambda: changed)
+    monkeypatch.setattr(data_network, "installed", lambda: changed)
+
+
+def test_the_service_s_network_is_that_of_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (
         {field.name: field.default for field in msgspec.structs.fields(kind)}
         for kind in (WorkerNetworkConfig, NetworkConfig)
@@ -289,6 +301,7 @@ def test_the_service_s_network_is_that_of_the_data_plane() -> None:
     assert made is not None
     assert (made.advertise, made.listen, made.devices, made.seed) == ("[fd00::7]", "[::1]:7", ("a",), 3)
     assert network_of(WorkerConfig(model="m")) is None
+    of_one_host(monkeypatch, "nvlink")
     with pytest.raises(ConfigError, match=r"worker.network: expected null, or transport cpu, got .* transport nvlink"):
         network_of(WorkerConfig(model="m", transport="nvlink", network=WorkerNetworkConfig()))
 
@@ -335,7 +348,8 @@ def test_a_group_of_several_hosts_listens_where_they_reach_it(given: list[str], 
         check_network(config)
 
 
-def test_a_network_is_refused_where_the_transport_has_none() -> None:
+def test_a_network_is_refused_where_the_transport_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_one_host(monkeypatch, "nvlink")
     check_network(load(HostConfig, None, ["worker.model=m", "worker.transport=nvlink"]))
     with pytest.raises(ConfigFileError, match=r"worker.network: expected null, or transport cpu, got transport nvlink"):
         check_network(load(HostConfig, None, ["worker.model=m", "worker.transport=nvlink", "worker.network={}"]))

@@ -73,7 +73,7 @@ def test_what_is_taken_where_nothing_is_said() -> None:
     assert transports.of_device("cpu").default_world(8, 2) == 2
     assert transports.of_device("cuda").default_world(8) == 8
     assert not transports.needs_gpu("not-here")
-    assert transports.cross_host_names() == ["cpu"]
+    assert transports.cross_host_names() == ["nvlink", "cpu"]
     with pytest.raises(LookupError, match="'tpu'"):
         transports.of_device("tpu")
 

@@ -21,7 +21,7 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, other_tag
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.native_collectives import (
@@ -70,6 +70,8 @@ class CpuCollective:
     def wait(self) -> None:
         """See `PendingCollective.wait`."""
         self._transport.complete(self)
+        if self.op.other_rank >= 0:
+            raise other_tag(native.OPS[self.op.op], self.op.tag, self.op.other_rank, self.op.other_tag)
 
     def is_completed(self) -> bool:
         """See `PendingCollective.is_completed`."""
@@ -206,12 +208,11 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         total = sum(part.x.numel() for part in args.parts)
         sources = [self._source(part.x) if part.x.numel() else 0 for part in args.parts]
         direct = total >= ZERO_COPY_BYTES and None not in sources and len(sources) <= MAX_ZERO_COPY_PARTS
-        parts = (Part * len(args.parts))(
-            *(
-                Part(part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), -1 if source is None else source)
-                for part, source in zip(args.parts, sources, strict=True)
-            )
-        )
+        listed = [
+            (part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), part.pitch(self.size), source)
+            for part, source in zip(args.parts, sources, strict=True)
+        ]
+        parts = (Part * len(listed))(*(Part(*each, -1 if source is None else source) for *each, source in listed))
         sizes = repr([(part.x.numel(), str(part.dtype)) for part in args.parts])
         op = Collective(
             op=native.OPS.index("all_gather"),
@@ -223,6 +224,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
             num_parts=len(parts),
             source=-2,
             zero_copy=direct,
+            tag=args.tag,
         )
         return self._begin(op, (args, parts))
 
@@ -233,6 +235,9 @@ class CpuCollectives(CpuMember[NativeCollectives]):
     def all_reduce(self, args: ReduceArgs) -> CpuCollective:
         """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
+
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
+        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:
         num_bytes, source = args.x.numel() * args.x.element_size(), self._source(args.x)
@@ -250,6 +255,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
             count=args.x.numel(),
             type=native.type_code(args.x.dtype),
             zero_copy=source is not None and num_bytes >= ZERO_COPY_BYTES and apart,
+            tag=args.tag,
         )
         return self._begin(collective, (args,))
 

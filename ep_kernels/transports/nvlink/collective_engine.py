@@ -26,15 +26,17 @@ class Shard:
 
     Attributes:
         x: uint8 [n], flat.
-        out: uint8 [R * n], flat; may have x at [rank * n : (rank + 1) * n].
+        out: uint8 [R * pitch], flat; may have x at [rank * pitch :][:n].
         offset: of out in every rank's region; None where it is not registered.
         dtype: of the caller's tensors.
+        pitch: bytes from one shard of out to the next.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     offset: int | None
     dtype: torch.dtype
+    pitch: int
 
 
 class CollectiveEngine:
@@ -117,13 +119,13 @@ class CollectiveEngine:
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(plan.barrier_variant(), Launch(1, 0, 0, 0), args)
 
-    def all_gather(self, shards: Sequence[Shard], push: bool, num_sms: int | None) -> list[Call]:
+    def all_gather(self, shards: Sequence[Shard], push: bool, num_sms: int | None, tag: int = 0) -> list[Call]:
         """Launches of an all-gather, in order. push: every out is registered."""
         lengths = [shard.x.numel() for shard in shards]
         algorithm = Algorithm.KERNEL_PUSH if push else Algorithm.KERNEL_PULL
         more = [(shard.dtype, length) for shard, length in zip(shards[1:], lengths[1:], strict=True)]
         places = [push and shard.offset for shard in shards]
-        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), (more, places))
+        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), (more, places), tag)
         calls = []
         for ranges in plan.gather_rounds(lengths, None if push else int(self.map.gather_stride)):
             moved = sum(each.num_bytes for each in ranges)
@@ -134,15 +136,15 @@ class CollectiveEngine:
                 shard, record = shards[part.index], args.parts[i]
                 record.x, record.out = shard.x.data_ptr() + part.begin, shard.out.data_ptr() + part.begin
                 record.out_offset = (shard.offset or 0) + part.begin
-                record.stride, record.num_bytes = shard.x.numel(), part.num_bytes
+                record.stride, record.num_bytes = shard.pitch, part.num_bytes
             launch = plan.gather_launch(blocks, self.group.size)
             calls.append(Call(plan.gather_variant(), launch, args, [shards]))
         return calls
 
-    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, num_sms: int | None) -> list[Call]:
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, num_sms: int | None, tag: int = 0) -> list[Call]:
         """Launches of a reduce-scatter of x [R * n] into out [n]."""
-        num_bytes = out.numel() * out.itemsize
-        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, x.numel() * x.itemsize, None)
+        num_bytes, total = out.numel() * out.itemsize, x.numel() * x.itemsize
+        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, None, tag)
         calls = []
         for begin, length in plan.reduce_rounds(num_bytes, self.sizes.reduce_row):
             args = self._record(word, length * self.group.size)

@@ -35,6 +35,7 @@ class KernelWork:
 
     def __init__(self, owner: WorkOwner, stream: torch.cuda.Stream, ranks: Sequence[int]) -> None:
         self._owner, self._stream, self._ranks, self._epoch = owner, stream, ranks, owner.epoch
+        self._handle: int = stream.cuda_stream
         self._event: torch.cuda.Event | None = None
         self._waited = False
 
@@ -43,9 +44,8 @@ class KernelWork:
         if self._waited:
             return
         require_epoch(self._epoch, self._owner.epoch)
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            current.wait_event(self._marked())
+        if int(torch._C._cuda_getCurrentRawStream(self._stream.device.index)) != self._handle:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._marked())
         self._waited = True
         self._owner.raise_fault()
 

@@ -19,19 +19,20 @@ from ep_kernels import jit
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
-from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from ep_kernels.kernels import abi, collective_abi
-from ep_kernels.transports.collective_base import GatherArgs, GatherPart, ReduceArgs
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart, ReduceArgs, other_tag
 from ep_kernels.transports.nvlink import collective_plan as plan
 from ep_kernels.transports.nvlink import copies, launch, links
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
+from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.collective_work import CopyWork, DoneWork, KernelWork
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.plan import Launch
-from ep_kernels.transports.nvlink.signature import difference, signature
+from ep_kernels.transports.nvlink.signature import difference, signature, tags
 
 COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
@@ -78,6 +79,8 @@ class NvlinkCollectives(NvlinkMember):
         self.capabilities = _capabilities(fingerprint, config.group.size)
         self._pool = SymmetricPool(config.pool_bytes)
         self._keeps_peers = False  # a graph reads their memory
+        self._tagged = False  # operations have tags
+        self._found: HandleError | None = None
 
     # Life.
 
@@ -171,16 +174,32 @@ class NvlinkCollectives(NvlinkMember):
         self._raise_fault()
 
     def _raise_fault(self) -> None:
-        found = self._tables.host.mismatch()
-        if found is not None:
-            raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
-        copied = self._copies.mismatch()
-        if copied is not None:
-            raise TransportError(f"all_gather: rank {copied.peer} brought {difference(copied.mine, copied.theirs)}")
+        if self._is_quiet():
+            return
+        for found in (self._tables.host.mismatch(), self._copies.mismatch()):
+            if found is None:
+                continue
+            both = tags(found.mine, found.theirs) if self._tagged else None
+            if both is None:
+                raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
+            self._found = self._found or other_tag(found.op, both[0], found.peer, both[1])
         super()._raise_fault()
 
+    def _is_quiet(self) -> bool:
+        return self._tables.host.is_quiet() and self._copies.is_quiet()
+
+    def undisturbed(self) -> torch.cuda.Stream | None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._found is not None or self._domain.mailbox.is_ahead() or not self._is_quiet():
+            return None
+        return self._streams.alone_on() if torch.cuda.current_device() == self._device.index else None
+
     def check_results(self) -> None:
-        """See `base.MemberTransport`: `check` raises all there is."""
+        """See `base.MemberTransport`: other tags; `check` raises the rest."""
+        self._raise_fault()
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
 
     # Memory.
 
@@ -216,21 +235,26 @@ class NvlinkCollectives(NvlinkMember):
         moved = [part for part in args.parts if part.x.numel()]
         if not moved:
             return DoneWork(self._ranks())
-        shards = [Shard(part.x, part.out, self._region_offset(part.out), part.dtype) for part in moved]
+        self._tagged = self._tagged or args.tag != 0
+        size = self._config.group.size
+        shards = [
+            Shard(part.x, part.out, self._region_offset(part.out), part.dtype, part.pitch(size)) for part in moved
+        ]
         pushes = args.algorithm in (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
         if pushes and any(shard.offset is None for shard in shards):
             raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
         if args.algorithm in _COPIES:
             if torch.cuda.is_current_stream_capturing():
-                return self._graph_copies(moved)
-            return self._push_copies(moved) if pushes else self._pull_copies(moved)
-        return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
+                return self._graph_copies(moved, args.tag)
+            return self._push_copies(moved, args.tag) if pushes else self._pull_copies(moved, args.tag)
+        return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
         self.check("reduce_scatter")
         self._check_device("x", args.x)
-        return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms))
+        self._tagged = self._tagged or args.tag != 0
+        return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms, args.tag))
 
     def all_reduce(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
@@ -238,6 +262,33 @@ class NvlinkCollectives(NvlinkMember):
         self._check_device("x", args.x)
         offset = self._region_offset(args.out)
         return self._run(self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms))
+
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> KernelPlan | CopyPlan | None:
+        """See `collective_base.CollectiveTransport`: what is one launch, or a push of a shard in its place."""
+        if isinstance(args, GatherArgs):
+            return self._gather_plan(args)
+        if op is CollectiveOp.REDUCE_SCATTER:
+            calls = self._engine.reduce_scatter(args.x, args.out, args.num_sms, args.tag)
+        else:
+            offset = self._region_offset(args.out)
+            calls = self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms)
+        return KernelPlan(self, self._functions, calls[0], calls[0].args, self._ranks()) if len(calls) == 1 else None
+
+    def _gather_plan(self, args: GatherArgs) -> KernelPlan | CopyPlan | None:
+        part, offset = args.parts[0], self._region_offset(args.parts[0].out)
+        if len(args.parts) > 1 or not part.x.numel():
+            return None
+        if args.algorithm is Algorithm.COPY_PUSH and self._own(part).data_ptr() == part.x.data_ptr():
+            listed, word = self._pushed([part], args.tag)
+            template = self._copies.template(listed, word)
+            return CopyPlan(self, self._copies, self._copy_stream, template, self._config.group.rank)
+        if args.algorithm in _COPIES:
+            return None
+        shard = Shard(part.x, part.out, offset, part.dtype, self._pitch(part))
+        calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms, args.tag)
+        if len(calls) > 1:
+            return None
+        return KernelPlan(self, self._functions, calls[0], calls[0].args.parts[0], self._ranks())
 
     def _run(self, calls: Sequence[Call]) -> KernelWork | DoneWork:
         for call in calls:
@@ -250,28 +301,34 @@ class NvlinkCollectives(NvlinkMember):
 
     # Copy engines.
 
-    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
+    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any, tag: int) -> int:
         lengths = [part.x.numel() for part in parts]
         more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
-        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places))
+        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
+
+    def _pitch(self, part: GatherPart) -> int:
+        return part.pitch(self._config.group.size)
 
     def _own(self, part: GatherPart) -> torch.Tensor:
-        n = part.x.numel()
-        return part.out[self._config.group.rank * n :][:n]
+        return part.out[self._config.group.rank * self._pitch(part) :][: part.x.numel()]
 
-    def _push_copies(self, parts: Sequence[GatherPart]) -> CopyWork:
+    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
+        """(parts as copy engines push them, signature)."""
         offsets = [self._region_offset(part.out) for part in parts]
         listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.x.numel())
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), self._pitch(part))
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
-        word = self._signature(parts, Algorithm.COPY_PUSH, offsets)
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+
+    def _push_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+        listed, word = self._pushed(parts, tag)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         seq = self._copies.all_gather(listed, word, True, list(parts))
         return self._copy_work(parts, seq, True)
 
-    def _pull_copies(self, parts: Sequence[GatherPart]) -> CopyWork:
-        word = self._signature(parts, Algorithm.COPY_PULL, None)
+    def _pull_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+        word = self._signature(parts, Algorithm.COPY_PULL, None, tag)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         rounds = list(plan.gather_rounds([part.x.numel() for part in parts], int(self._engine.map.copies_stride)))
         seq = 0
@@ -294,20 +351,20 @@ class NvlinkCollectives(NvlinkMember):
             part = parts[each.index]
             copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
             out = part.out.data_ptr() + each.begin
-            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.x.numel()))
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, self._pitch(part)))
             at += -(-each.num_bytes // 16) * 16
         return listed
 
-    def _graph_copies(self, parts: Sequence[GatherPart]) -> KernelWork:
+    def _graph_copies(self, parts: Sequence[GatherPart], tag: int) -> KernelWork:
         """Under capture: a pull, on a branch of the graph that `wait` joins."""
         offsets = [self._region_offset(part.out) for part in parts]
         in_place = all(self._own(part).data_ptr() == part.x.data_ptr() for part in parts)
         direct = [
-            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.x.numel(), part.x.numel())
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), self._pitch(part), self._pitch(part))
             for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
         ]  # fmt: skip
         whole = len(direct) == len(parts)
-        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None)
+        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None, tag)
         lengths, slot = [part.x.numel() for part in parts], int(self._engine.map.copies_stride)
         rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, slot))
         self._copy_stream.wait_stream(torch.cuda.current_stream())

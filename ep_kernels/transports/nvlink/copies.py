@@ -23,7 +23,7 @@ import torch
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.nvlink import copy_schedule, launch
-from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep, PushTemplate
 from ep_kernels.transports.nvlink.host_page import HostPage, Mismatch
 
 _NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
@@ -105,6 +105,7 @@ class CopyEngines:
         begun, ended, seen = (base + copy_schedule.WORD_BYTES * word for word in (_BEGUN, _ENDED, _SEEN))
         self._places = replace(places, begun=begun, ended=ended, seen=seen)
         self.seq, self.has_pushed = 0, False
+        self._looked = 0  # operations that had ended at the last look
         self._found: Mismatch | None = None
         self._open: deque[_Open] = deque()
         self._lock = threading.Condition()
@@ -117,18 +118,34 @@ class CopyEngines:
     def all_gather(self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any) -> int:
         """Put an all-gather on the stream; its number. `keep`: what holds the memory until it has ended. Raises
         TransportError."""
-        seq, steps_of = self.seq + 1, copy_schedule.push if pushes else copy_schedule.pull
-        steps = steps_of(self._places, seq, signature, parts)
+        steps_of = copy_schedule.push if pushes else copy_schedule.pull
+        steps = steps_of(self._places, self.seq + 1, signature, parts)
+        seq = self._begin(signature, pushes, keep)
+        launch.run_steps(steps, self._stream, self._library)
+        return seq
+
+    def template(self, parts: Sequence[CopyPart], signature: int) -> PushTemplate:
+        """A push to be begun many times, until `restart`."""
+        return PushTemplate(self._places, parts, signature)
+
+    def push_again(self, template: PushTemplate, keep: Any) -> int:
+        """As `all_gather`."""
+        words = template.words(self.seq + 1)
+        seq = self._begin(template.signature, True, keep)
+        launch.run_words(words, self._stream, self._library)
+        return seq
+
+    def _begin(self, signature: int, pushes: bool, keep: Any) -> int:
         with self._lock:
             self._forget_ended()
-            self._open.append(_Open(seq, signature, pushes, keep))
-            self.seq, self.has_pushed = seq, self.has_pushed or pushes
+            self.seq += 1
+            self._open.append(_Open(self.seq, signature, pushes, keep))
+            self.has_pushed = self.has_pushed or pushes
             self._lock.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="crossdock-copies", daemon=True)
             self._thread.start()
-        launch.run_steps(steps, self._stream, self._library)
-        return seq
+        return self.seq
 
     def graph_copies(self, parts: Sequence[CopyPart]) -> None:
         """Put the copies of a pull on the stream, which is being captured."""
@@ -149,6 +166,13 @@ class CopyEngines:
         """Whether the stream is through with it. Any thread."""
         return self._words[_ENDED] >= seq
 
+    def is_quiet(self) -> bool:
+        """Whether `mismatch` has nothing to tell."""
+        if self._open and self._words[_ENDED] > self._looked:
+            with self._lock:
+                self._forget_ended()
+        return self._found is None
+
     def mismatch(self) -> Mismatch | None:
         """The first operation that has ended in which a peer brought something else; told once."""
         with self._lock:
@@ -160,6 +184,7 @@ class CopyEngines:
 
     def _forget_ended(self) -> None:
         ended, size = self._words[_ENDED], len(self._places.active)
+        self._looked = ended
         while self._open and self._open[0].seq <= ended:
             done = self._open.popleft()
             start = _SEEN + 2 * (done.seq % copy_schedule.SEEN_SLOTS) * size
@@ -251,7 +276,7 @@ class CopyEngines:
         with self._lock, self._storing:
             self._open.clear()
             self._places = replace(self._places, active=tuple(mask))
-            self.seq, self._found = seq, None
+            self.seq, self._found, self._looked = seq, None, seq
             self._words[_BEGUN] = self._words[_ENDED] = seq
             self._flags.fill(seq)
 

@@ -24,6 +24,8 @@ operation has ended.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -147,3 +149,33 @@ def _end(places: CopyPlaces, seq: int) -> list[CopyStep]:
     num_bytes = FLAG_BYTES * len(places.active)
     seen, shards = places.seen + seq % SEEN_SLOTS * num_bytes, places.regions[places.rank] + places.shard
     return [(COPY, seen, shards, num_bytes), (WRITE, places.ended, 0, seq)]
+
+
+_ANY_SEQ = 1 << 62
+"""Stands for the number of an operation in a template; no address, length or signature is it."""
+_STEP_WORDS = 4
+"""Of a step as the driver's caller takes it."""
+
+
+class PushTemplate:
+    """`push` for any number: what does not depend on it is packed once.
+
+    Args:
+        places, parts, signature: as in `push`.
+    """
+
+    def __init__(self, places: CopyPlaces, parts: Sequence[CopyPart], signature: int) -> None:
+        self.signature = signature
+        steps = push(places, _ANY_SEQ, signature, parts)
+        self._words = array("Q", itertools.chain.from_iterable(steps))
+        self._numbers = [i for i, word in enumerate(self._words) if word == _ANY_SEQ]
+        self._seen = (len(steps) - 2) * _STEP_WORDS + 1  # where the last copy but one, of `_end`, goes to
+        self._first, self._row = places.seen, FLAG_BYTES * len(places.active)
+
+    def words(self, seq: int) -> array[int]:
+        """The steps of operation `seq`, packed; good until the next call."""
+        words = self._words
+        for at in self._numbers:
+            words[at] = seq
+        words[self._seen] = self._first + seq % SEEN_SLOTS * self._row
+        return words

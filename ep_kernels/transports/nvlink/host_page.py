@@ -20,6 +20,8 @@ _OUTGROWN = "a CUDA graph was captured when more ranks were active, and needs mo
 
 _ABORT, _STATUS = abi.HostPage.abort.offset // 8, abi.HostPage.postmortem.offset // 8
 """Words of the page: the abort word, the status of the post-mortem record."""
+_MISMATCH = abi.HostPage.mismatch.offset // 8
+"""Word of the page: the status of the mismatch."""
 
 
 class Mismatch(NamedTuple):
@@ -89,6 +91,10 @@ class HostPage:
     def is_given_up(self, rank: int) -> bool:
         """Whether nobody waits for that rank: it is dead, or given up."""
         return bool(self._gone[rank])
+
+    def is_quiet(self) -> bool:
+        """Whether there is no fault, and no mismatch that nobody has been told of."""
+        return not (self._raw[_ABORT] or self._raw[_STATUS] or self._raw[_MISMATCH])
 
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""

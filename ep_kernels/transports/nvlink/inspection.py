@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_kernels import jit
+from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
 from ep_kernels.groups import PaperGroup
-from ep_kernels.kernels import abi
+from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink import collective_plan, plan, scoreboards
 from ep_kernels.types import Layout, Mode
@@ -54,6 +55,12 @@ HOLDS = {
     "routing_packets": "LL: routing_id of each expert rank",
 }
 """What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
+
+
+def collective_bytes(config: CollectiveConfig) -> int:
+    """See `collective_base.bytes_before_pool`."""
+    sizes = collective_plan.sizes_of(config.group.size, config.pool_bytes, config.staging_bytes)
+    return int(collective_abi.collective_map(sizes).pool)
 
 
 def arrays(config: MoEConfig) -> list[RegionArray]:

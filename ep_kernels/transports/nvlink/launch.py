@@ -83,8 +83,13 @@ def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
     """Put copies, waits and writes on a CUstream, in order, by one call. Raises TransportError; then those behind the
     refused one are not there."""
-    packed = array("Q", itertools.chain.from_iterable(steps))  # `Step` of native/launch.cpp
-    status = library.cd_copies(packed.buffer_info()[0], len(steps), stream)
+    run_words(array("Q", itertools.chain.from_iterable(steps)), stream, library)
+
+
+def run_words(words: array[int], stream: int, library: ctypes.CDLL) -> None:
+    """As `run_steps`, of steps one behind the other: each is a `Step` of native/launch.cpp."""
+    address, length = words.buffer_info()
+    status = library.cd_copies(address, length // 4, stream)
     if status:
         raise _refused("copies on a stream", status, library)
 

@@ -42,6 +42,13 @@ class StreamOrder:
             self._change(torch.cuda.current_stream(self._device))
         return handle
 
+    def alone_on(self) -> torch.cuda.Stream | None:
+        """The current stream, where every launch so far has been on it and it is not being captured: the next one needs
+        neither `enter` nor `leave`. None elsewhere."""
+        if self._event is not None or int(torch._C._cuda_getCurrentRawStream(self._device.index)) != self._handle:
+            return None
+        return None if torch.cuda.is_current_stream_capturing() else self._last
+
     def _change(self, stream: torch.cuda.Stream) -> None:
         if torch.cuda.is_current_stream_capturing():
             for other in (self._last, self._captured):

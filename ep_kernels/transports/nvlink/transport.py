@@ -46,9 +46,8 @@ class NvlinkTransport(NvlinkMember):
     def __init__(self, config: MoEConfig) -> None:
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
-        self.capabilities = Capabilities(
-            "cuda", config.network is not None, DTYPES, (Mode.LL, Mode.HT), True, self._abi
-        )
+        joined = config.network is not None
+        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT, Mode.AG), True, self._abi)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)

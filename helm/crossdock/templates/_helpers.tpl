@@ -34,6 +34,21 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{/* "yes" where a worker locks memory by a capability. Kubernetes gives capabilities to root only. */}}
+{{- define "crossdock.locks" -}}
+{{- if and .Values.worker.rdma.resource .Values.worker.rdma.ipcLock -}}yes{{- end -}}
+{{- end -}}
+
+{{/* The worker's container: as every container, but that it may lock memory. */}}
+{{- define "crossdock.workerSecurity" -}}
+{{- $security := include "crossdock.containerSecurity" . | fromYaml -}}
+{{- if include "crossdock.locks" . -}}
+{{- $_ := set $security.capabilities "add" (list "IPC_LOCK") -}}
+{{- $security = merge $security (dict "runAsNonRoot" false "runAsUser" 0) -}}
+{{- end -}}
+{{- toYaml $security -}}
+{{- end -}}
+
 {{/* "yes" where the control plane reads labels of nodes. */}}
 {{- define "crossdock.readsNodes" -}}
 {{- if kindIs "map" (get .Values.control.config "kubernetes") -}}yes{{- end -}}
@@ -159,15 +174,27 @@ http: {{ .Values.tls.http }}
 {{- .Files.Get "cross-host-transports.json" -}}
 {{- end -}}
 
-{{/* The container's resources: as given, and its GPUs and claims. */}}
+{{/* Claims of the pod: as given, and the channel of the group's ComputeDomain, whose driver makes the template. */}}
+{{- define "crossdock.workerClaims" -}}
+{{- $claims := .Values.worker.resourceClaims -}}
+{{- if .Values.worker.computeDomain -}}
+{{- $claims = append $claims (dict "name" "channel" "resourceClaimTemplateName" (printf "%s-worker-channel" (include "crossdock.name" .))) -}}
+{{- end -}}
+{{- toYaml $claims -}}
+{{- end -}}
+
+{{/* The container's resources: as given, and its GPUs, RDMA devices and claims. */}}
 {{- define "crossdock.workerResources" -}}
 {{- $worker := .Values.worker -}}
 {{- $resources := deepCopy $worker.resources -}}
 {{- if $worker.gpus -}}
 {{- $resources = merge $resources (dict "limits" (dict $worker.gpuResource (int $worker.gpus))) -}}
 {{- end -}}
+{{- if $worker.rdma.resource -}}
+{{- $resources = merge $resources (dict "limits" (dict $worker.rdma.resource (int $worker.rdma.count))) -}}
+{{- end -}}
 {{- $claims := list -}}
-{{- range $worker.resourceClaims -}}
+{{- range include "crossdock.workerClaims" . | fromYamlArray -}}
 {{- $claims = append $claims (dict "name" .name) -}}
 {{- end -}}
 {{- if $claims -}}
@@ -197,6 +224,13 @@ http: {{ .Values.tls.http }}
 {{- $crossHost := include "crossdock.crossHostTransports" . | fromJsonArray -}}
 {{- if and (include "crossdock.network" .) $used (not (has $used $crossHost)) -}}
 {{- fail (printf "worker.hosts: expected 1 and no worker.config.network with transport %s (%s joins several hosts), got %v" $used (join ", " $crossHost) $worker.hosts) -}}
+{{- end -}}
+{{- if and $worker.computeDomain (or (eq (int $worker.hosts) 1) (not (or $worker.gpus $worker.resourceClaims))) -}}
+{{- fail (printf "worker.computeDomain: expected worker.hosts of 2 or more and worker.gpus or worker.resourceClaims beside it, got %v hosts and %v GPUs" $worker.hosts $worker.gpus) -}}
+{{- end -}}
+{{- $provider := get (get $worker.config "network" | default dict) "provider" | default "tcp" -}}
+{{- if and (eq $provider "verbs") (not $worker.rdma.resource) -}}
+{{- fail "worker.config.network.provider verbs: expected worker.rdma.resource beside it, which brings the devices, got none" -}}
 {{- end -}}
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
 {{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}

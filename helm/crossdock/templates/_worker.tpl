@@ -29,7 +29,7 @@ spec:
   {{- with .Values.worker.schedulerName }}
   schedulerName: {{ . }}
   {{- end }}
-  {{- with .Values.worker.resourceClaims }}
+  {{- with include "crossdock.workerClaims" . | fromYamlArray }}
   resourceClaims: {{- toYaml . | nindent 4 }}
   {{- end }}
   terminationGracePeriodSeconds: {{ add .Values.worker.stopTimeoutSeconds 10 }}
@@ -83,7 +83,7 @@ spec:
         periodSeconds: 2
         failureThreshold: 30
       resources: {{- include "crossdock.workerResources" . | nindent 8 }}
-      securityContext: {{- include "crossdock.containerSecurity" . | nindent 8 }}
+      securityContext: {{- include "crossdock.workerSecurity" . | nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/crossdock, readOnly: true}
         {{- if .Values.tls.enabled }}
@@ -124,9 +124,15 @@ spec:
 {{- if or (gt (int .Values.worker.hosts) 1) (kindIs "map" (get .Values.worker.config "network")) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* The pod's affinity: as given, and away from other pods of the group unless that speaks of other pods itself. */}}
+{{/* The pod's affinity: as given; where that does not speak of other pods itself, away from the group's other pods and together
+with them as values say. */}}
 {{- define "crossdock.workerAffinity" -}}
 {{- $affinity := deepCopy .Values.worker.affinity -}}
+{{- if and (gt (int .Values.worker.hosts) 1) .Values.worker.together (not (hasKey $affinity "podAffinity")) -}}
+{{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
+{{- $term := dict "topologyKey" .Values.worker.together "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $affinity = merge $affinity (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term))) -}}
+{{- end -}}
 {{- if and (gt (int .Values.worker.hosts) 1) (ne .Values.worker.spread "none") (not (hasKey $affinity "podAntiAffinity")) -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
 {{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) -}}

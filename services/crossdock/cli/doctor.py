@@ -44,7 +44,7 @@ def doctor(
     host = load(HostConfig, config, [*([] if config else ["worker.model=."]), *(overrides or [])])
     request = run.DoctorRequest(
         transport, target, tuple(reach or ()), passes, timeout_s, security_of(security),
-        host.worker.network, host.num_workers, listen, peer, wait_s,
+        host.worker.network, host.num_workers, listen, peer, wait_s, host.worker.step_timeout_s,
     )  # fmt: skip
     findings = run.examine(request)
     kept = list(findings) if as_json else run.show(findings, console())

@@ -270,9 +270,10 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     backends by Crossdock's own classes."""
     transport: str = ""
     """Folder name under `ep_kernels/transports`. Empty: nvlink for tensors on GPUs, cpu for others."""
+    network: WorkerNetworkConfig | None = None
+    """How ranks reach those of other hosts; a fixed port counts up by rank. Null: the group is one host."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 100.0
-    """Deadline of every wait for a peer. Engines compile and capture at different speeds on different ranks, so this is
-    as long as DeepEP's, and longer than MoEConfig's."""
+    """Deadline of every wait for a peer. As long as DeepEP's, since engines compile and capture at different speeds."""
     kernel_cache_dir: str = ""
     """Folder for kernels compiled at first use and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` in
     the user's home."""
@@ -280,10 +281,9 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     """End the process if an operation failed and no call has raised it within a second, as in CUDA graph replays, whose
     results are NaN then. False: the caller must call `MoECommunicator.check`."""
     metrics: bool = True
-    """Count tokens, times and waits. They reach the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
+    """Count tokens, times, waits; on the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
     traffic: bool = False
-    """Also count received tokens and bytes by source, which shows the balance of the ranks. Costs a kernel after each
-    dispatch that adds [R] numbers."""
+    """Also count received tokens and bytes by source, for which a kernel after each dispatch adds [R] numbers."""
     http_listen: str = ""
     """host:port of an endpoint of our own for them; rank i listens on port + i. Empty: none."""
 

@@ -5,7 +5,7 @@ Only paths of secrets are configured, never secrets: a config may be logged, dum
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -175,6 +175,11 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             raise ValueError(f"network.advertise: expected an address without port, got {self.advertise!r}")
         if self.advertise in EVERY_INTERFACE:
             raise ValueError(f"network.advertise: expected an address that others reach, got {self.advertise!r}")
+
+    def data_plane_fields(self) -> dict[str, Any]:
+        """Arguments of `ep_kernels.network.NetworkConfig`, which takes an IPv6 address in brackets."""
+        bare = self.advertise.removeprefix("[").removesuffix("]")
+        return {**msgspec.structs.asdict(self), "advertise": f"[{bare}]" if ":" in bare else bare}
 
     def of_worker(self, local_rank: int) -> WorkerNetworkConfig:
         """Of the worker `local_rank` places after this one: the next port but so many, if it is fixed."""

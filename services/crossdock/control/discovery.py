@@ -311,9 +311,15 @@ def _by_links(topology: Topology, one: int, other: int, means: Means) -> Reach |
     direct = next((peer.num_links for peer in here.peers if a.host == b.host and peer.index == b.gpu), 0)
     if direct and here.num_nvlinks:
         return Reach(means.name, 1, here.nvlink_gbps * direct / here.num_nvlinks, True, (), means.over)
-    served = means.cross_host or _same_kernel(topology, one, other)
-    off = () if served else ((means.name, "across hosts: not in this release"),)
+    joined = means.cross_host and None not in (a.network, b.network)
+    served = joined or _same_kernel(topology, one, other)
+    off = () if served else ((means.name, _why_not_across(means)),)
     return Reach(means.name, 2, min(here.nvlink_gbps, there.nvlink_gbps), served, off, means.over)
+
+
+def _why_not_across(means: Means) -> str:
+    """Why links that lead to another host are not used."""
+    return "across hosts: with worker.network only" if means.cross_host else "across hosts: not in this release"
 
 
 def _why_not_linked(topology: Topology, one: int, other: int) -> str:

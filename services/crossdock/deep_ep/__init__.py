@@ -5,8 +5,8 @@
 
 Tensors on a GPU travel by the `nvlink` transport, tensors on the CPU by `cpu`: the same code, so the second is the
 executable specification of the first. What differs from DeepEP is listed in docs/vllm.md. Names and arguments follow
-DeepEP (github.com/deepseek-ai/DeepEP, MIT); nothing else does. Not here: internode calls, `ElasticBuffer`, shrink
-(`refused.py`: each says so, and what to do instead).
+DeepEP (github.com/deepseek-ai/DeepEP, MIT); nothing else does. Not here: `ElasticBuffer`, shrink (`refused.py`: each
+says so, and what to do instead).
 """
 
 from typing import NoReturn

@@ -32,7 +32,8 @@ class Buffer(Unsupported):
 
     Args:
         group: torch.distributed.ProcessGroup, gloo or nccl; used to bring communicators up, not to move tokens.
-        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them; regions are sized by actual use.
+        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them; regions are sized by actual use. Ranks of
+            other hosts are reached by `network` of the FrameworkConfig, whatever is given here.
         low_latency_mode: kept for callers that read it; both kinds of calls always work.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, without effect.
         explicitly_destroy: as given; `destroy()` may be called either way, and is when the object is collected.
@@ -187,6 +188,9 @@ class Buffer(Unsupported):
                 z = z + each
             event = turn.done([x, topk_weights, *extra], [z, home])
         return z, home, event
+
+    # Over several hosts the same: `dispatch` and `combine` reach every rank, by the network where they must.
+    internode_dispatch, internode_combine = dispatch, combine
 
     # Low latency.
 

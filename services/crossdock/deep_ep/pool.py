@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from crossdock.common import log
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.transports import of_device
 from crossdock.deep_ep.exporter import watch
 from crossdock.deep_ep.guard import guard
 from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
+from ep_kernels.network import NetworkConfig, nics
 
+_log = log.get(__name__)
 IN_FLIGHT = 2
 """As in DeepEP: two low-latency dispatches may be open at a time (dual-batch overlap)."""
 
@@ -23,13 +26,14 @@ class Pool:
 
     Args:
         group: a torch.distributed.ProcessGroup (gloo or nccl).
-        settings: deadline, kernel cache, transport.
+        settings: deadline, kernel cache, transport, network.
     """
 
     def __init__(self, group: Any, settings: FrameworkConfig) -> None:
         self.group = TorchGroup(group)
         self.rank, self.size = self.group.rank, self.group.size
         self._settings = settings
+        self._network: NetworkConfig | None = None
         self._made: dict[Hashable, MoECommunicator] = {}
         self._all: list[MoECommunicator] = []
         self._closed = False
@@ -56,7 +60,7 @@ class Pool:
         config = MoEConfig(
             group=self.group, transport=settings.transport or of_device(like.device.type).name,
             timeout_s=settings.timeout_s, kernel_cache_dir=settings.kernel_cache_dir or None,
-            max_in_flight=IN_FLIGHT, **fields,
+            max_in_flight=IN_FLIGHT, network=self._network_of(like.device), **fields,
         )  # fmt: skip
         comm = MoECommunicator(config)
         with self._lock:
@@ -66,6 +70,17 @@ class Pool:
         if settings.exit_on_fault:
             guard().watch(comm)
         return comm
+
+    def _network_of(self, device: torch.device) -> NetworkConfig | None:
+        """The network of this rank, the same for every communicator: they share its port and its thread."""
+        if self._settings.network is None or self._network is not None:
+            return self._network
+        config = NetworkConfig(**self._settings.network.of_worker(self.rank).data_plane_fields())
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+        self._network, choice = nics.resolved(config, gpu, self.rank)
+        if choice is not None:
+            _log.info("network device", device=choice.nic.name, why=choice.why, gid_why=choice.gid_why)
+        return self._network
 
     def communicators(self) -> list[MoECommunicator]:
         """All that were made, oldest first."""

@@ -12,7 +12,6 @@ CLASSES = {
 }
 """Classes of other DeepEP interfaces, and the alternatives."""
 MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
-HOSTS = "the transports of this release join the ranks of one host; `dispatch` and `combine` do that"
 WAITS = "crossdock_ep_peer_wait_seconds_total shows the awaited ranks, without it"
 
 
@@ -52,11 +51,3 @@ class Unsupported:
     ) -> NoReturn:
         """ArgumentError."""
         refuse("get_local_buffer_tensor", "regions are made for the shapes that come; nothing in them is the caller's")
-
-    def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        """ArgumentError."""
-        refuse("internode_dispatch", HOSTS)
-
-    def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
-        """ArgumentError."""
-        refuse("internode_combine", HOSTS)

@@ -74,8 +74,9 @@ class Stage:
         """The same with its workers divided among hosts. Raises ConfigFileError."""
         if num_hosts not in (1, NUM_HOSTS):
             raise ConfigFileError(f"--hosts: expected 1 or {NUM_HOSTS}, got {num_hosts}")
-        if num_hosts > 1 and self.transport not in cross_host_names():
-            joins = " or ".join(cross_host_names())
+        joining = [name for name in cross_host_names() if not needs_gpu(name)]  # the hosts are parts of this machine
+        if num_hosts > 1 and self.transport not in joining:
+            joins = " or ".join(joining)
             raise ConfigFileError(f"--hosts {num_hosts}: expected --transport {joins}, got {self.transport}")
         if self.num_workers % num_hosts:
             raise ConfigFileError(f"--workers: expected a multiple of --hosts {num_hosts}, got {self.num_workers}")

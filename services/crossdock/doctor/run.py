@@ -38,6 +38,7 @@ class DoctorRequest:
         num_workers: on this host.
         listen, peer: host:port where a trial between two hosts meets: listen there, or connect to it; "" = neither.
         wait_s: how long the other host may take to come.
+        step_timeout_s: deadline of a step of this host's workers.
     """
 
     transport: str = "auto"
@@ -51,6 +52,7 @@ class DoctorRequest:
     listen: str = ""
     peer: str = ""
     wait_s: float = 300.0
+    step_timeout_s: float = 10.0
 
 
 def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[Finding]:
@@ -93,12 +95,13 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     network = data_port.trial_network(request.network, meeting, listens=listens) if meeting else request.network
     assert network is not None
     yield from data_port.judge_network(network, request.num_workers)
+    yield from rdma.judge_retries(network.provider, request.step_timeout_s)
     if request.passes:
         yield trial.judge_ping(trial.run_ping(network))
     if meeting:
         how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
         yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")
-        transport = transports.cross_host_names()[0]
+        transport = next(name for name in transports.cross_host_names() if not transports.needs_gpu(name))
         answers = trial.run_between_hosts(transport, int(not listens), meeting, network, request.wait_s)
         yield from trial.judge_trial(transport, answers, 0.0, name="network")
 

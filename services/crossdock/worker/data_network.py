@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
-
 from crossdock.common import log
 from crossdock.common.addresses import EVERY_INTERFACE, split_address
 from crossdock.common.config import WorkerConfig
@@ -14,9 +12,9 @@ from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.common.transports import cross_host_names, installed
 from crossdock.protocol.v1 import topology_pb2
 from ep_kernels import ConfigError
-from ep_kernels.network import NetworkConfig
-from ep_kernels.network.nics import NicChoice, nic_of_rank
-from ep_kernels.topology import HostFacts, probe
+from ep_kernels.network import NetworkConfig, nics
+from ep_kernels.network.nics import NicChoice
+from ep_kernels.topology import HostFacts
 
 _MOST_CHARS = 256
 """Of a reason; the control plane takes no longer texts."""
@@ -36,31 +34,20 @@ def network_of(config: WorkerConfig) -> NetworkConfig | None:
         wanted = f"null, or transport {' or '.join(cross_host_names())}"
         got = f"provider {config.network.provider} with transport {config.transport}"
         raise ConfigError("worker.network", wanted, got)
-    fields = msgspec.structs.asdict(config.network)
-    return NetworkConfig(**{**fields, "advertise": _bracketed(config.network.advertise)})
+    return NetworkConfig(**config.network.data_plane_fields())
 
 
 def with_device(
     network: NetworkConfig | None, gpu: str, local_rank: int, facts: HostFacts | None = None
 ) -> tuple[NetworkConfig | None, NicChoice | None]:
-    """The network with the RDMA port of this worker, logged with its reason. None as the port: there is no network, or
-    its provider takes network interfaces, as tcp.
-
-    Args:
-        network: of this worker.
-        gpu: UUID of its GPU; "": it has none.
-        local_rank: of this worker.
-        facts: of this host; None: probed.
-
-    Raises:
-        TransportError: no usable port.
-    """
-    if network is None or "tcp" in network.provider:
-        return network, None
-    choice = nic_of_rank(facts or probe(), gpu, local_rank, network.devices)
-    gid = choice.gid.gid if choice.gid else ""
-    _log.info("network device", device=choice.nic.name, why=choice.why, gid=gid, gid_why=choice.gid_why)
-    return msgspec.structs.replace(network, devices=(choice.nic.name,)), choice
+    """`nics.resolved`, logged. (None, None): there is no network."""
+    if network is None:
+        return None, None
+    made, choice = nics.resolved(network, gpu, local_rank, facts)
+    if choice is not None:
+        gid = choice.gid.gid if choice.gid else ""
+        _log.info("network device", device=choice.nic.name, why=choice.why, gid=gid, gid_why=choice.gid_why)
+    return made, choice
 
 
 def announced(

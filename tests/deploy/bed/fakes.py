@@ -11,19 +11,22 @@ TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 
 
 def h200(index: int) -> dict[str, Any]:
-    """A node of 8 GPUs; two of them share a leaf switch."""
+    """A node of 8 GPUs, with InfiniBand and EFA; two of them share a leaf switch."""
     labels = {
+        "node.kubernetes.io/instance-type": "p5.48xlarge",
         "nvidia.com/gpu.product": "NVIDIA-H200",
         "topology.kubernetes.io/zone": "z2",
         "fabric.topograph.run/tier-1": f"leaf{index // 2}",
         "fabric.topograph.run/tier-2": "spine1",
     }
-    return _node(f"h200-{index}", 8, labels, {"rdma/ib": "8"})
+    more = {"rdma/ib": "8", "vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"}
+    return _node(f"h200-{index}", 8, labels, more)
 
 
 def gb200(index: int, clique: int = 0) -> dict[str, Any]:
     """A node of 4 GPUs in an NVLink domain of several nodes."""
     labels = {
+        "kubernetes.io/arch": "arm64",
         "nvidia.com/gpu.product": "NVIDIA-GB200",
         "nvidia.com/gpu.clique": f"{CLUSTER_UUID}.{clique}",
         "topology.kubernetes.io/zone": "z1",
@@ -92,4 +95,49 @@ def claim_template(name: str, device_class_name: str, count: int) -> dict[str, A
         "kind": "ResourceClaimTemplate",
         "metadata": {"name": name},
         "spec": {"spec": {"devices": {"requests": [{"name": "devices", "exactly": exactly}]}}},
+    }
+
+
+def compute_domain_type() -> dict[str, Any]:
+    """The type ComputeDomain with the fields that NVIDIA documents of its version v1beta1; their driver is no Go module
+    from which it could be taken."""
+    text, template = (
+        {"type": "string"},
+        {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    )
+    channel = {
+        "type": "object",
+        "required": ["resourceClaimTemplate"],
+        "properties": {
+            "allocationMode": {**text, "enum": ["All", "Single"], "default": "Single"},
+            "resourceClaimTemplate": template,
+        },
+    }
+    spec = {
+        "type": "object",
+        "required": ["channel", "numNodes"],
+        "properties": {"numNodes": {"type": "integer"}, "channel": channel},
+        "x-kubernetes-validations": [{"rule": "self == oldSelf", "message": "immutable"}],
+    }
+    version = {
+        "name": "v1beta1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "computedomains.resource.nvidia.com"},
+        "spec": {
+            "group": "resource.nvidia.com",
+            "scope": "Namespaced",
+            "names": {
+                "kind": "ComputeDomain",
+                "listKind": "ComputeDomainList",
+                "plural": "computedomains",
+                "singular": "computedomain",
+            },
+            "versions": [version],
+        },
     }

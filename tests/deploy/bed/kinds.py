@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
@@ -10,9 +11,10 @@ from tests.deploy.bed import tools
 from tests.deploy.bed.cluster import Cluster
 
 
-def teach(cluster: Cluster, names: Sequence[str]) -> None:
-    """Let the API server know types (NAME.crd.yaml of the tools), and wait until it serves them. Raises Missing."""
-    made = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in tools.need(*names).values()]
+def teach(cluster: Cluster, names: Sequence[str], *more: dict[str, Any]) -> None:
+    """Let the API server know types (NAME.crd.yaml of the tools, and `more`), and wait until it serves them. Raises
+    Missing."""
+    made = [*(yaml.load(path.read_text(), yaml.CSafeLoader) for path in tools.need(*names).values()), *more]
     for one in made:
         cluster.api.apply(one).done()
     paths = [

@@ -70,6 +70,9 @@ MONITORING = ("podmonitors", "probes", "prometheuses", "prometheusrules", "servi
 """Kinds of the Prometheus Operator without which it does not run."""
 CERTIFYING = ("certificaterequests", "certificates", "clusterissuers", "issuers")
 """Kinds of cert-manager."""
+LEADER_WORKER_SET = "leaderworkersets"
+"""The kind of LeaderWorkerSet."""
+_LWS, _LWS_TYPES = "sigs.k8s.io/lws", "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
 _CERT_MANAGER = "github.com/cert-manager/cert-manager"
 _DISCOVERY = ("remove_all_sd", "enable_kubernetes_sd")
 """Of Prometheus' many ways to find targets the one that is used."""
@@ -95,6 +98,7 @@ MODULES = {
                 f"{name}.crd.yaml": f"{_CERT_MANAGER}:deploy/crds/cert-manager.io_{name}.yaml" for name in CERTIFYING
             },
         ),
+        Module("lws", {}, files={f"{LEADER_WORKER_SET}.crd.yaml": f"{_LWS}:config/crd/bases/{_LWS_TYPES}"}),
         Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
     )

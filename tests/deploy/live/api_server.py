@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from tests.deploy.bed import certificates, fakes, kinds, prometheus
+from tests.deploy.bed import certificates, fakes, kinds, prometheus, tools
 from tests.deploy.bed.api import objects
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.inventory import inventory
@@ -57,7 +57,9 @@ def dry_run(cluster: Cluster, values: object, *flags: str) -> list[str]:
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}  # no controller makes it
     cluster.api.apply(account, namespace).done()
     found = [one for one in yaml.safe_load_all(text) if one]
-    assert {"Deployment", "StatefulSet", "Service", "ConfigMap", "ServiceAccount", "Pod"} <= {o["kind"] for o in found}
+    made = {one["kind"] for one in found}
+    assert {"Deployment", "Service", "ConfigMap", "ServiceAccount", "Pod"} <= made
+    assert len(made & {"StatefulSet", "LeaderWorkerSet"}) == 1
     answers = [cluster.api.apply(one, namespace, dryRun="All") for one in found]
     for answer in answers:
         answer.done()
@@ -72,12 +74,23 @@ def test_the_server_takes_every_object_without_a_warning(cluster: Cluster, value
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_server_takes_every_example(cluster: Cluster, example: Path) -> None:
-    """The only warnings are of models on a path of the host."""
-    values = yaml.safe_load(example.read_text())
-    on_host = "hostPath" in values["worker"].get("model", {}).get("volume", {})
+    """The only warnings are of models on a path of the host, and of the one capability that locks memory."""
+    try:
+        kinds.teach(cluster, [f"{tools.LEADER_WORKER_SET}.crd.yaml"], fakes.compute_domain_type())
+    except Missing as error:
+        pytest.skip(str(error))
+    worker = yaml.safe_load(example.read_text())["worker"]
+    values = yaml.safe_load(example.read_text()) | {"worker": {**worker, "workload": "StatefulSet"}}
+    on_host = "hostPath" in worker.get("model", {}).get("volume", {})
+    locks = "rdma" in worker
     warnings = dry_run(cluster, values)
-    assert len(warnings) == on_host
-    assert all('volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warning for warning in warnings)
+    assert len(warnings) == on_host + locks
+    if on_host:
+        assert 'volume \\"model\\" uses restricted volume type \\"hostPath\\"' in warnings[0]
+    if locks:
+        assert 'must not include \\"IPC_LOCK\\" in securityContext.capabilities.add' in warnings[0]
+        assert "privileged" not in warnings[0]
+    dry_run(cluster, values | {"worker": {**worker, "workload": "LeaderWorkerSet"}})
 
 
 def test_the_server_takes_the_objects_for_cert_manager(cluster: Cluster) -> None:

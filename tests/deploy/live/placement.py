@@ -1,6 +1,7 @@
 """Where the real scheduler puts the pods of the chart, on GPU nodes that are only objects, and why one has to wait.
 
-A group is one pod, so its ranks are on one node and in one clique whatever is asked for; values choose which.
+The ranks of a pod are on one node and in one clique whatever is asked for; values choose which. Pods of a group over
+several nodes are on different ones, together in a clique where values say so.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.bed import fakes
+from tests.deploy.bed import fakes, kinds
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.release import CHART
 from tests.deploy.bed.say import Missing
+
+
+def example(name: str, **changes: Any) -> dict[str, Any]:
+    """Of the worker, in an example of the chart; no controller of LeaderWorkerSets is here."""
+    worker = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())["worker"]
+    return {**worker, "workload": "StatefulSet", "model": {"volume": {"emptyDir": {}}}, **changes}
+
 
 EIGHT_GPUS = yaml.safe_load((CHART / "examples" / "eight-gpus.yaml").read_text())["worker"]
 TOLERATE = {"tolerations": EIGHT_GPUS["tolerations"]}
@@ -94,6 +102,7 @@ def simulated() -> Iterator[Cluster]:
     except Missing as error:
         pytest.skip(str(error))
     with made:
+        kinds.teach(made, [], fakes.compute_domain_type())
         fakes.add(made, *NODES)
         unready = "node.kubernetes.io/not-ready"
 
@@ -215,3 +224,34 @@ def test_gpus_and_a_channel_of_the_compute_domain_are_claimed_from_dra(releases:
     (owner,) = {one["metadata"]["ownerReferences"][0]["name"] for one in found}
     assert owner == "moe-worker-0"
     assert "cannot allocate all claims" in releases.waits(install())
+
+
+@pytest.mark.parametrize("name", ["four-hosts-rdma", "four-hosts-efa"])
+def test_a_group_over_four_nodes_has_all_gpus_and_rdma_devices_of_each(releases: Releases, name: str) -> None:
+    group = releases.install(example(name))
+    assert sorted(releases.nodes(group, count=4)) == [f"h200-{index}" for index in range(4)]
+    (container,) = releases.pods(group)[0]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+    assert not container["securityContext"].get("privileged")
+    assert "Insufficient nvidia.com/gpu" in releases.waits(releases.install(example(name)))
+
+
+def test_trays_of_a_group_are_in_one_clique_with_a_channel_each(releases: Releases) -> None:
+    """The claim template is made by this test, as NVIDIA's driver makes it for the ComputeDomain of the chart."""
+    api = releases.cluster.api
+    channels = "compute-domain-default-channel.nvidia.com"
+    api.apply(fakes.device_class(channels, CLASSES[channels])).done()
+    for node in [f"gb200-{clique}-{index}" for clique in range(2) for index in range(2)]:
+        api.apply(fakes.devices(node, CLASSES[channels], ["channel-0"])).done()
+
+    def install() -> str:
+        group = releases.install(example("nvl72", hosts=2))
+        path = f"/apis/resource.nvidia.com/v1beta1/namespaces/{group}/computedomains/moe-worker"
+        domain = api.ask("GET", path).done()["spec"]
+        assert domain["numNodes"] == 0
+        api.apply(fakes.claim_template(domain["channel"]["resourceClaimTemplate"]["name"], channels, 1), group).done()
+        return group
+
+    groups = [sorted(releases.nodes(install(), count=2)) for _ in range(2)]
+    assert sorted(groups) == [["gb200-0-0", "gb200-0-1"], ["gb200-1-0", "gb200-1-1"]]
+    assert releases.waits(install())

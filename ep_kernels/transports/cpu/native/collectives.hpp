@@ -12,7 +12,7 @@
 
 namespace cd {
 
-constexpr uint32_t kCollectiveAbi = 1;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kCollectiveAbi = 2;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxCollectives = 16;
 constexpr int64_t kPitch = 64;  // staged slices begin at multiples of it
 
@@ -27,6 +27,7 @@ struct Fingerprint {
   int64_t op, num_bytes, dtype, parts, algorithm;
 };
 constexpr int kFingerprintFields = 5;
+constexpr int64_t kNobody = -1;
 
 // Valid once `published` carries the operation's number.
 struct CollectiveSlot {
@@ -37,6 +38,7 @@ struct CollectiveSlot {
   int64_t published_ns;  // CLOCK_MONOTONIC
   int64_t source;        // where x begins in the owner's region, or -1: staged; -2: `part_source` in staging says
   Fingerprint what;
+  int64_t tag;  // see Collective
 };
 
 struct CollectiveControl {
@@ -62,8 +64,8 @@ struct CollectiveGeometry {
 // One tensor of an all-gather.
 struct Part {
   const uint8_t* x;  // [bytes]
-  uint8_t* out;      // [R][bytes]
-  int64_t bytes;
+  uint8_t* out;      // [R][pitch], of which the first `bytes` are written
+  int64_t bytes, pitch;
   int64_t source;    // where x lies in the own region, or -1
 };
 
@@ -78,6 +80,7 @@ struct Collective {
   int64_t count;      // sums: elements of x, in all slices
   Type type;          // sums: of the elements
   int32_t zero_copy;  // peers read x where it lies
+  int64_t tag;        // the caller's; ranks that bring different ones are told so when the operation has ended
   // State. Rounds count from 1.
   uint64_t seq;
   Clock clock;
@@ -89,6 +92,7 @@ struct Collective {
   Waiting waiting;         // of the present phase
   int32_t phase, status;
   uint64_t arrived;        // all-gather: bit per rank whose whole shard is in out
+  int64_t other_rank, other_tag;  // the first peer with another tag; kNobody
 };
 
 struct CollectiveMember : Member {

@@ -1,0 +1,163 @@
+"""The two operations of `Mode.AG`: a collective each, with torch operators around it. Nothing here waits for a device.
+
+    dispatch   all-gather of [metadata, tokens, scales] into this dispatch's slot; places become local ids
+    combine    rows of tokens without an expert here <- identity; reduce-scatter; z is the first T rows
+
+Why combine gives the bits of `reference.combine`: a reduce-scatter sums in fp32 in ascending rank and rounds once, and
+adding -0.0 changes no value, so ranks that hold no expert of a token leave no trace. A token without any expert is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ep_kernels import quant
+from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
+from ep_kernels.config import MoEConfig
+from ep_kernels.gather import gather_memory as memory
+from ep_kernels.gather.gather_member import told
+from ep_kernels.gather.gather_routing import GatherState, GatherTables
+from ep_kernels.transports.base import DispatchArgs
+from ep_kernels.transports.collective_base import (
+    CollectiveTransport,
+    GatherArgs,
+    GatherPart,
+    PendingCollective,
+    ReduceArgs,
+)
+from ep_kernels.types import ScaleFormat
+
+_PULLED = {Algorithm.COPY_PUSH: Algorithm.COPY_PULL}
+"""What copy engines have begun to push cannot be called back when a rank that lives is left out."""
+
+
+class GatherEngine:
+    """Buffers, tables and operations of one rank.
+
+    Args:
+        config: of the communicator.
+        coll: the collectives, whose ranks have met.
+        block: uint8, registered, of `memory.arrays`.
+    """
+
+    def __init__(self, config: MoEConfig, coll: CollectiveTransport, block: torch.Tensor) -> None:
+        self.config, self._coll, self.device = config, coll, block.device
+        self.slots = memory.Slots(config, block)
+        self.tables = GatherTables(config, block.device)
+        self.active = config.group.size
+        dtype = config.resolved_output_dtype
+        self._minus_zero = torch.tensor(-0.0, dtype=dtype, device=block.device)
+        self._zero = torch.tensor(0.0, dtype=dtype, device=block.device)
+
+    def _algorithm(self, op: CollectiveOp, num_bytes: int) -> Algorithm:
+        place = BufferPlace.REGISTERED if op is CollectiveOp.ALL_GATHER else BufferPlace.PLAIN
+        shape = CollectiveShape(op, num_bytes, self.active, self.config.num_sms, BufferPlace.PLAIN, place)
+        chosen = choose(shape, self._coll.capabilities).algorithm
+        return _PULLED.get(chosen, chosen)
+
+    # Dispatch.
+
+    def announce(
+        self, args: DispatchArgs, slot: int, tokens: int, previous: GatherState | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this rank's metadata of a step of `tokens` into its place: (valid [T], number of invalid ids [1])."""
+        rank, own = self.config.group.rank, args.x.shape[0]
+        places = self.slots.places(slot, tokens)[rank]
+        if previous is None:
+            routed, valid, invalid = self.tables.route(args.topk_ids)
+            places[:own], places[own:] = routed, -1
+        else:
+            valid, invalid = previous.valid, previous.num_invalid
+            places.copy_(previous.places[rank])
+        self.slots.weights(slot, tokens)[rank, :own] = args.topk_weights
+        self.slots.num_tokens(slot)[rank].fill_(own)
+        return valid, invalid
+
+    def gather(self, args: DispatchArgs, slot: int, tokens: int, tag: int) -> PendingCollective:
+        """Begin the all-gather of a step of `tokens`. What of `args` it uses later is x, where `at_once`."""
+        metadata, rank = self.slots.metadata(slot), self.config.group.rank
+        own = metadata[rank, : memory.metadata_bytes(self.config, tokens)]
+        parts = [GatherPart(own, metadata.view(-1), torch.uint8)]
+        x, scales = self._payload(args, slot, tokens)
+        for shard, out in ((x, self.slots.tokens(slot)), (scales, self.slots.get("scales", slot))):
+            if shard is not None and out is not None:
+                parts.append(GatherPart(memory.flat_bytes(shard), memory.flat_bytes(out), shard.dtype))
+        moved = sum(part.x.numel() for part in parts)
+        chosen = self._algorithm(CollectiveOp.ALL_GATHER, moved)
+        with told():
+            return self._coll.all_gather(GatherArgs(tuple(parts), chosen, self.config.num_sms, tag))
+
+    def _payload(self, args: DispatchArgs, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x [tokens, H], scales [tokens, S_c] or None): x itself where nobody changes it, else in its place."""
+        rank, own, x, scales = self.config.group.rank, args.x.shape[0], args.x, args.scales
+        if self.config.quantize:
+            packed = self.config.scale_format is ScaleFormat.UE8M0_PACKED
+            x, scales = quant.quantize(x, ScaleFormat.UE8M0 if packed else self.config.scale_format)
+        place = self.slots.get("scales", slot)
+        if scales is not None and place is not None:
+            place[rank, :own] = scales
+            scales = place[rank, :tokens]
+        if args.at_once and own == tokens:
+            return x, scales
+        rows = self.slots.tokens(slot)[rank]
+        rows[:own] = x
+        return rows[:tokens], scales
+
+    def routing(self, slot: int, tokens: int, valid: torch.Tensor, invalid: torch.Tensor, origin: int) -> GatherState:
+        """What has arrived, by itself."""
+        active = self.tables.active
+        places = torch.where(active[:, None, None], self.slots.places(slot, tokens), -1)
+        counts = torch.where(active, self.slots.num_tokens(slot), 0).int()
+        _, here = self.tables.local(places)
+        reached = (places >= 0).any(-1, keepdim=True)
+        identity = torch.where(reached, self._minus_zero, self._zero)
+        return GatherState(places, here.any(-1, keepdim=True), identity, counts, valid, invalid, origin)
+
+    def local_choices(self, slot: int, state: GatherState) -> tuple[torch.Tensor, torch.Tensor]:
+        """(local expert ids int32, weights float32), both [R, M, K]."""
+        ids, here = self.tables.local(state.places)
+        weights = torch.where(here, self.slots.weights(slot, state.step_tokens), 0.0)
+        shape = self.config.group.size, self.config.max_tokens_per_rank, self.config.topk
+        return memory.padded(ids, shape, -1), memory.padded(weights, shape, 0.0)
+
+    def blank_scales(self) -> torch.Tensor | None:
+        """Packed scales of what is handed out, to be filled; None where they are as they travel."""
+        config = self.config
+        if config.scale_format is not ScaleFormat.UE8M0_PACKED:
+            return None
+        lead = config.group.size, config.max_tokens_per_rank
+        words = quant.scale_columns(config.hidden_size, config.scale_format)
+        return quant.packed_empty(lead, words, self.device)
+
+    def pack(self, slot: int, packed: torch.Tensor) -> None:
+        """Fill the packed scales of what has arrived."""
+        scales = self.slots.get("scales", slot)
+        assert scales is not None
+        packed.copy_(quant.pack(scales))
+
+    def set_active(self, mask: Sequence[bool]) -> None:
+        """Go on with these ranks."""
+        self.active = sum(mask)
+        self.tables.set_active(mask)
+
+    # Combine.
+
+    def rows(self, y: torch.Tensor, state: GatherState) -> torch.Tensor:
+        """[R, S, H]: y [R, M, H] with identities."""
+        return torch.where(state.here, y[:, : state.step_tokens], state.identity)
+
+    def choices(self, row_weights: torch.Tensor, state: GatherState) -> torch.Tensor:
+        """[R, S, K]: row_weights [R, M, K] with identities."""
+        _, here = self.tables.local(state.places)
+        identity = torch.where(state.places >= 0, -0.0, 0.0)
+        return torch.where(here, row_weights[:, : state.step_tokens], identity)
+
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor, tag: int) -> PendingCollective:
+        """Begin the sum of rows [R, S, ...] of every rank into out [S, ...]."""
+        chosen = self._algorithm(CollectiveOp.REDUCE_SCATTER, rows.nbytes)
+        with told():
+            args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.num_sms, tag)
+            return self._coll.reduce_scatter(args)

@@ -1,0 +1,150 @@
+"""What a transport of `Mode.AG` leaves to the collectives underneath: life, membership, meeting, measurements. Errors
+and latency records are told by the names of dispatch and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
+from ep_kernels.transports.collective_base import CollectiveTransport
+from ep_kernels.types import LatencySample, Mode, PeerTraffic
+
+_NAMES = {"all_gather": "dispatch", "reduce_scatter": "combine"}
+
+
+def renamed(error: TransportError | HandleError) -> TransportError | HandleError:
+    """The same error, of the operation that the caller knows."""
+    name, _, text = str(error).partition(": ")
+    if name not in _NAMES or isinstance(error, AbortedError):
+        return error
+    if isinstance(error, PeerTimeout):
+        return PeerTimeout(
+            peer=error.peer, op=_NAMES[name], phase=error.phase, expected=error.expected, seen=error.seen,
+            waited_s=error.waited_s, gone=error.gone, given_up=error.given_up,
+        )  # fmt: skip
+    return type(error)(f"{_NAMES[name]}: {text}")
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Errors of collectives leave as those of dispatch and combine."""
+    try:
+        yield
+    except (TransportError, HandleError) as error:
+        other = renamed(error)
+        if other is error:
+            raise
+        raise other from None
+
+
+class GatherMember:
+    """See `transports.base.MemberTransport`.
+
+    Args:
+        config: of the communicator.
+        coll: the collectives underneath, which this object owns.
+    """
+
+    def __init__(self, config: MoEConfig, coll: CollectiveTransport) -> None:
+        self._config, self._coll = config, coll
+        self._active = (True,) * config.group.size
+        self._epoch: int = config.group.epoch
+
+    @property
+    def domains(self) -> tuple[int, ...]:
+        """See `MemberTransport.domains`."""
+        return self._coll.domains
+
+    def import_regions(self, tickets: Sequence[bytes]) -> None:
+        """See `MemberTransport.import_regions`."""
+        self._coll.import_regions(tickets)
+
+    def check(self, op: str = "check") -> None:
+        """See `MemberTransport.check`."""
+        with told():
+            self._coll.check(op)
+
+    def failed(self) -> torch.Tensor:
+        """See `MemberTransport.failed`."""
+        return self._coll.failed()
+
+    def check_results(self) -> None:
+        """See `MemberTransport.check_results`."""
+        with told():
+            self._coll.check_results()
+
+    def barrier(self) -> None:
+        """See `MemberTransport.barrier`."""
+        with told():
+            self._coll.barrier()
+
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """See `MemberTransport.set_active`."""
+        self._coll.set_active(mask, epoch)
+        self._active, self._epoch = tuple(mask), epoch
+
+    def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """See `MemberTransport.exchange`."""
+        return self._coll.exchange(words)
+
+    def wait_for_peer(self, timeout_s: float) -> bool:
+        """See `MemberTransport.wait_for_peer`."""
+        return self._coll.wait_for_peer(timeout_s)
+
+    def wake(self) -> None:
+        """See `MemberTransport.wake`."""
+        self._coll.wake()
+
+    def samples(self) -> list[LatencySample]:
+        """See `MemberTransport.samples`. `tokens` are those of the step, S: so many rows move for every rank."""
+        size, config = self._config.group.size, self._config
+        row = size * config.hidden_size * config.resolved_output_dtype.itemsize
+        found = []
+        for sample in self._coll.samples():
+            if sample.op not in _NAMES:
+                continue
+            tokens = self._step_tokens(sample.tokens) if sample.op == "all_gather" else sample.tokens // row
+            if sample.op == "all_gather" or sample.tokens % row == 0:  # the rest carries gradients of weights
+                found.append(replace(sample, op=_NAMES[sample.op], mode=Mode.AG.value, tokens=tokens))
+        return found
+
+    def _step_tokens(self, num_bytes: int) -> int:
+        """S of a dispatch that moved so many bytes of each rank."""
+        raise AssertionError("the transport knows")
+
+    def traffic(self) -> list[PeerTraffic]:
+        """See `MemberTransport.traffic`."""
+        return self._coll.traffic()
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """See `MemberTransport.peek`."""
+        return self._coll.peek(words)
+
+    def device_name(self) -> str:
+        """See `MemberTransport.device_name`."""
+        return self._coll.device_name()
+
+    def abort(self, reason: str) -> None:
+        """See `MemberTransport.abort`."""
+        self._coll.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `MemberTransport.give_up`."""
+        self._coll.give_up(ranks)
+
+    def drain(self) -> None:
+        """See `MemberTransport.drain`."""
+        self._coll.drain()
+
+    def forsake(self) -> None:
+        """See `MemberTransport.forsake`."""
+        self._coll.forsake()
+
+    def close(self) -> None:
+        """See `MemberTransport.close`."""
+        self._coll.close()

@@ -1,0 +1,134 @@
+"""The parts of `Mode.AG` that need no peer: what is refused, the byte map, the routing, what errors and records are
+called. Bits: tests/transports, beside LL and HT."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import quant, reference
+from ep_kernels.config import MoEConfig
+from ep_kernels.errors import AbortedError, ConfigError, HandleError, PeerTimeout, TransportError
+from ep_kernels.gather import gather_memory as memory
+from ep_kernels.gather.gather_member import renamed
+from ep_kernels.gather.gather_routing import GatherTables
+from ep_kernels.network import NetworkConfig
+from ep_kernels.routing import route
+from ep_kernels.transports.base import region_map
+from ep_kernels.transports.nvlink.signature import signature, tags
+from ep_kernels.types import Layout, Mode, ScaleFormat
+from tests.cases import KINDS, RoutingCase, draw_seed, replicated
+from tests.gpu.loopback_group import LoopGroup
+
+CASE = RoutingCase(7, 3, 64, (4, 0, 5), "single_none", draw_seed(), max_tokens=6)
+
+
+def config(case: RoutingCase = CASE, rank: int = 0, **changes: Any) -> MoEConfig:
+    return case.config(LoopGroup(rank, case.num_ranks), mode=Mode.AG, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "expected"),
+    [
+        ("layout", {"layout": Layout.FLAT}, "RANK_MAJOR with mode ag, got 'flat'"),
+        ("layout", {"layout": Layout.EXPERT_MAJOR}, "RANK_MAJOR with mode ag, got 'expert_major'"),
+        ("combine_dtype", {"combine_dtype": torch.float8_e4m3fn}, "None or torch.bfloat16 with mode ag"),
+        ("network", {"network": NetworkConfig()}, "None with mode ag: its ranks share one host"),
+        ("max_recv_rows", {"max_recv_rows": 3}, "None with RANK_MAJOR"),
+        ("exact_combine", {"exact_combine": True}, "False with rank-wise layouts"),
+    ],
+)
+def test_what_ag_cannot_do_is_refused_by_name(field: str, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: expected {expected}"):
+        config(**changes)
+
+
+def test_every_token_of_every_rank_is_delivered_where_its_place_is() -> None:
+    c, ranks = config(), range(3)
+    xs, ids = [CASE.x(r, torch.bfloat16) for r in ranks], [CASE.topk_ids(r) for r in ranks]
+    outputs, _ = reference.dispatch(c, xs, ids, [CASE.topk_weights(r) for r in ranks])
+    for rank, out in enumerate(outputs):
+        assert out.counts.tolist() == [4, 0, 5]
+        assert out.topk_ids is not None
+        for source in ranks:
+            assert torch.equal(out.tokens[source, : len(xs[source])].view(torch.int16), xs[source].view(torch.int16))
+            here = route(CASE.expert_map, ids[source], source).rank == rank
+            assert torch.equal(out.topk_ids[source, : len(xs[source])] >= 0, here)
+
+
+@pytest.mark.parametrize("transport", ["cpu", "nvlink"])
+@pytest.mark.parametrize("payload", [{}, {"quantize": True}, {"dtype": torch.uint8, "scale_columns": 3}])
+def test_arrays_lie_behind_each_other(transport: str, payload: dict[str, Any]) -> None:
+    c = config(transport=transport, max_in_flight=3, **payload)
+    table, total = memory.arrays(c)
+    assert ("scales" in table) == bool(payload)
+    ends = [array.offset + 3 * array.slot_bytes for array in table.values()]
+    assert [array.offset for array in table.values()] == [0, *ends[:-1]]
+    assert ends[-1] == total <= memory.collective_config(c).pool_bytes
+    found = region_map(c)
+    assert found is not None
+    for one, other in pairwise(found.arrays):
+        assert one.offset + one.num_bytes == other.offset
+    assert [array.name for array in found.arrays] == ["collectives", *table]
+
+
+def test_views_of_a_slot_do_not_meet() -> None:
+    c = config(quantize=True, scale_format=ScaleFormat.UE8M0)
+    slots = memory.Slots(c, torch.zeros(memory.arrays(c)[1], dtype=torch.uint8))
+    for tokens in (0, 1, 5, 6):
+        for slot in range(2):
+            slots.tokens(slot).view(torch.uint8).fill_(1)
+            slots.metadata(slot).fill_(2)
+            slots.num_tokens(slot).fill_(tokens)
+            slots.places(slot, tokens).fill_(-1)
+            slots.weights(slot, tokens).fill_(0.5)
+            assert slots.num_tokens(slot).tolist() == [tokens] * 3
+            assert (slots.places(slot, tokens) == -1).all()
+            assert slots.places(slot, tokens).shape == slots.weights(slot, tokens).shape == (3, tokens, 3)
+            assert (slots.tokens(slot).view(torch.uint8) == 1).all()
+        moved = memory.metadata_bytes(c, tokens) + tokens * (64 + 4 * quant.scale_columns(64, ScaleFormat.FP32))
+        assert memory.step_tokens(c, moved) == tokens
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "repeated"])
+@pytest.mark.parametrize("extra", [0, 5])
+def test_places_are_those_of_the_reference(kind: str, extra: int) -> None:
+    seed = draw_seed()
+    case = RoutingCase(7, 3, 64, (6, 3, 5), kind, seed, replicated(3, 7, extra, seed) if extra else None)
+    stride = case.expert_map.stride
+    for rank in range(3):
+        tables = GatherTables(config(case, rank), torch.device("cpu"))
+        for mask in ((True, True, True), tuple(r in (rank, 1) for r in range(3)), (True, True, True)):
+            tables.set_active(mask)
+            want = route(case.expert_map, case.topk_ids(rank), rank, mask)
+            places, valid, invalid = tables.route(case.topk_ids(rank))
+            assert torch.equal(places, torch.where(want.rank >= 0, want.rank * stride + want.slot, -1).int()), case
+            assert valid.tolist() == want.valid.tolist()
+            assert invalid.tolist() == [want.num_invalid_ids]
+            ids, here = tables.local(places)
+            assert torch.equal(here, want.rank == rank)
+            assert torch.equal(ids, torch.where(here, want.slot, -1).int())
+
+
+def test_errors_have_the_names_of_dispatch_and_combine() -> None:
+    late = PeerTimeout(peer=2, op="all_gather", phase="payload", expected=5, seen=4, waited_s=1.5, gone=True)
+    told = renamed(late)
+    assert isinstance(told, PeerTimeout)
+    assert (told.op, told.peer, told.gone, told.expected) == ("dispatch", 2, True, 5)
+    assert str(renamed(TransportError("reduce_scatter: rank 1 brought x"))) == "combine: rank 1 brought x"
+    assert isinstance(renamed(HandleError("reduce_scatter: this rank")), HandleError)
+    for same in (TransportError("barrier: rank 1"), AbortedError("all_gather: the operator says so")):
+        assert renamed(same) is same
+
+
+def test_tags_are_found_again_in_signatures() -> None:
+    from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
+
+    def word(num_bytes: int, tag: int) -> int:
+        return signature(CollectiveOp.ALL_GATHER, Algorithm.KERNEL_PUSH, torch.uint8, num_bytes, [3], tag)
+
+    assert tags(word(32, 7), word(32, 2050)) == (7, 2)
+    assert tags(word(32, 7), word(48, 7)) is None
