@@ -24,7 +24,7 @@ def tensor(
         isinstance(value, torch.Tensor)
         and value.shape == shape
         and value.dtype in dtypes
-        and value.device.type == device_type
+        and (value.is_cuda if device_type == "cuda" else value.is_cpu)  # cheaper than `device`
         and value.layout is torch.strided
         and value.is_contiguous()
     ):

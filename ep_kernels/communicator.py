@@ -18,7 +18,7 @@ import torch
 
 from ep_kernels import bringup, checks, ops, quant
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import ArgumentError, CapacityError, HandleError
+from ep_kernels.errors import ArgumentError, CapacityError, HandleError, TransportError
 from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
@@ -47,10 +47,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         transport = create(config)
         try:
             bringup.check_capabilities(config, transport)
-            config = bringup.settle(config, transport)
+            asked, config = config.mode, bringup.settle(config, transport)
         except BaseException:
             transport.close()
             raise
+        if config.mode is not asked:
+            transport.close()
+            transport = create(config)
         super().__init__(config, transport)
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
@@ -125,9 +128,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if torch.compiler.is_compiling():
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
-        pending = self._run(self._transport.dispatch, args)
-        number = self._count("dispatch")
-        out, handle = self._run(pending.wait)
+        try:
+            pending = self._transport.dispatch(args)
+            number = self._count("dispatch")
+            out, handle = pending.wait()
+        except TransportError as error:
+            self._broken(error)
+            raise
         return self._delivered(number, out, handle, args)
 
     def dispatch_async(
@@ -201,9 +208,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
         args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
-        pending = self._run(self._transport.combine, args)
-        self._count("combine")
-        return self._run(pending.wait, out)[0]
+        try:
+            pending = self._transport.combine(args)
+            self._count("combine")
+            return pending.wait(out)[0]
+        except TransportError as error:
+            self._broken(error)
+            raise
 
     def combine_async(
         self,

@@ -100,7 +100,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
     ll_max_tokens: int | None = None
     """AUTO: steps of at most so many tokens per rank run LL; on GPUs its buffers hold no more. None: what `crossdock
-    tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default."""
+    tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default; with
+    RANK_MAJOR all steps run AG, where that was measured to be ahead in every one."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     network: Any = None

@@ -236,27 +236,38 @@ class GroupMember(Generic[C, M]):
 
     def _ready(self, op: str) -> None:
         """Raise what makes every call useless; asked before each operation."""
-        if self._closed and self._pid != os.getpid():
-            raise ClosedError(
-                f"{op}: the communicator is that of process {self._pid}, and this is a forked child of it; start "
-                "processes that are to be ranks by spawn or forkserver, and make a communicator there"
-            )
         if self._closed:
-            raise ClosedError("the communicator is closed")
+            raise self._closed_error(op)
         fault = self._fault  # another thread may close
         if fault is not None:
             raise fault.with_traceback(None)
-        self._run(self._transport.check, op)
+        try:
+            self._transport.check(op)
+        except TransportError as error:
+            self._broken(error)
+            raise
+
+    def _closed_error(self, op: str) -> ClosedError:
+        if self._pid == os.getpid():
+            return ClosedError("the communicator is closed")
+        return ClosedError(
+            f"{op}: the communicator is that of process {self._pid}, and this is a forked child of it; start "
+            "processes that are to be ranks by spawn or forkserver, and make a communicator there"
+        )
 
     def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A call into the transport; remembers the TransportError that it raises."""
         try:
             return call(*args, **kwargs)
         except TransportError as error:
-            with self._lock:
-                if not self._closed and not isinstance(self._fault, AbortedError):
-                    self._fault = error
+            self._broken(error)
             raise
+
+    def _broken(self, error: TransportError) -> None:
+        """An operation has ended in this error: calls raise it from now on."""
+        with self._lock:
+            if not self._closed and not isinstance(self._fault, AbortedError):
+                self._fault = error
 
 
 def _forsake_all() -> None:

@@ -24,7 +24,8 @@ class Mode(enum.Enum):
     """All-gather and reduce-scatter: every rank gets every token. Layout RANK_MAJOR, one host; pays where most tokens
     have an expert on most ranks."""
     AUTO = "auto"
-    """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks."""
+    """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks. AG
+    for all calls, where `crossdock tune` has found it ahead."""
 
 
 class CombineOrder(enum.Enum):

@@ -2,7 +2,8 @@
 
 * `crossdock`: `num_sms` 0 = copy engines, n = that many multiprocessors, None = as `choose` says. Buffers registered.
 * `nccl`: plain buffers. `num_sms` n: a communicator with min_ctas = max_ctas = n.
-* `nccl_symm`: both buffers in symmetric windows. `nccl_ce`: these, and the policy that leaves multiprocessors alone.
+* `nccl_symm`: both buffers in symmetric windows. `nccl_ce`: these, and the policy that leaves multiprocessors alone, on
+  NCCL's own stream (as of NCCL 2.28 its copy engines cannot run in the default one).
 * `torch`: symmetric memory's one-shot and two-shot all-reduce, and its all-gather by copies.
 
 A runner's `run` is what is timed; it allocates nothing but what its library does.
@@ -122,6 +123,7 @@ class Nccl:
     def __init__(self, case: CollectiveCase, ranks: int, *, windows: bool, copies: bool) -> None:
         self._group, self._case = nccl_group(case.num_sms, NCCL_POLICY_ZERO if copies else None), case
         self._pool: Any = None
+        self._beside = copies  # copy engines take no batch on the default stream: "invalid argument"
         device = torch.device("cuda", torch.cuda.current_device())
         self._backend: Any = self._group._get_backend(device)
         one = torch.ones(1, device=device)
@@ -143,12 +145,15 @@ class Nccl:
 
     def run(self) -> None:
         """See `Runner`."""
+        how: dict[str, Any] = {"group": self._group, "async_op": self._beside}
         if self._case.op == "all_gather":
-            dist.all_gather_into_tensor(self.out, self.x, group=self._group)
+            work = dist.all_gather_into_tensor(self.out, self.x, **how)
         elif self._case.op == "reduce_scatter":
-            dist.reduce_scatter_tensor(self.out, self.x, group=self._group)
+            work = dist.reduce_scatter_tensor(self.out, self.x, **how)
         else:
-            dist.all_reduce(self.x, group=self._group)
+            work = dist.all_reduce(self.x, **how)
+        if work is not None:
+            work.wait()
 
     def close(self) -> None:
         """See `Runner`."""

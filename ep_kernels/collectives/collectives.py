@@ -259,7 +259,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         plan, shape = found
         made = x.new_empty(shape) if out is None else out
         pending = self._run(plan.begin, x, made)
-        return None if pending is None else Work(made, self._finisher(pending), pending.is_completed)
+        if pending is None:
+            return None
+
+        def finish() -> None:  # `begin` has looked at what `_ready` would
+            if self._closed or self._fault is not None:
+                self._ready("wait")
+            self._run(pending.wait)
+
+        return Work(made, finish, pending.is_completed)
 
     def _remember(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
         """Plan for the next operation like this one, which has begun."""

@@ -52,6 +52,19 @@ class GatherEngine:
         self._minus_zero = torch.tensor(-0.0, dtype=dtype, device=block.device)
         self._zero = torch.tensor(0.0, dtype=dtype, device=block.device)
 
+    def stream(self) -> int:
+        """Handle of the current stream; 0 on the CPU."""
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index)) if self.device.type == "cuda" else 0
+
+    def lend(self, stream: int, *tensors: torch.Tensor | None) -> None:
+        """What was made on that stream is used on the current one from now on: torch's allocator must not recycle it
+        before that has come by."""
+        if self.stream() == stream:
+            return
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def _algorithm(self, op: CollectiveOp, num_bytes: int) -> Algorithm:
         place = BufferPlace.REGISTERED if op is CollectiveOp.ALL_GATHER else BufferPlace.PLAIN
         shape = CollectiveShape(op, num_bytes, self.active, self.config.num_sms, BufferPlace.PLAIN, place)

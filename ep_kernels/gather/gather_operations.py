@@ -40,6 +40,7 @@ class GatherDispatch:
         engine, args = self._engine, self._args
         self._valid, self._invalid = engine.announce(args, self.slot, self._tokens, self._previous)
         self._pending = engine.gather(args, self.slot, self._tokens, self._origin)
+        self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # it is in the slot, or the operation keeps it
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -54,6 +55,7 @@ class GatherDispatch:
             assert self._pending is not None
             with told():
                 self._pending.wait()
+            self._engine.lend(self._stream, self._counts, self._packed, self._valid, self._invalid)
             self._result = self._finish()
         return self._result
 
@@ -111,6 +113,7 @@ class GatherCombine:
         if args.row_weights is not None:
             self._home = torch.empty(tokens, engine.config.topk, device=device)
             self._pending.append(engine.reduce(engine.choices(args.row_weights, state), self._home, state.origin))
+        self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # the rows have been copied
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -121,6 +124,7 @@ class GatherCombine:
             with told():
                 for pending in self._pending:
                     pending.wait()
+            self._engine.lend(self._stream, self._z, self._home)
             z = self._z if self._z is out else self._z[: self._num_tokens]
             z = z if out is None or z is out else out.copy_(z)
             self._result = z, self._home[: self._num_tokens] if self._weighs else None

@@ -19,6 +19,8 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs, RegionArray, R
 from ep_kernels.types import Capabilities, DispatchHandle, Mode
 
 _ABI = "ag1"
+_kept: list[GatherEngine] = []
+"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 
 
@@ -36,7 +38,7 @@ class GatherTransport(GatherMember):
         super().__init__(config, collective_base.create(memory.collective_config(config)))
         can = self._coll.capabilities
         self.capabilities = Capabilities(can.device_type, False, DTYPES, (Mode.AG,), can.graphs, f"{can.abi}-{_ABI}")
-        self._num_dispatches = 0
+        self._num_dispatches, self._captured = 0, False
 
     # Life.
 
@@ -57,10 +59,22 @@ class GatherTransport(GatherMember):
         self._engine.set_active(mask)
         self._num_dispatches = 0
 
+    def close(self) -> None:
+        """See `MemberTransport.close`."""
+        super().close()
+        engine = self.__dict__.pop("_engine", None)  # its views keep the region
+        if engine is not None and self._captured:
+            _kept.append(engine)
+
+    def _note_capture(self) -> None:
+        if self.capabilities.graphs and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> GatherDispatch:
         """See `Transport.dispatch`."""
+        self._note_capture()
         pending = GatherDispatch(self._engine, args, self._num_dispatches + 1, self._epoch)
         pending.send()
         self._num_dispatches += 1
@@ -68,6 +82,7 @@ class GatherTransport(GatherMember):
 
     def combine(self, args: CombineArgs) -> GatherCombine:
         """See `Transport.combine`."""
+        self._note_capture()
         pending = GatherCombine(self._engine, args)
         if not args.at_once:
             pending.send()

@@ -44,7 +44,7 @@ EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DispatchArgs:
     """One dispatch, checked.
 
@@ -69,7 +69,7 @@ class DispatchArgs:
     step_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CombineArgs:
     """One combine, checked.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossdock.common.transports import needs_gpu
 from ep_kernels import AbortedError, ClosedError, PeerTimeout
 from ep_kernels.collectives import Collectives
 from ep_kernels.errors import TransportError
@@ -219,23 +222,39 @@ def closed_by_another_thread(rank: int, size: int, store: Store, transport: str)
 
 def crashes(rank: int, size: int, store: Store, transport: str, folder: str, times: int) -> list[str]:
     """Children come as the second rank and are killed in the middle; what this process holds afterwards, more than
-    after the first few."""
+    after the first few. Forked, where nothing of CUDA is in this process."""
     before: dict[str, int] = {}
+    begin_victim = _started if needs_gpu(transport) else _forked
     for turn in range(times):
         path = f"{folder}/store-{turn}"
-        child = os.fork()
-        if child == 0:
-            try:
-                coll = Seat(1, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=30.0)
-                begun(coll, OPS[turn % 5])
-            finally:
-                os.kill(os.getpid(), signal.SIGKILL)
-        coll = Seat(0, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=30.0)
+        victim = begin_victim(path, transport, turn)
+        coll = Seat(0, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=60.0)
         seen = lose(begun(coll, OPS[turn % 5]))
         assert (seen.peer, seen.gone) == (1, True)
         coll.close()
-        os.waitpid(child, 0)
+        victim()
         del coll
         if turn == 9:
             before = holdings()
     return [f"{name}: {before[name]} -> {n}" for name, n in holdings().items() if n > before[name]]
+
+
+def crash(path: str, transport: str, turn: int) -> None:
+    """Come as the second rank, begin an operation, and be killed."""
+    try:
+        coll = Seat(1, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=60.0)
+        begun(coll, OPS[turn % 5])
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _forked(path: str, transport: str, turn: int) -> Callable[[], object]:
+    child = os.fork()
+    if child == 0:
+        crash(path, transport, turn)
+    return lambda: os.waitpid(child, 0)
+
+
+def _started(path: str, transport: str, turn: int) -> Callable[[], object]:
+    line = f"from tests.collectives.faults import crash; crash({path!r}, {transport!r}, {turn})"
+    return subprocess.Popen([sys.executable, "-c", line]).wait

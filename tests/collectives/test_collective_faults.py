@@ -65,7 +65,7 @@ def test_closed_by_another_thread(world: Worlds, transport: str) -> None:
     world(2).run(faults.closed_by_another_thread, transport)
 
 
-def test_nothing_leaks_in_a_hundred_crashes(world: Worlds, transport: str, tmp_path: Path) -> None:
-    if needs_gpu(transport):
-        pytest.skip("a process that uses CUDA cannot be forked")
-    assert world(1).run(faults.crashes, transport, str(tmp_path), 100) == [[]]
+def test_nothing_leaks_in_crashes(world: Worlds, transport: str, tmp_path: Path) -> None:
+    """A hundred; on GPUs, where a process takes seconds to start, as many as show a leak."""
+    times = 20 if needs_gpu(transport) else 100
+    assert world(1).run(faults.crashes, transport, str(tmp_path), times, timeout_s=240) == [[]]

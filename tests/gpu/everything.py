@@ -69,6 +69,12 @@ LOOPBACK = (
     "tests/gpu/test_loopback_copies.py",
     "tests/unit?",
 )
+COLLECTIVES = (
+    "tests/collectives/test_collectives_contract.py",
+    "tests/collectives/test_collective_faults.py",
+    "tests/collectives/test_collective_fallback.py",
+    "tests/collectives/test_collective_training.py",
+)
 GPUS = ("tests/gpu/test_losses.py", "tests/gpu/test_lives.py", "tests/gpu/test_torchrun.py", "tests/gpu")
 SHORT, LONG = ("-k", "not ten_thousand"), ("-k", "ten_thousand")
 """Ten thousand steps side by side with other groups of ranks take turns on the devices with each of their steps."""
@@ -79,6 +85,7 @@ STAGES = (
     # Beside other processes' kernels that wait for their peers a test of half a second took over a minute.
     Stage("loopback", LOOPBACK, 2, ALL, 300, 4),
     Stage("gpus", (*GPUS, *ELSEWHERE, *SHORT), 3, ALL, 240, 4),
+    Stage("collectives", (*COLLECTIVES, *SHORT), 4, ALL, 240, 2),
     Stage("sanitizer", ("tests/gpu/test_sanitize.py",), 3, LAST, 240),
     Stage("compile", ("tests/gpu/test_compile.py",), 4, SECOND_HALF, 240),
     Stage("services", ("tests/services?",), 4, FIRST_HALF, 240),

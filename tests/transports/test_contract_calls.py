@@ -149,11 +149,12 @@ def test_gradients(world: Worlds, transport: str, capabilities: Capabilities, si
         world(size).run(run_story, transport, gradients.differentiable, case, overrides)
 
 
-def test_gradients_of_ag(world: Worlds, transport: str, capabilities: Capabilities) -> None:
+@pytest.mark.parametrize("mode", [Mode.AG])
+def test_gradients_in_place(world: Worlds, transport: str, capabilities: Capabilities, mode: Mode) -> None:
     if torch.float32 not in capabilities.dtypes:
         pytest.skip("does not carry float32")
     case = case_of(3, "out_of_range", hidden_size=16)
-    world(3).run(run_story, transport, gradients.differentiable, case, {"mode": Mode.AG, "dtype": torch.float32})
+    world(3).run(run_story, transport, gradients.differentiable, case, {"mode": mode, "dtype": torch.float32})
 
 
 @pytest.mark.parametrize("mode", [*LL_HT, Mode.AG])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +27,10 @@ CASE = RoutingCase(4, 2, 256, (3,), "uniform", 1, max_tokens=4)
 
 
 class OnceOutOfMemory:
-    """torch.empty, whose call number `failing` raises; others do not."""
+    """One of torch's allocations, whose call number `failing` raises; others do not."""
 
-    def __init__(self, failing: int) -> None:
-        self.left, self.plain = failing, torch.empty
+    def __init__(self, failing: int, plain: Callable[..., torch.Tensor]) -> None:
+        self.left, self.plain = failing, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.left -= 1
@@ -64,7 +65,7 @@ def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypat
     failed = 0
     while True:
         with monkeypatch.context() as patched, contextlib.suppress(torch.OutOfMemoryError):
-            patched.setattr(torch, "empty", OnceOutOfMemory(failed))
+            patched.setattr(torch, "empty_like", OnceOutOfMemory(failed, torch.empty_like))
             step = dispatch(engine)
             break
         failed += 1
@@ -80,7 +81,7 @@ def test_a_combine_without_memory_takes_no_slot(
     assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)
     engine.restart_slots()
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", OnceOutOfMemory(0))
+        patched.setattr(torch, "empty", OnceOutOfMemory(0, torch.empty))
         with pytest.raises(torch.OutOfMemoryError):
             combine(engine, step, at_once)
     assert combine(engine, step, at_once) == 0

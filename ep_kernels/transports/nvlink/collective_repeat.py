@@ -2,7 +2,8 @@
 
 Whoever keeps a plan keeps it for arguments of the same shape, dtype, registered offset and options, and only as long as
 the same ranks take part. A plan begins nothing where there may be something to tell, where launches have been on
-several streams, or under graph capture: it says None, and the operation takes the long way, which sees to all of that.
+several streams, or, for copy engines, under graph capture: it says None, and the operation takes the long way, which
+sees to all of that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class PlanOwner(WorkOwner, Protocol):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """The current stream, where an operation may begin on it without another look; else None."""
+
+    def note_capture(self) -> None:
+        """A CUDA graph has captured an operation."""
 
 
 class KernelPlan:
@@ -52,7 +56,8 @@ class KernelPlan:
         if stream is None:
             return None
         self._addressed.x, self._addressed.out = x.data_ptr(), out.data_ptr()
-        self._start(stream.cuda_stream, self._args)
+        if self._start(stream.cuda_stream, self._args):
+            self._owner.note_capture()
         return KernelWork(self._owner, stream, self._ranks)
 
 
@@ -76,7 +81,7 @@ class CopyPlan:
     def begin(self, x: torch.Tensor, out: torch.Tensor) -> CopyWork | None:
         """See `collective_base.CollectivePlan`."""
         current = self._owner.undisturbed()
-        if current is None:
+        if current is None or torch.cuda.is_current_stream_capturing():
             return None
         engines = self._engines
         self._stream.wait_stream(current)

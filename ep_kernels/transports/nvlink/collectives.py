@@ -77,6 +77,7 @@ class NvlinkCollectives(NvlinkMember):
         fingerprint = abi.fingerprint(collective_abi.header() + jit.all_sources())
         super().__init__(config, fingerprint)
         self.capabilities = _capabilities(fingerprint, config.group.size)
+        self._size: int = config.group.size
         self._pool = SymmetricPool(config.pool_bytes)
         self._keeps_peers = False  # a graph reads their memory
         self._tagged = False  # operations have tags
@@ -108,6 +109,7 @@ class NvlinkCollectives(NvlinkMember):
     def _attach(self) -> None:
         self._engine.attach(self._domain.addresses)
         size, base = self._config.group.size, self._domain.region.mapping.address
+        self._pool_first = base + int(self._engine.map.pool)
         ready = copies.flag_row(self._engine.map, "READY", size)
         places = CopyPlaces(
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
@@ -192,7 +194,11 @@ class NvlinkCollectives(NvlinkMember):
         """See `collective_repeat.PlanOwner`."""
         if self._found is not None or self._domain.mailbox.is_ahead() or not self._is_quiet():
             return None
-        return self._streams.alone_on() if torch.cuda.current_device() == self._device.index else None
+        return self._streams.alone_on() if torch._C._cuda_getDevice() == self._device.index else None
+
+    def note_capture(self) -> None:
+        """See `collective_repeat.PlanOwner`."""
+        self._captured = True
 
     def check_results(self) -> None:
         """See `base.MemberTransport`: other tags; `check` raises the rest."""
@@ -215,10 +221,11 @@ class NvlinkCollectives(NvlinkMember):
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See `collective_base.CollectiveTransport`."""
-        start = self._domain.region.mapping.address + int(self._engine.map.pool)
-        offset = tensor.data_ptr() - start
+        offset = tensor.data_ptr() - self._pool_first
+        if not 0 <= offset < self._config.pool_bytes:
+            return None
         num_bytes = tensor.numel() * tensor.itemsize
-        return offset if num_bytes and 0 <= offset <= self._config.pool_bytes - num_bytes else None
+        return offset if num_bytes and offset <= self._config.pool_bytes - num_bytes else None
 
     def _region_offset(self, tensor: torch.Tensor) -> int | None:
         offset = self.offset_of(tensor)
@@ -236,9 +243,8 @@ class NvlinkCollectives(NvlinkMember):
         if not moved:
             return DoneWork(self._ranks())
         self._tagged = self._tagged or args.tag != 0
-        size = self._config.group.size
         shards = [
-            Shard(part.x, part.out, self._region_offset(part.out), part.dtype, part.pitch(size)) for part in moved
+            Shard(part.x, part.out, self._region_offset(part.out), part.dtype, part.pitch(self._size)) for part in moved
         ]
         pushes = args.algorithm in (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
         if pushes and any(shard.offset is None for shard in shards):
@@ -284,7 +290,7 @@ class NvlinkCollectives(NvlinkMember):
             return CopyPlan(self, self._copies, self._copy_stream, template, self._config.group.rank)
         if args.algorithm in _COPIES:
             return None
-        shard = Shard(part.x, part.out, offset, part.dtype, self._pitch(part))
+        shard = Shard(part.x, part.out, offset, part.dtype, part.pitch(self._size))
         calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms, args.tag)
         if len(calls) > 1:
             return None
@@ -306,17 +312,14 @@ class NvlinkCollectives(NvlinkMember):
         more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
         return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
 
-    def _pitch(self, part: GatherPart) -> int:
-        return part.pitch(self._config.group.size)
-
     def _own(self, part: GatherPart) -> torch.Tensor:
-        return part.out[self._config.group.rank * self._pitch(part) :][: part.x.numel()]
+        return part.out[self._config.group.rank * part.pitch(self._size) :][: part.x.numel()]
 
     def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
         """(parts as copy engines push them, signature)."""
         offsets = [self._region_offset(part.out) for part in parts]
         listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), self._pitch(part))
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size))
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
         return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
@@ -351,7 +354,7 @@ class NvlinkCollectives(NvlinkMember):
             part = parts[each.index]
             copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
             out = part.out.data_ptr() + each.begin
-            listed.append(CopyPart(0, out, slot + at, each.num_bytes, self._pitch(part)))
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
             at += -(-each.num_bytes // 16) * 16
         return listed
 
@@ -360,7 +363,7 @@ class NvlinkCollectives(NvlinkMember):
         offsets = [self._region_offset(part.out) for part in parts]
         in_place = all(self._own(part).data_ptr() == part.x.data_ptr() for part in parts)
         direct = [
-            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), self._pitch(part), self._pitch(part))
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.pitch(self._size), part.pitch(self._size))
             for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
         ]  # fmt: skip
         whole = len(direct) == len(parts)

@@ -146,6 +146,9 @@ class LaunchEngine:
         self._memory: Memory | None = None
         self._carried_at = round_up(self._outputs.num_bytes, _ALIGN)
         self._routing_at = self._carried_at + round_up(self._state_map.carried_bytes, _ALIGN)
+        byte = torch.empty(1, dtype=torch.uint8, device=device)
+        self._blanks = byte.expand(self._routing_at), byte.expand(self._routing_at + self._state_map.routing_bytes)
+        """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
         self._numbers_at = NumberOffsets(**{name: place.offset for name, place in self._outputs.places.items()})
         self._power_of_two = plan.POWER_OF_TWO[config.scale_format]
         self._positional = config.resolved_layout is Layout.RANK_MAJOR
@@ -309,7 +312,7 @@ class LaunchEngine:
         """(routing, memory of the call's numbers): new, but for what is shared with `previous`."""
         previous: DispatchState | None = None if args.previous is None else args.previous.state
         at, where = self._state_map, self._routing_at
-        block = self._empty((where if previous is not None else where + at.routing_bytes,), torch.uint8)
+        block = torch.empty_like(self._blanks[previous is None])
         base = block.data_ptr()
         carried = Span(block, self._carried_at, at.carried_bytes, base + self._carried_at)
         own_weights = args.topk_weights.clone() if self._config.exact_combine else args.topk_weights

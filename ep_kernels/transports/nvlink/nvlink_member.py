@@ -208,7 +208,7 @@ class NvlinkMember:
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""
-        if tensor.device != self._device:
+        if tensor.get_device() != self._device.index:  # cheaper than `device`
             raise ArgumentError(name, f"a tensor on {self._device}", tensor.device)
         if torch.cuda.current_device() != self._device.index:
             raise ArgumentError("torch.cuda.current_device()", str(self._device.index), torch.cuda.current_device())

@@ -123,7 +123,7 @@ class Outputs:
 
         def field(name: str) -> torch.Tensor | None:
             if name == "tokens":
-                return tokens[:num_rows] if self.compact else tokens.view(tokens.shape)
+                return tokens[:num_rows] if self.compact and num_rows != len(tokens) else tokens.detach()  # a new view
             if name == "scales":
                 return self._trimmed_scales(scales, num_rows)
             if name not in self.places:

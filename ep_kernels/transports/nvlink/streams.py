@@ -43,11 +43,11 @@ class StreamOrder:
         return handle
 
     def alone_on(self) -> torch.cuda.Stream | None:
-        """The current stream, where every launch so far has been on it and it is not being captured: the next one needs
-        neither `enter` nor `leave`. None elsewhere."""
-        if self._event is not None or int(torch._C._cuda_getCurrentRawStream(self._device.index)) != self._handle:
+        """The current stream, where every launch so far has been on it: the next one needs neither `enter` nor `leave`.
+        None elsewhere."""
+        if self._event is not None or torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
             return None
-        return None if torch.cuda.is_current_stream_capturing() else self._last
+        return self._last
 
     def _change(self, stream: torch.cuda.Stream) -> None:
         if torch.cuda.is_current_stream_capturing():
