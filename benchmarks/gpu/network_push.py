@@ -1,6 +1,6 @@
 """From a kernel to the proxy and back, without a network between.
 
-    python -m benchmarks.gpu.network_push OUT_FOLDER
+    python -m benchmarks.gpu.network_push --out FOLDER
 
 A kernel stores a descriptor to the ring in pinned memory; a thread of the host takes it and stores a word, which the
 kernel polls. `fence`: of the system, behind one store to pinned memory, in front of the push. `round`: from there to
@@ -10,8 +10,8 @@ Writes network_push.csv (microseconds) and run.json.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,10 +103,13 @@ def line(what: str, values_ns: list[int]) -> Line:
 
 def main() -> None:
     """Measure, write, print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
     found = measure(torch.device("cuda", torch.cuda.current_device()))
     lines = [line(what, times) for what, times in zip(("fence", "round", "read"), found, strict=True)]
     told = facts.of_this_run({"rounds": ROUNDS, "warmup": WARMUP}, module="benchmarks.gpu.network_push")
-    facts.keep(Path(sys.argv[1]), "network_push", Line, lines, told | facts.of_gpus(1))
+    facts.keep(out, "network_push", Line, lines, told | facts.of_gpus(1))
     for one in lines:
         print(one)
 
