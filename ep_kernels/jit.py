@@ -194,8 +194,8 @@ def variant_header(variant: Variant) -> str:
         f"#define THREADS {variant.num_threads}",
         f"#define STAGES {NUM_STAGES}",
         *(["#define LOOPBACK"] if variant.loopback else []),
+        f"#define NETWORK {str(variant.network).lower()}",  # a macro: a constant would move code that it is not in
         "namespace ep {",
-        f"constexpr bool kNetwork = {str(variant.network).lower()};",
         "struct bf16;",
         "struct f16;",
         "struct e4m3;",

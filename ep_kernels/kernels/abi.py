@@ -117,7 +117,7 @@ State = _record(
     ("blocks_done", f"u64[{len(DONE_COUNTERS)}]", "blocks that have finished the send phase, by operation"),
     ("dispatch_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a dispatch slot last"),
     ("combine_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a combine slot last"),
-    ("network", "Network", "kNetwork variants: how ranks of other hosts are reached; last, for the others' sake"),
+    ("network", "Network", "NETWORK variants: how ranks of other hosts are reached; last, for the others' sake"),
 )
 Postmortem = _record(
     "Postmortem",
@@ -294,8 +294,8 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
-    lines.append(f"constexpr u32 COUNT_PACKET_BYTES = {COUNT_PACKET_BYTES};")
-    lines.append(f"constexpr u32 RING_SIZE = {RING_SIZE}, SEQ_BITS = {SEQ_BITS}, MAX_PARTS = {MAX_PARTS};")
+    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS}
+    lines += [f"#define {name} {value}u" for name, value in network.items()]  # constants would move code without them
     lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])
 

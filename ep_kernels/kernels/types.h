@@ -42,8 +42,9 @@ constexpr i32 MAX_RANKS = 64, MAX_MASK_WORDS = 16384;
 constexpr u64 GONE_DEAD = 1, ALSO_LEFT_OUT = 9223372036854775808ull;
 constexpr i32 NUM_FLAGS = 9, CHUNK = 4, PAIR_BYTES = 16;
 constexpr u32 SAMPLE_CAPACITY = 4096, SAMPLE_WORDS = 9;
-constexpr u32 COUNT_PACKET_BYTES = 16;
-constexpr u32 RING_SIZE = 4096, SEQ_BITS = 18, MAX_PARTS = 1024;
+#define COUNT_PACKET_BYTES 16u
+#define RING_SIZE 4096u
+#define SEQ_BITS 18u
 struct RegionMap {
   u64 flags;  // byte offset in the region
   u64 counts;  // byte offset in the region
@@ -112,7 +113,7 @@ struct State {
   u64 blocks_done[2];  // blocks that have finished the send phase, by operation
   u64 dispatch_slot_seq[66];  // seq that used a dispatch slot last
   u64 combine_slot_seq[66];  // seq that used a combine slot last
-  Network network;  // kNetwork variants: how ranks of other hosts are reached; last, for the others' sake
+  Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
 };
 static_assert(sizeof(State) == 2280, "State: host and GPU differ");
 struct Postmortem {

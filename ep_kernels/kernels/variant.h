@@ -3,8 +3,8 @@
 #include "types.h"
 #define THREADS 512
 #define STAGES 3
+#define NETWORK false
 namespace ep {
-constexpr bool kNetwork = false;
 struct bf16;
 struct f16;
 struct e4m3;

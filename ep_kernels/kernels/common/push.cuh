@@ -21,6 +21,8 @@
 #include "types.h"
 #include "variant.h"
 
+#if NETWORK  // what other variants only declare would move their code
+
 namespace ep::net {
 
 __device__ __forceinline__ u32 immediate(u32 kind, u32 parts, u64 seq) {
@@ -103,13 +105,11 @@ __device__ __forceinline__ void init_arrived() {
 // Whether everything that `source` sends in operation `seq` is here; true for ranks that are mapped, whose lines say it
 // themselves. Then this thread sees it.
 __device__ __forceinline__ bool has_arrived(const World& world, u32 kind, i32 source, u64 seq) {
-  if constexpr (kNetwork) {
-    if (!is_remote(world, source)) return true;
-    u32* arrived = arrived_from() + source;
-    if (ptx::load_acquire_block(arrived) != 0) return true;
-    if (ptx::load_acquire_sys(flag_at(world, world.rank, kind, source)) < seq) return false;
-    ptx::store_release_block(arrived, 1);
-  }
+  if (!is_remote(world, source)) return true;
+  u32* arrived = arrived_from() + source;
+  if (ptx::load_acquire_block(arrived) != 0) return true;
+  if (ptx::load_acquire_sys(flag_at(world, world.rank, kind, source)) < seq) return false;
+  ptx::store_release_block(arrived, 1);
   return true;
 }
 
@@ -120,3 +120,5 @@ __device__ __forceinline__ bool warp_knows_arrived(const World& world, i32 sourc
 }
 
 }  // namespace ep::net
+
+#endif

@@ -29,11 +29,12 @@ __device__ __forceinline__ bool arrive(const World& world, Team team, u32 counte
   return last;
 }
 
-// The thread of a block that ends its send phase; kNetwork: its warp, which has a lane for each rank to push to.
+// The thread of a block that ends its send phase; NETWORK: its warp, which has a lane for each rank to push to.
 __device__ __forceinline__ bool is_last_to_send() {
-  return kNetwork ? warp_idx() == num_warps() - 1 : threadIdx.x == THREADS - 1;
+  return NETWORK ? warp_idx() == num_warps() - 1 : threadIdx.x == THREADS - 1;
 }
 
+#if NETWORK
 // flag[kind] = value at a remote rank. False: the rank is mapped.
 __device__ __forceinline__ bool pushes_flag(const World& world, i32 peer, u32 kind, u64 value) {
   if (!is_remote(world, peer)) return false;
@@ -41,15 +42,16 @@ __device__ __forceinline__ bool pushes_flag(const World& world, i32 peer, u32 ki
                  kind == FLAG_STARTED ? OP_DISPATCH : kind == FLAG_COMBINE_STARTED ? OP_COMBINE : OP_BARRIER);
   return true;
 }
+#endif
 
 // Stores flag[kind] = value at every active peer, with release. All threads of one block.
 __device__ __forceinline__ void notify_peers(const World& world, u32 kind, u64 value) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
-    if constexpr (kNetwork) {
-      ptx::fence_sys();
-      if (is_active(peer) && pushes_flag(world, peer, kind, value)) continue;
-    }
+#if NETWORK
+    ptx::fence_sys();
+    if (is_active(peer) && pushes_flag(world, peer, kind, value)) continue;
+#endif
     if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
   }
 }
@@ -66,8 +68,9 @@ __device__ __forceinline__ u64 free_from(const World& world, u64 last, u64 seq) 
 __device__ __forceinline__ void warp_send_started(const World& world, u32 kind, u64 seq) {
 #pragma unroll 1
   for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
-    if constexpr (kNetwork)
-      if (is_active(peer) && pushes_flag(world, peer, kind, seq)) continue;
+#if NETWORK
+    if (is_active(peer) && pushes_flag(world, peer, kind, seq)) continue;
+#endif
     if (is_active(peer)) ptx::store_relaxed_sys(flag_at(world, peer, kind, world.rank), seq);
   }
 }
@@ -178,6 +181,7 @@ __device__ __forceinline__ void report_mismatch(const World& world, u32 op, u64 
                   [&](i32 peer) { return ptx::load_volatile(routing_id_at(world, world.rank, offset, peer)); });
 }
 
+#if NETWORK
 namespace net {
 
 // `arrive` for a whole warp: its last lane arrives for the block, and all see what that lane has acquired.
@@ -202,5 +206,6 @@ __device__ __forceinline__ void for_remotes(const World& world, Push push) {
 }
 
 }  // namespace net
+#endif
 
 }  // namespace ep

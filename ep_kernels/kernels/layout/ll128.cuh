@@ -132,7 +132,7 @@ __device__ __forceinline__ const RegionMap& box_map(const World& world) { return
 
 // Row packets of a source: [M', row_packets].
 __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank, i32 source) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, source)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
     const RegionMap& box = box_map(args.world);
     return box_at(args.world, rank, source, box.row_lines + args.slot * box.row_lines_stride);
   }
@@ -143,7 +143,7 @@ __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank
 
 // Token metadata of a source: [M', metadata_lines].
 __device__ __forceinline__ u8* metadata_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, source)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
     const RegionMap& box = box_map(args.world);
     return box_at(args.world, rank, source, box.metadata_lines + args.slot * box.metadata_lines_stride);
   }
@@ -153,7 +153,7 @@ __device__ __forceinline__ u8* metadata_lines_at(const DispatchArgs& args, i32 r
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, source)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
     const RegionMap& box = box_map(args.world);
     return box_at(args.world, rank, source, box.count_lines + args.slot * box.count_lines_stride);
   }
@@ -163,7 +163,7 @@ __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 rank
 
 // The count packet of a source, 16 bytes: {rows | routing age << 32, seq}.
 __device__ __forceinline__ u8* count_packet_at(const DispatchArgs& args, i32 rank, i32 source) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, source)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
     const RegionMap& box = box_map(args.world);
     return box_at(args.world, rank, source, box.count_packets + args.slot * box.count_packets_stride);
   }
@@ -175,7 +175,7 @@ __device__ __forceinline__ u8* count_packet_at(const DispatchArgs& args, i32 ran
 // The combine receive buffer, as `expert_rank` writes it: packet row * combine_packets + index. Packet numbers fit in
 // 31 bits, as a packet is 1024 bytes. A box begins with the row of the expert rank's first position.
 __device__ __forceinline__ u8* combine_recv_at(const CombineArgs& args, i32 rank, i32 expert_rank) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, expert_rank)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, expert_rank)) {
     const RegionMap& box = box_map(args.world);
     const i64 before = static_cast<i64>(line_position(args.world, expert_rank, 0)) * args.world.combine_packets;
     return box_at(args.world, rank, expert_rank, box.combine_lines + args.slot * box.combine_lines_stride) -
@@ -188,7 +188,7 @@ __device__ __forceinline__ u8* combine_recv_at(const CombineArgs& args, i32 rank
 // Weight lines of a position of `expert_rank`.
 __device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i32 expert_rank, i32 position) {
   const World& world = args.world;
-  if constexpr (kNetwork) if (is_boxed(world, rank, expert_rank)) {
+  if constexpr (NETWORK) if (is_boxed(world, rank, expert_rank)) {
     const RegionMap& box = box_map(world);
     return box_at(world, rank, expert_rank, box.weight_lines + args.slot * box.weight_lines_stride) +
            static_cast<i64>(position) * lines_for(world.topk, kLineInts) * kLineBytes;
@@ -201,7 +201,7 @@ __device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank
 
 // 16 bytes from an expert rank: {routing_id that it combines, seq}.
 __device__ __forceinline__ u8* routing_packet_at(const CombineArgs& args, i32 rank, i32 expert_rank) {
-  if constexpr (kNetwork) if (is_boxed(args.world, rank, expert_rank)) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, expert_rank)) {
     const RegionMap& box = box_map(args.world);
     return box_at(args.world, rank, expert_rank, box.routing_packets + args.slot * box.routing_packets_stride);
   }

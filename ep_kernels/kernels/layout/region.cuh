@@ -14,9 +14,9 @@ __device__ __forceinline__ T* region_at(const World& world, i32 rank, u64 offset
 
 // ---- ranks that are reached over the network ----
 
-// False in groups of one domain, whose kernels have none of this (kNetwork).
+// False in groups of one domain, whose kernels have none of this (NETWORK).
 __device__ __forceinline__ bool is_remote(const World& world, i32 rank) {
-  return kNetwork && (world.state->network.remote >> rank & 1) != 0;
+  return NETWORK && (world.state->network.remote >> rank & 1) != 0;
 }
 
 // Of ranks `at` and `from`, of which one is this rank, the other.
@@ -35,7 +35,7 @@ __device__ __forceinline__ u8* box_at(const World& world, i32 at, i32 from, u64 
 // The flag that rank `from` writes and rank `at` polls. Of a remote `from`: a word that the proxy writes; none of a
 // remote `at` (common/push.cuh).
 __device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
-  if constexpr (kNetwork)
+  if constexpr (NETWORK)
     if (is_remote(world, from)) return world.state->network.words + static_cast<u64>(kind) * world.size + from;
   return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
 }

@@ -131,11 +131,12 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
       for (i32 j = 0; j < kPollUnroll; ++j) {
         const u8* at = recv_buffer + static_cast<i64>(number[j]) * kPacketBytes;
         bool here = true;
-        if constexpr (kNetwork)
-          if (j < count && is_remote(world, expert_rank[j])) {
-            at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
-            here = net::warp_knows_arrived(world, expert_rank[j]);
-          }
+#if NETWORK
+        if (j < count && is_remote(world, expert_rank[j])) {
+          at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
+          here = net::warp_knows_arrived(world, expert_rank[j]);
+        }
+#endif
         if (here && poll_packet(at, seq, &packets[j], j < count)) continue;
         ready = false;
         missing = expert_rank[j];
@@ -182,8 +183,9 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
     Vector loaded = {};
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] {
-                           if constexpr (kNetwork)
-                             if (!net::warp_knows_arrived(world, from)) return *status != kOk;
+#if NETWORK
+                           if (!net::warp_knows_arrived(world, from)) return *status != kOk;
+#endif
                            return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
                          }))
       return false;
@@ -207,8 +209,9 @@ __device__ __forceinline__ void await_routing_ids(const CombineArgs& args, volat
     Vector packet = {routing_id, seq};
     const u8* at = routing_packet_at(args, world.rank, expected ? expert_rank : world.rank);
     const bool ok = spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, expert_rank, [&] {
-      if constexpr (kNetwork)
-        if (expected && !net::has_arrived(world, FLAG_COMBINE, expert_rank, seq)) return false;
+#if NETWORK
+      if (expected && !net::has_arrived(world, FLAG_COMBINE, expert_rank, seq)) return false;
+#endif
       if (expected) packet = ptx::load_pair<Vector>(at);
       return packet.high == seq;
     });

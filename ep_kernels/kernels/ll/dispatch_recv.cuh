@@ -112,7 +112,7 @@ __device__ __forceinline__ i32 source_of_item(const World& world, WorkItem item)
 // bits, as a packet is 1024 bytes.
 __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
-  if constexpr (kNetwork) {
+  if constexpr (NETWORK) {
     const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
     const i64 packet = position * world.row_packets + arrival.item.index;
     arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
@@ -128,11 +128,12 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
 
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
-  if constexpr (kNetwork)
-    if (!net::warp_knows_arrived(world, source_of_item(world, arrival.item))) {
-      arrival.ready = false;
-      return;
-    }
+#if NETWORK
+  if (!net::warp_knows_arrived(world, source_of_item(world, arrival.item))) {
+    arrival.ready = false;
+    return;
+  }
+#endif
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
     arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);
