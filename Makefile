@@ -46,8 +46,12 @@ test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choo
 	$(PY) -m pytest -q $(ARGS)
 
 
-test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; summary and log under docs/results
+test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
+ifdef NODES
+	$(PY) -m pytest -q tests/transports tests/gpu/test_loopback_network.py --over-hosts gpus $(ARGS)
+else
 	$(PY) -m tests.gpu.everything $(ARGS)
+endif
 
 test-hosts: $(DEV) ## Groups over several hosts: the contract suite in every split, by every provider (ARGS="-k tcp-halves")
 	$(PY) -m pytest -q tests/transports --over-hosts full $(ARGS)

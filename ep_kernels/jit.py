@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,11 +65,13 @@ class Variant:
         kernel: of KERNELS; also the entry point.
         constants: (name, C++ text) pairs. Types are given as `using`, numbers as `constexpr`.
         loopback: all ranks in one launch on one GPU (tests); the entry point then takes an array of arguments.
+        network: some ranks may be reached over the network; LL and barrier only.
     """
 
     kernel: str
     constants: tuple[tuple[str, str], ...] = ()
     loopback: bool = False
+    network: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -82,7 +84,7 @@ class Variant:
     def name(self) -> str:
         """Readable and unique: kernel and the values of its constants."""
         parts = [self.kernel, *(value for _, value in self.constants)]
-        return "-".join([*parts, "loopback"] if self.loopback else parts)
+        return "-".join([*parts, *(["network"] if self.network else []), *(["loopback"] if self.loopback else [])])
 
 
 def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
@@ -136,6 +138,14 @@ def all_variants() -> Iterator[Variant]:
     yield from collective_variants()
 
 
+def network_variants() -> Iterator[Variant]:
+    """Those for groups that are not of one domain: the variants of LL, which carries their HT, too."""
+    for variant in all_variants():
+        exact = ("KIND", "2") in variant.constants
+        if variant.kernel == "barrier" or (variant.kernel.startswith("ll_") and not exact):
+            yield replace(variant, network=True)
+
+
 def source(variant: Variant, instead: Mapping[str, str] = MappingProxyType({})) -> str:
     """The whole C++ text of a variant: its kernel's file with every include in place. `instead`: texts of files that
     are not to be as they lie in `kernels/`."""
@@ -184,6 +194,7 @@ def variant_header(variant: Variant) -> str:
         f"#define THREADS {variant.num_threads}",
         f"#define STAGES {NUM_STAGES}",
         *(["#define LOOPBACK"] if variant.loopback else []),
+        f"#define NETWORK {str(variant.network).lower()}",  # a macro: a constant would move code that it is not in
         "namespace ep {",
         "struct bf16;",
         "struct f16;",

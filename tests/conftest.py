@@ -15,10 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="tests/services/test_families.py: serve every family")
     parser.addoption(
         "--over-hosts",
-        choices=("none", "short", "full"),
+        choices=("none", "short", "full", "gpus"),
         default="none",
         help="transports' tests: on one host alone (none), one group over two hosts as well (short), or over hosts in "
-        "every split by every provider, and nothing else (full)",
+        "every split by every provider, and nothing else (full); of GPUs, over two hosts (gpus)",
     )
     parser.addoption("--rxe", action="store_true", help="tests/rxe: start the guest")
     parser.addoption("--rxe-out", help="tests/rxe: folder for the results of the yardsticks")

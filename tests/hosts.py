@@ -11,6 +11,7 @@ from ctypes.util import find_library
 from typing import Any
 
 from ep_kernels.network import NetworkConfig
+from ep_kernels.types import CombineOrder
 
 SPLITS: dict[str, Callable[[int, int], int]] = {
     "halves": lambda rank, size: 2 * rank // size,
@@ -25,12 +26,19 @@ if find_library("fabric"):
 LANES = {"lanes": 3}
 """Names of providers with several lanes: how many, over TCP."""
 SHORT = ("cpu-shuffle-halves",)
+GPUS = ("nvlink-tcp-halves", "nvlink-shuffle-halves")
 FULL = tuple(f"cpu-{provider}-{split}" for provider in PROVIDERS for split in SPLITS)
 
 
 def is_over_hosts(name: str) -> bool:
     """Whether a transport's name says a group over several hosts."""
     return "-" in name
+
+
+def lacks(name: str, overrides: dict[str, Any]) -> bool:
+    """Whether the options ask for what GPUs do not do over a network."""
+    asks = overrides.get("exact_combine") or overrides.get("combine_order", CombineOrder.RANK) is not CombineOrder.RANK
+    return name in GPUS and bool(asks)
 
 
 def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, Any]:

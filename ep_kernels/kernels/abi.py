@@ -35,7 +35,7 @@ per rank of a step that runs LL (AUTO: its crossover). Their flags, seq, must be
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_kernels.kernels.records import Records
@@ -65,12 +65,41 @@ ARRIVAL_TOTAL = 1 << 20
 """What an operation adds to a normalized arrival counter (flags METADATA and PAYLOAD), all blocks together."""
 CHUNK = 4
 """HT combine: positions of a source that are announced together."""
+RING_SIZE, SEQ_BITS, MAX_PARTS = 4096, 18, 1024
+"""Of the network: descriptors in a ring; an immediate is flag << 28 | parts - 1 << SEQ_BITS | low bits of seq."""
 METADATA_BYTES = PAIR_BYTES = 16
 ALIGN = 256
 
 records = Records()
 _record = records.declare
 
+ARRAYS = (
+    "counts", "arrivals", "routing_ids", "metadata", "scales", "rows", "combine_rows", "combine_weights",
+    "combine_routing_ids", "row_lines", "metadata_lines", "count_lines", "count_packets", "combine_lines",
+    "weight_lines", "routing_packets",
+)  # fmt: skip
+"""The arrays that have slots, in the order in which they lie."""
+RegionMap = _record(
+    "RegionMap",
+    *[(name, "u64", "byte offset in the region") for name in ("flags", *ARRAYS)],
+    *[(f"{name}_stride", "u64", "bytes from one slot to the next") for name in ARRAYS],
+    ("num_bytes", "u64", "size of the region"),
+)
+Network = _record(
+    "Network",
+    ("remote", "u64", "ranks that are reached over the network, a bit each"),
+    ("outboxes", "u64", "base of the [R] outboxes, which the network reads; of remote ranks alone there is memory"),
+    ("inboxes", "u64", "the same of the inboxes, which it writes"),
+    ("stride", "u64", "bytes from one box to the next"),
+    ("stripe", "u64", "most bytes of a descriptor, which lie between two multiples of it"),
+    ("words", "u64*", "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them"),
+    ("ring", "u8*", "pinned: descriptors (ep_kernels/network/native/ring.hpp)"),
+    ("popped", "u64*", "pinned: descriptors that the network has taken"),
+    ("popped_seen", "u64", "the same, as a kernel last read it"),
+    ("tail", "u64", "descriptors that kernels have pushed"),
+    ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
+    ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
+)
 State = _record(
     "State",
     ("items_taken", "u64[32]", "LL: work counters of the send warps: of dispatch at 0, of combine at 16"),
@@ -88,6 +117,7 @@ State = _record(
     ("blocks_done", f"u64[{len(DONE_COUNTERS)}]", "blocks that have finished the send phase, by operation"),
     ("dispatch_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a dispatch slot last"),
     ("combine_slot_seq", f"u64[{MAX_SLOTS}]", "seq that used a combine slot last"),
+    ("network", "Network", "NETWORK variants: how ranks of other hosts are reached; last, for the others' sake"),
 )
 Postmortem = _record(
     "Postmortem",
@@ -122,18 +152,6 @@ Route = _record(
     ("local_expert", "i32", "index there"),
     ("dst_row", "i32", "row there, -2 = dropped; LL: relative to the first row of this source for the expert"),
     align=16,
-)
-ARRAYS = (
-    "counts", "arrivals", "routing_ids", "metadata", "scales", "rows", "combine_rows", "combine_weights",
-    "combine_routing_ids", "row_lines", "metadata_lines", "count_lines", "count_packets", "combine_lines",
-    "weight_lines", "routing_packets",
-)  # fmt: skip
-"""The arrays that have slots, in the order in which they lie."""
-RegionMap = _record(
-    "RegionMap",
-    *[(name, "u64", "byte offset in the region") for name in ("flags", *ARRAYS)],
-    *[(f"{name}_stride", "u64", "bytes from one slot to the next") for name in ARRAYS],
-    ("num_bytes", "u64", "size of the region"),
 )
 World = _record(
     "World",
@@ -276,6 +294,8 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
+    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS}
+    lines += [f"#define {name} {value}u" for name, value in network.items()]  # constants would move code without them
     lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])
 
@@ -363,3 +383,9 @@ def region_map(shape: Shape) -> Any:
         offset += slots * stride
     result.num_bytes = offset
     return result
+
+
+def box_map(shape: Shape) -> Any:
+    """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
+    one = replace(shape, size=1, num_partials=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
+    return region_map(one)

@@ -38,6 +38,8 @@ __device__ __forceinline__ void revoke(const World& world, i32 peer) {
 __device__ __forceinline__ void leave_out(const World& world, u64 epoch) {
   for (i32 peer = threadIdx.x; peer < world.size; peer += blockDim.x) {
     if (world.active[peer] || ptx::load_relaxed_sys(&world.gone[peer]) == GONE_DEAD) continue;
+    if constexpr (NETWORK)
+      if (is_remote(world, peer)) continue;  // its connections are closed (transports/nvlink/remote.py)
     revoke(world, peer);
     for (i32 other = 0; other < world.size; ++other)
       if (other != peer && !world.active[other])

@@ -42,57 +42,9 @@ constexpr i32 MAX_RANKS = 64, MAX_MASK_WORDS = 16384;
 constexpr u64 GONE_DEAD = 1, ALSO_LEFT_OUT = 9223372036854775808ull;
 constexpr i32 NUM_FLAGS = 9, CHUNK = 4, PAIR_BYTES = 16;
 constexpr u32 SAMPLE_CAPACITY = 4096, SAMPLE_WORDS = 9;
-struct State {
-  u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
-  u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
-  u64 combine_seq;  // combines sent
-  u64 barrier_seq;  // barriers entered
-  u64 counted_dispatch_seq;  // seq of the last dispatch that added to arrival counters (HT, for LL's too)
-  u64 chunks_taken;  // HT combine, work counter: chunks to send; 0 between launches
-  u64 tokens_taken;  // the same: batches of tokens to receive
-  u64 aborted;  // sticky: index into STOPS
-  u64 blocks_routed;  // HT dispatch that runs: blocks whose routes are final
-  u64 segments_taken;  // HT dispatch that runs, work counter: segments that all blocks share
-  u64 invalid_ids;  // ids out of range seen by the dispatch that runs
-  u64 sample_head;  // latency records begun
-  u64 blocks_done[2];  // blocks that have finished the send phase, by operation
-  u64 dispatch_slot_seq[66];  // seq that used a dispatch slot last
-  u64 combine_slot_seq[66];  // seq that used a combine slot last
-};
-static_assert(sizeof(State) == 1416, "State: host and GPU differ");
-struct Postmortem {
-  u64 status;  // index into STOPS; written last
-  u64 op;  // index into OPS
-  u64 phase;  // index into PHASES
-  u64 peer;  // who was waited for
-  u64 expected;  // seq waited for
-  u64 seen;  // seq last seen, 0 = not known; LEFT_OUT: what the peer's flag said
-  u64 waited_ns;  // how long
-};
-static_assert(sizeof(Postmortem) == 56, "Postmortem: host and GPU differ");
-struct RoutingMismatch {
-  u64 status;  // 1 = ranks brought different routings to one operation; written last, cleared by the host
-  u64 op;  // index into OPS
-  u64 peer;  // first rank that differs
-  u64 mine;  // seq of the dispatch whose routing this rank brought
-  u64 theirs;  // that of the peer
-};
-static_assert(sizeof(RoutingMismatch) == 40, "RoutingMismatch: host and GPU differ");
-struct HostPage {
-  u64 abort;  // set by the host: end every wait
-  u64 clock_ns;  // GPU clock, written by barrier: the host relates it to its own
-  u64 dropped;  // rows dropped so far although none should be; only where World.report_dropped
-  Postmortem postmortem;  // the first wait that failed
-  RoutingMismatch mismatch;  // the first that the host has not read
-};
-static_assert(sizeof(HostPage) == 120, "HostPage: host and GPU differ");
-struct alignas(16) Route {
-  i32 rank;  // destination; -1 no expert, -2 every copy is gone, -3 the id is out of range
-  i32 position;  // of the token's row at that rank, among this source's rows
-  i32 local_expert;  // index there
-  i32 dst_row;  // row there, -2 = dropped; LL: relative to the first row of this source for the expert
-};
-static_assert(sizeof(Route) == 16, "Route: host and GPU differ");
+#define COUNT_PACKET_BYTES 16u
+#define RING_SIZE 4096u
+#define SEQ_BITS 18u
 struct RegionMap {
   u64 flags;  // byte offset in the region
   u64 counts;  // byte offset in the region
@@ -130,6 +82,73 @@ struct RegionMap {
   u64 num_bytes;  // size of the region
 };
 static_assert(sizeof(RegionMap) == 272, "RegionMap: host and GPU differ");
+struct Network {
+  u64 remote;  // ranks that are reached over the network, a bit each
+  u64 outboxes;  // base of the [R] outboxes, which the network reads; of remote ranks alone there is memory
+  u64 inboxes;  // the same of the inboxes, which it writes
+  u64 stride;  // bytes from one box to the next
+  u64 stripe;  // most bytes of a descriptor, which lie between two multiples of it
+  u64* words;  // pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them
+  u8* ring;  // pinned: descriptors (ep_kernels/network/native/ring.hpp)
+  u64* popped;  // pinned: descriptors that the network has taken
+  u64 popped_seen;  // the same, as a kernel last read it
+  u64 tail;  // descriptors that kernels have pushed
+  u64 rows[64];  // rows that the dispatch that runs has for a rank
+  RegionMap map;  // byte map of a box: a region's part that belongs to one source
+};
+static_assert(sizeof(Network) == 864, "Network: host and GPU differ");
+struct State {
+  u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
+  u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
+  u64 combine_seq;  // combines sent
+  u64 barrier_seq;  // barriers entered
+  u64 counted_dispatch_seq;  // seq of the last dispatch that added to arrival counters (HT, for LL's too)
+  u64 chunks_taken;  // HT combine, work counter: chunks to send; 0 between launches
+  u64 tokens_taken;  // the same: batches of tokens to receive
+  u64 aborted;  // sticky: index into STOPS
+  u64 blocks_routed;  // HT dispatch that runs: blocks whose routes are final
+  u64 segments_taken;  // HT dispatch that runs, work counter: segments that all blocks share
+  u64 invalid_ids;  // ids out of range seen by the dispatch that runs
+  u64 sample_head;  // latency records begun
+  u64 blocks_done[2];  // blocks that have finished the send phase, by operation
+  u64 dispatch_slot_seq[66];  // seq that used a dispatch slot last
+  u64 combine_slot_seq[66];  // seq that used a combine slot last
+  Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
+};
+static_assert(sizeof(State) == 2280, "State: host and GPU differ");
+struct Postmortem {
+  u64 status;  // index into STOPS; written last
+  u64 op;  // index into OPS
+  u64 phase;  // index into PHASES
+  u64 peer;  // who was waited for
+  u64 expected;  // seq waited for
+  u64 seen;  // seq last seen, 0 = not known; LEFT_OUT: what the peer's flag said
+  u64 waited_ns;  // how long
+};
+static_assert(sizeof(Postmortem) == 56, "Postmortem: host and GPU differ");
+struct RoutingMismatch {
+  u64 status;  // 1 = ranks brought different routings to one operation; written last, cleared by the host
+  u64 op;  // index into OPS
+  u64 peer;  // first rank that differs
+  u64 mine;  // seq of the dispatch whose routing this rank brought
+  u64 theirs;  // that of the peer
+};
+static_assert(sizeof(RoutingMismatch) == 40, "RoutingMismatch: host and GPU differ");
+struct HostPage {
+  u64 abort;  // set by the host: end every wait
+  u64 clock_ns;  // GPU clock, written by barrier: the host relates it to its own
+  u64 dropped;  // rows dropped so far although none should be; only where World.report_dropped
+  Postmortem postmortem;  // the first wait that failed
+  RoutingMismatch mismatch;  // the first that the host has not read
+};
+static_assert(sizeof(HostPage) == 120, "HostPage: host and GPU differ");
+struct alignas(16) Route {
+  i32 rank;  // destination; -1 no expert, -2 every copy is gone, -3 the id is out of range
+  i32 position;  // of the token's row at that rank, among this source's rows
+  i32 local_expert;  // index there
+  i32 dst_row;  // row there, -2 = dropped; LL: relative to the first row of this source for the expert
+};
+static_assert(sizeof(Route) == 16, "Route: host and GPU differ");
 struct World {
   i32 rank;  // this rank
   i32 size;  // R, rank slots

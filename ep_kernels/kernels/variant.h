@@ -3,6 +3,7 @@
 #include "types.h"
 #define THREADS 512
 #define STAGES 3
+#define NETWORK false
 namespace ep {
 struct bf16;
 struct f16;

@@ -38,6 +38,22 @@ _GREETINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRing:
+    """Where kernels push: memory that a GPU must be able to reach.
+
+    Attributes:
+        ring, popped: addresses of the descriptors, and of the number of those that the proxy has taken.
+        num_bytes: of the memory that holds both, from `ring` on.
+        size: descriptors of the ring.
+    """
+
+    ring: int
+    popped: int
+    num_bytes: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelMemory:
     """What a channel works on, by address.
 
@@ -164,6 +180,13 @@ class Channel:
         """Address of the `cd::Outbox`; good until the channel is freed."""
         assert self.pointer is not None
         return int(self._lib.cn_outbox(self.pointer))
+
+    def for_device(self, box_bytes: int, stripe: int) -> DeviceRing:
+        """Let kernels push, before any peer is there: what goes to rank r lies in the memory from r * box_bytes on, and
+        lands at the same place of its mirror, which has box_bytes. No descriptor may cross a multiple of `stripe`."""
+        found = (ctypes.c_uint64 * 4)()
+        self._lib.cn_device(self.pointer, box_bytes, stripe, found)
+        return DeviceRing(*found)
 
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""

@@ -22,6 +22,12 @@ class Emulated:
     def __init__(self, num_sms: int = 6) -> None:
         self.num_sms = num_sms
 
+    def register(self, address: int, num_bytes: int) -> None:
+        """See `Machine`: all memory is the machine's."""
+
+    def unregister(self, address: int) -> None:
+        """See `Machine`."""
+
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """See `Machine`."""
         library = build(replace(call.variant, loopback=True))

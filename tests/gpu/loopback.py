@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,8 +18,9 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink import driver, remote
 from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.tuning import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -48,10 +50,17 @@ class Machine(Protocol):
     device: torch.device
     num_sms: int
 
+    def register(self, address: int, num_bytes: int) -> None:
+        """Let kernels reach host memory."""
+
+    def unregister(self, address: int) -> None:
+        """Give it back."""
+
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """One cooperative launch of the call's loop-back variant, to its end. `records`: uint8, on `device`."""
 
 
+_CONNECT_S = 20.0
 _functions: dict[tuple[jit.Variant, int], driver.Function] = {}
 
 
@@ -63,13 +72,19 @@ class Gpu:
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._compiler = jit.Compiler(cache_dir(config.kernel_cache_dir))
 
+    register, unregister = staticmethod(remote.pin), staticmethod(remote.unpin)
+
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """See `Machine`."""
+        self.enqueue(call, num_blocks, records, blocks_per_rank)
+        torch.cuda.synchronize()
+
+    def enqueue(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
+        """`run` on the current stream, without its end."""
         self._function(call).launch(
             num_blocks, call.variant.num_threads, torch.cuda.current_stream().cuda_stream,
             ctypes.c_uint64(records.data_ptr()), ctypes.c_int32(blocks_per_rank), cooperative=True,
         )  # fmt: skip
-        torch.cuda.synchronize()
 
     def _function(self, call: Call) -> driver.Function:
         variant = replace(call.variant, loopback=True)
@@ -88,6 +103,8 @@ class Loopback:
         size: R.
         blocks_per_rank: blocks of each rank; None fills the machine.
         machine: None: the current CUDA device.
+        nodes: hosts, as the ranks believe: consecutive ranks share one, the others are reached over the network of
+            their configuration.
     """
 
     def __init__(
@@ -96,6 +113,7 @@ class Loopback:
         size: int,
         blocks_per_rank: int | None = None,
         machine: Machine | None = None,
+        nodes: int = 1,
     ) -> None:
         self.size = size
         self.configs = [make(LoopGroup(rank, size)) for rank in range(size)]
@@ -105,8 +123,33 @@ class Loopback:
         self.engines = [LaunchEngine(c, device, self.num_blocks) for c in self.configs]
         self.memory = [Bytes(e.region_bytes, e.blank_bytes, device) for e in self.engines]
         addresses = [m.data.data_ptr() for m in self.memory]
-        for engine, memory in zip(self.engines, self.memory, strict=True):
-            engine.attach(memory, addresses)
+        self.remotes: list[RemoteRanks] = []
+        for rank, (engine, memory) in enumerate(zip(self.engines, self.memory, strict=True)):
+            here = [rank * nodes // size == other * nodes // size for other in range(size)]
+            engine.attach(memory, [a if near else 0 for a, near in zip(addresses, here, strict=True)])
+        if self.configs[0].network is not None:
+            self._join(nodes)
+
+    def _join(self, nodes: int) -> None:
+        """Real proxies and connections between the ranks of two nodes."""
+        for rank, (config, engine) in enumerate(zip(self.configs, self.engines, strict=True)):
+            shape, host = engine.sizes.shape, engine.tables.host
+            pins = self._machine.register, self._machine.unregister
+            self.remotes.append(RemoteRanks(config.network, rank, self.size, shape, host, *pins))
+        tickets = [remote.ticket() for remote in self.remotes]
+
+        def connect(rank: int) -> None:
+            far = [r for r in range(self.size) if r * nodes // self.size != rank * nodes // self.size]
+            self.remotes[rank].connect({r: tickets[r] for r in far}, _CONNECT_S)
+            self.engines[rank].tables.set_network(self.remotes[rank].record())
+
+        with ThreadPoolExecutor(self.size) as pool:
+            list(pool.map(connect, range(self.size)))
+
+    def close(self) -> None:
+        """Part from the network, where there is one."""
+        for far in self.remotes:
+            far.close()
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of it where the kernels run."""
@@ -115,10 +158,15 @@ class Loopback:
     def launch(self, calls: Sequence[Call], phases: int = BOTH, missing_blocks: int = 0) -> None:
         """The calls of all ranks (of the same kernel) in one launch. With fewer calls the other ranks are silent;
         `missing_blocks` of the last rank stay away."""
+        num_blocks, packed, blocks = self.pack(calls, phases)
+        self._machine.run(calls[0], num_blocks - missing_blocks, packed, blocks)
+
+    def pack(self, calls: Sequence[Call], phases: int = BOTH) -> tuple[int, torch.Tensor, int]:
+        """(blocks of the launch, its records, blocks of a rank)."""
         records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
         packed = self.put(torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8))
         blocks = max(call.launch.num_blocks for call in calls)
-        self._machine.run(calls[0], blocks * len(calls) - missing_blocks, packed, blocks)
+        return blocks * len(calls), packed, blocks
 
     def check(self) -> None:
         """Raise what any rank's kernels met."""
@@ -208,3 +256,5 @@ class Loopback:
                 memory.data[begin:end] = 0
             memory.data[: engine.flag_bytes].view(torch.int64).fill_(value)
             engine.restart_flags(value, value)
+        for far in self.remotes:
+            far.restart(value, value, value)

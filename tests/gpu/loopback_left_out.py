@@ -23,22 +23,28 @@ from tests.gpu.loopback_check import check, combine_of
 
 SURVIVORS, EPOCH = (1, 2), 7
 ALL, REST = [True] * 3, [False, True, True]
+_SETTLE_S = 20.0
 PATIENCE_S = 60.0
 """Never waited for: the host gives rank 0 up."""
 
 
-def three(layout: Layout, mode: Mode, machine: Machine | None = None, **more: Any) -> tuple[Loopback, RoutingCase]:
-    """Three ranks, and steps that AUTO would run as HT."""
+def three(
+    layout: Layout, mode: Mode, machine: Machine | None = None, nodes: int = 1, **more: Any
+) -> tuple[Loopback, RoutingCase]:
+    """Three ranks, and steps that AUTO would run as HT. On two nodes rank 2 has one for itself."""
     case = RoutingCase(6, 3, 64, (7, 6, 5), "uniform", draw_seed(), max_tokens=8)
     fields = {"mode": mode, "layout": layout, "timeout_s": PATIENCE_S, "ll_max_tokens": 8, **more}
     if mode is not Mode.AUTO:
         del fields["ll_max_tokens"]
-    return Loopback(lambda group: case.config(group, **fields), 3, 2, machine), case
+    return Loopback(lambda group: case.config(group, **fields), 3, 2, machine, nodes), case
 
 
 def regroup(loop: Loopback, mask: Sequence[bool] = REST, epoch: int = EPOCH) -> None:
     """What `NvlinkTransport.set_active` does, on all ranks in `mask`."""
     engines = [loop.engines[rank] for rank, active in enumerate(mask) if active]
+    remotes = [remote for remote, active in zip(loop.remotes, mask, strict=False) if active]
+    for remote in remotes:
+        remote.settle(_SETTLE_S, mask)
     words = [engine.tables.sequence() for engine in engines]
     dispatch, combine, barrier = (1 + max(each[i] for each in words) for i in range(3))
     for engine in engines:
@@ -46,6 +52,9 @@ def regroup(loop: Loopback, mask: Sequence[bool] = REST, epoch: int = EPOCH) -> 
         engine.restart_flags(dispatch, combine)
         engine.tables.set_active(mask)
         engine.restart_slots()
+    for remote in remotes:
+        remote.go_on(mask, epoch, _SETTLE_S)
+        remote.restart(dispatch, combine, barrier)
 
     def unsent() -> list[Unsent]:
         return [found for engine in engines for found in engine.unsent(mask)]
@@ -72,7 +81,10 @@ def _told(loop: Loopback, kind: str) -> list[int]:
     """What rank 0 has been told by the others."""
     flags = loop.memory[0].data[: loop.engines[0].flag_bytes].view(torch.int64)
     at = abi.FLAGS.index(kind) * loop.size
-    return [int(word) for word in flags[at + 1 : at + loop.size]]
+    told = [int(word) for word in flags[at + 1 : at + loop.size]]
+    for rank in loop.remotes[0].ranks if loop.remotes else ():
+        told[rank - 1] = int(loop.remotes[0].words[abi.FLAGS.index(kind), rank])
+    return told
 
 
 @dataclass

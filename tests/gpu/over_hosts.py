@@ -52,10 +52,11 @@ def killed(rank: int, size: int, store: Store, kind: str, case: RoutingCase, ove
 
 
 def _place(rank: int, size: int, store: Store) -> Place:
-    from ep_kernels.transports.nvlink import memory
+    from ep_kernels.transports.nvlink import domain, memory
 
     ipc: Any = memory.HandleKind.CUDA_IPC
     memory.choose_kind = lambda device, kinds=(): (ipc, {})
+    domain.SPAN_HOSTS = ("fabric", ipc.value)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return Place(rank, size, store, "nvlink")
 

@@ -22,7 +22,8 @@ def world() -> Iterator[Callable[[int], World]]:
 
 def _params(over_hosts: str) -> list[Any]:
     alone = [pytest.param(n, marks=pytest.mark.gpu(2)) if needs_gpu(n) else n for n in transports.names()]
-    return {"none": alone, "short": [*alone, *hosts.SHORT], "full": list(hosts.FULL)}[over_hosts]
+    gpus = [pytest.param(name, marks=pytest.mark.gpu(1)) for name in hosts.GPUS]
+    return {"none": alone, "short": [*alone, *hosts.SHORT], "full": list(hosts.FULL), "gpus": gpus}[over_hosts]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

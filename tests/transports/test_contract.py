@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ep_kernels.types import Capabilities, CombineOrder, Layout, Mode, Overflow, ScaleFormat
 from tests.cases import KINDS, RoutingCase, cases, draw_seed, replicated, routing_cases
+from tests.hosts import lacks
 from tests.transports.steps import run_cases
 from tests.worlds import World
 
@@ -26,7 +27,7 @@ WAYS = [*((mode, layout) for mode in (Mode.LL, Mode.HT) for layout in LAYOUTS), 
 FP8 = torch.float8_e4m3fn
 
 
-def skip_unless(capabilities: Capabilities, overrides: dict[str, Any]) -> None:
+def skip_unless(capabilities: Capabilities, overrides: dict[str, Any], transport: str = "") -> None:
     """A transport need not carry every dtype or algorithm; it says so itself."""
     dtype = overrides.get("dtype", torch.bfloat16)
     if dtype not in capabilities.dtypes:
@@ -36,6 +37,8 @@ def skip_unless(capabilities: Capabilities, overrides: dict[str, Any]) -> None:
         pytest.skip(f"has only {capabilities.modes}")
     if overrides["mode"] is Mode.AG and overrides.get("combine_dtype") is FP8:
         pytest.skip("AG sums what is rounded once")
+    if lacks(transport, overrides):
+        pytest.skip("GPUs have no exact_combine and no order of domains over a network")
 
 
 @pytest.mark.parametrize(("mode", "layout"), [*WAYS, *((Mode.AUTO, layout) for layout in LAYOUTS)])
@@ -104,7 +107,7 @@ def test_exact_combine(
     world: Worlds, transport: str, capabilities: Capabilities, mode: Mode, layout: Layout, payload: dict[str, Any]
 ) -> None:
     overrides = {"mode": mode, "layout": layout, "exact_combine": True, **payload}
-    skip_unless(capabilities, overrides)
+    skip_unless(capabilities, overrides, transport)
     steps = cases(3, 6, hidden_size=144, num_experts=7, topk=4)
     world(3).run(run_cases, transport, steps, overrides)
 
@@ -197,7 +200,7 @@ def test_overflow_drops(
     overrides = {"mode": mode, "layout": layout, "overflow": Overflow.DROP, "exact_combine": exact, "max_recv_rows": 4}
     if layout is Layout.GROUPED:
         overrides["expert_alignment"] = 2
-    skip_unless(capabilities, overrides)
+    skip_unless(capabilities, overrides, transport)
     steps = [RoutingCase(4, 3, 64, (6, 1, 6), kind, draw_seed(), max_tokens=6) for kind in KINDS for _ in range(2)]
     world(3).run(run_cases, transport, steps, overrides)
 
@@ -250,6 +253,6 @@ def test_combine_by_domain(
     world: Worlds, transport: str, capabilities: Capabilities, layout: Layout, payload: str
 ) -> None:
     overrides = {"mode": Mode.HT, "layout": layout, "combine_order": CombineOrder.DOMAIN, **PAYLOADS.get(payload, {})}
-    skip_unless(capabilities, overrides)
+    skip_unless(capabilities, overrides, transport)
     steps = cases(4, 6, hidden_size=272, num_experts=9, topk=5)
     world(4).run(run_cases, transport, steps, overrides)

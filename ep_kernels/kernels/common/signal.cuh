@@ -5,6 +5,7 @@
 
 #include "common/block.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/wait.cuh"
 #include "layout/region.cuh"
 #include "types.h"
@@ -28,10 +29,29 @@ __device__ __forceinline__ bool arrive(const World& world, Team team, u32 counte
   return last;
 }
 
+// The thread of a block that ends its send phase; NETWORK: its warp, which has a lane for each rank to push to.
+__device__ __forceinline__ bool is_last_to_send() {
+  return NETWORK ? warp_idx() == num_warps() - 1 : threadIdx.x == THREADS - 1;
+}
+
+#if NETWORK
+// flag[kind] = value at a remote rank. False: the rank is mapped.
+__device__ __forceinline__ bool pushes_flag(const World& world, i32 peer, u32 kind, u64 value) {
+  if (!is_remote(world, peer)) return false;
+  net::push_word(world, peer, kind, value,
+                 kind == FLAG_STARTED ? OP_DISPATCH : kind == FLAG_COMBINE_STARTED ? OP_COMBINE : OP_BARRIER);
+  return true;
+}
+#endif
+
 // Stores flag[kind] = value at every active peer, with release. All threads of one block.
 __device__ __forceinline__ void notify_peers(const World& world, u32 kind, u64 value) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
+#if NETWORK
+    ptx::fence_sys();
+    if (is_active(peer) && pushes_flag(world, peer, kind, value)) continue;
+#endif
     if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
   }
 }
@@ -47,8 +67,12 @@ __device__ __forceinline__ u64 free_from(const World& world, u64 last, u64 seq) 
 // earlier kernels, which are complete by stream order, so a relaxed store is enough.
 __device__ __forceinline__ void warp_send_started(const World& world, u32 kind, u64 seq) {
 #pragma unroll 1
-  for (i32 peer = lane_idx(); peer < world.size; peer += 32)
+  for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
+#if NETWORK
+    if (is_active(peer) && pushes_flag(world, peer, kind, seq)) continue;
+#endif
     if (is_active(peer)) ptx::store_relaxed_sys(flag_at(world, peer, kind, world.rank), seq);
+  }
 }
 
 // Flow-control credit for a slot, per lane: the operation that used the slot last, and the last operation that peer
@@ -156,5 +180,32 @@ __device__ __forceinline__ void report_mismatch(const World& world, u32 op, u64 
   report_mismatch(world, op, routing_id,
                   [&](i32 peer) { return ptx::load_volatile(routing_id_at(world, world.rank, offset, peer)); });
 }
+
+#if NETWORK
+namespace net {
+
+// `arrive` for a whole warp: its last lane arrives for the block, and all see what that lane has acquired.
+__device__ __forceinline__ bool last_arrives(const World& world, i32 num_blocks, u32 counter) {
+  bool last = false;
+  if (lane_idx() == 31) last = arrive(world, {0, num_blocks}, counter);
+  __syncwarp();
+  return __any_sync(~0u, last);
+}
+
+// push(peer) for all active remote ranks, a lane for each, behind a fence; for none where an operation has failed. One
+// warp of the last block: what any block has stored is pushed.
+template <class Push>
+__device__ __forceinline__ void for_remotes(const World& world, Push push) {
+  if (ptx::load_volatile(&world.state->aborted) == STOP_RUNNING) {
+    ptx::fence_sys();
+#pragma unroll 1
+    for (i32 peer = lane_idx(); peer < world.size; peer += 32)
+      if (is_active(peer) && is_remote(world, peer)) push(peer);
+  }
+  __syncwarp();
+}
+
+}  // namespace net
+#endif
 
 }  // namespace ep

@@ -123,8 +123,19 @@ __device__ __forceinline__ Vector shuffle(const Vector& v, i32 lane) {
 
 // ---- addresses in the region of `rank`: dispatch ----
 
+// Of a remote rank, or a remote source: in a box (layout/region.cuh).
+__device__ __forceinline__ bool is_boxed(const World& world, i32 rank, i32 source) {
+  return is_remote(world, other_of(world, rank, source));
+}
+
+__device__ __forceinline__ const RegionMap& box_map(const World& world) { return world.state->network.map; }
+
 // Row packets of a source: [M', row_packets].
 __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank, i32 source) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
+    const RegionMap& box = box_map(args.world);
+    return box_at(args.world, rank, source, box.row_lines + args.slot * box.row_lines_stride);
+  }
   const RegionMap& map = args.world.map;
   const i64 packets = line_position(args.world, source, 0) * args.world.row_packets;
   return array_at(args, rank, map.row_lines, map.row_lines_stride) + packets * kPacketBytes;
@@ -132,38 +143,68 @@ __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank
 
 // Token metadata of a source: [M', metadata_lines].
 __device__ __forceinline__ u8* metadata_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
+    const RegionMap& box = box_map(args.world);
+    return box_at(args.world, rank, source, box.metadata_lines + args.slot * box.metadata_lines_stride);
+  }
   const RegionMap& map = args.world.map;
   const i64 lines = line_position(args.world, source, 0) * args.world.metadata_lines;
   return array_at(args, rank, map.metadata_lines, map.metadata_lines_stride) + lines * kLineBytes;
 }
 
 __device__ __forceinline__ u8* count_lines_at(const DispatchArgs& args, i32 rank, i32 source) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
+    const RegionMap& box = box_map(args.world);
+    return box_at(args.world, rank, source, box.count_lines + args.slot * box.count_lines_stride);
+  }
   const RegionMap& map = args.world.map;
   return array_at(args, rank, map.count_lines, map.count_lines_stride) + source * args.world.count_lines * kLineBytes;
 }
 
 // The count packet of a source, 16 bytes: {rows | routing age << 32, seq}.
 __device__ __forceinline__ u8* count_packet_at(const DispatchArgs& args, i32 rank, i32 source) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
+    const RegionMap& box = box_map(args.world);
+    return box_at(args.world, rank, source, box.count_packets + args.slot * box.count_packets_stride);
+  }
   return array_at(args, rank, args.world.map.count_packets, args.world.map.count_packets_stride) + source * 16;
 }
 
 // ---- addresses in the region of `rank`: combine ----
 
-// The combine receive buffer: packet row * combine_packets + index. Packet numbers fit in 31 bits, as a packet is 1024
-// bytes.
-__device__ __forceinline__ u8* combine_recv_at(const CombineArgs& args, i32 rank) {
+// The combine receive buffer, as `expert_rank` writes it: packet row * combine_packets + index. Packet numbers fit in
+// 31 bits, as a packet is 1024 bytes. A box begins with the row of the expert rank's first position.
+__device__ __forceinline__ u8* combine_recv_at(const CombineArgs& args, i32 rank, i32 expert_rank) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, expert_rank)) {
+    const RegionMap& box = box_map(args.world);
+    const i64 before = static_cast<i64>(line_position(args.world, expert_rank, 0)) * args.world.combine_packets;
+    return box_at(args.world, rank, expert_rank, box.combine_lines + args.slot * box.combine_lines_stride) -
+           before * kPacketBytes;
+  }
   const RegionMap& map = args.world.map;
   return region_at<u8>(args.world, rank, map.combine_lines + args.slot * map.combine_lines_stride);
 }
 
-__device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i64 position) {
-  const RegionMap& map = args.world.map;
-  return region_at<u8>(args.world, rank, map.weight_lines + args.slot * map.weight_lines_stride) +
-         position * lines_for(args.world.topk, kLineInts) * kLineBytes;
+// Weight lines of a position of `expert_rank`.
+__device__ __forceinline__ u8* weight_lines_at(const CombineArgs& args, i32 rank, i32 expert_rank, i32 position) {
+  const World& world = args.world;
+  if constexpr (NETWORK) if (is_boxed(world, rank, expert_rank)) {
+    const RegionMap& box = box_map(world);
+    return box_at(world, rank, expert_rank, box.weight_lines + args.slot * box.weight_lines_stride) +
+           static_cast<i64>(position) * lines_for(world.topk, kLineInts) * kLineBytes;
+  }
+  const RegionMap& map = world.map;
+  const i64 number = line_position(world, expert_rank, position);
+  return region_at<u8>(world, rank, map.weight_lines + args.slot * map.weight_lines_stride) +
+         number * lines_for(world.topk, kLineInts) * kLineBytes;
 }
 
 // 16 bytes from an expert rank: {routing_id that it combines, seq}.
 __device__ __forceinline__ u8* routing_packet_at(const CombineArgs& args, i32 rank, i32 expert_rank) {
+  if constexpr (NETWORK) if (is_boxed(args.world, rank, expert_rank)) {
+    const RegionMap& box = box_map(args.world);
+    return box_at(args.world, rank, expert_rank, box.routing_packets + args.slot * box.routing_packets_stride);
+  }
   const RegionMap& map = args.world.map;
   const u64 offset = map.routing_packets + args.slot * map.routing_packets_stride;
   return region_at<u8>(args.world, rank, offset) + expert_rank * 16;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "types.h"
+#include "variant.h"
 
 namespace ep {
 
@@ -11,8 +12,31 @@ __device__ __forceinline__ T* region_at(const World& world, i32 rank, u64 offset
   return reinterpret_cast<T*>(world.peers[rank] + offset);
 }
 
-// The flag that rank `from` writes and rank `at` polls.
+// ---- ranks that are reached over the network ----
+
+// False in groups of one domain, whose kernels have none of this (NETWORK).
+__device__ __forceinline__ bool is_remote(const World& world, i32 rank) {
+  return NETWORK && (world.state->network.remote >> rank & 1) != 0;
+}
+
+// Of ranks `at` and `from`, of which one is this rank, the other.
+__device__ __forceinline__ i32 other_of(const World& world, i32 at, i32 from) {
+  return at == world.rank ? from : at;
+}
+
+// Where what `from` sends to `at` lies here, at `offset` of a box: in this rank's outbox for `at`, or in its inbox of
+// `from`. A box has one source, so that offset is of (slot, position) alone. One of the two ranks is remote.
+__device__ __forceinline__ u8* box_at(const World& world, i32 at, i32 from, u64 offset) {
+  const Network& network = world.state->network;
+  const u64 boxes = at == world.rank ? network.inboxes : network.outboxes;
+  return reinterpret_cast<u8*>(boxes + other_of(world, at, from) * network.stride + offset);
+}
+
+// The flag that rank `from` writes and rank `at` polls. Of a remote `from`: a word that the proxy writes; none of a
+// remote `at` (common/push.cuh).
 __device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
+  if constexpr (NETWORK)
+    if (is_remote(world, from)) return world.state->network.words + static_cast<u64>(kind) * world.size + from;
   return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
 }
 

@@ -23,6 +23,7 @@
 #include "common/block.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
 #include "common/status.cuh"
@@ -35,11 +36,34 @@
 
 namespace ep::ll {
 
-// End of the send phase of a block; one thread. When the last block arrives, every warp has loaded its counters
-// (is_stopped), so those of the next operation may be set.
+#if NETWORK
+// What a remote source gets of this rank: a lane for each. Every block has arrived.
+__device__ __forceinline__ void push_combine(const CombineArgs& args, i32 source, u64 seq) {
+  const World& world = args.world;
+  const RegionMap& box = box_map(world);
+  const u64 rows = min(args.source_rows[source], world.ll_tokens), slot = args.slot;
+  const u64 weight_rows = args.row_weights != nullptr ? rows : 0;
+  net::Run runs[] = {
+      {box.routing_packets + slot * box.routing_packets_stride, COUNT_PACKET_BYTES},
+      {box.combine_lines + slot * box.combine_lines_stride, rows * world.combine_packets * kPacketBytes},
+      {box.weight_lines + slot * box.weight_lines_stride,
+       weight_rows * lines_for(world.topk, kLineInts) * kLineBytes},
+  };
+  net::push_runs(world, source, FLAG_COMBINE, runs, seq, OP_COMBINE);
+}
+#endif
+
+// End of the send phase of a block; its last thread, NETWORK: its last warp. When the last block arrives, every warp
+// has loaded its counters (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const CombineArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
                                             u64 start) {
+#if NETWORK
+  if (!net::last_arrives(args.world, num_blocks, DONE_COMBINE_SEND)) return;
+  net::for_remotes(args.world, [&](i32 source) { push_combine(args, source, seq); });
+  if (threadIdx.x != THREADS - 1) return;
+#else
   if (!arrive(args.world, {0, num_blocks}, DONE_COMBINE_SEND)) return;
+#endif
   args.world.state->items_taken[16] = 0;
   args.world.state->combine_seq = seq;
   args.world.state->combine_slot_seq[args.slot] = seq;
@@ -63,9 +87,12 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Divisor packets = divisor_of(packets_per_position(world)), sources = divisor_of(world.size);
   WarpWorkCounter work = warp_work_counter(send_team, num_warps(), packets, sources, world.state->items_taken + 16);
   load_active(world);
+#if NETWORK
+  net::init_arrived();
+#endif
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
-    recv_buffers[i] = combine_recv_at(args, i);
+    recv_buffers[i] = combine_recv_at(args, i, world.rank);
   }
   if (threadIdx.x == 0) status = kOk;
   __syncthreads();
@@ -103,7 +130,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const bool is_receiver = receives && (!split || !is_sender);
   // `number` was stored to shared memory above, so only `last` has to go through the barrier.
   if (is_stopped(stop, last, ~0ull)) return is_receiver ? poison_packets(args, recv_team) : void();
-  if (sends && threadIdx.x == THREADS - 1)
+  if (sends && is_last_to_send())
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks : team.num_blocks, seq, start);
   if (is_receiver) combine_receive(args, recv_team, shared, &status, record, routing_id, seq);
 }

@@ -5,6 +5,7 @@
 #include "common/math.cuh"
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/quantize.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
@@ -129,7 +130,14 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
 #pragma unroll
       for (i32 j = 0; j < kPollUnroll; ++j) {
         const u8* at = recv_buffer + static_cast<i64>(number[j]) * kPacketBytes;
-        if (poll_packet(at, seq, &packets[j], j < count)) continue;
+        bool here = true;
+#if NETWORK
+        if (j < count && is_remote(world, expert_rank[j])) {
+          at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
+          here = net::warp_knows_arrived(world, expert_rank[j]);
+        }
+#endif
+        if (here && poll_packet(at, seq, &packets[j], j < count)) continue;
         ready = false;
         missing = expert_rank[j];
       }
@@ -171,10 +179,15 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
   f32 mine = 0.0f;
   for (u32 left = __ballot_sync(~0u, rank >= 0); left != 0;) {
     const i32 leader = __ffs(left) - 1, from = __shfl_sync(~0u, rank, leader);
-    const u8* at = weight_lines_at(args, world.rank, line_position(world, from, __shfl_sync(~0u, position, leader)));
+    const u8* at = weight_lines_at(args, world.rank, from, __shfl_sync(~0u, position, leader));
     Vector loaded = {};
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
-                         [&] { return *status != kOk || poll_lines(at, num_lines, seq, &loaded); }))
+                         [&] {
+#if NETWORK
+                           if (!net::warp_knows_arrived(world, from)) return *status != kOk;
+#endif
+                           return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
+                         }))
       return false;
     const Vector got = shuffle(loaded, k / kLineInts * 8 + k % kLineInts / 4);
     if (rank == from) mine = __uint_as_float(word_of(got, k % 4));
@@ -196,6 +209,9 @@ __device__ __forceinline__ void await_routing_ids(const CombineArgs& args, volat
     Vector packet = {routing_id, seq};
     const u8* at = routing_packet_at(args, world.rank, expected ? expert_rank : world.rank);
     const bool ok = spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, expert_rank, [&] {
+#if NETWORK
+      if (expected && !net::has_arrived(world, FLAG_COMBINE, expert_rank, seq)) return false;
+#endif
       if (expected) packet = ptx::load_pair<Vector>(at);
       return packet.high == seq;
     });
@@ -244,7 +260,7 @@ __device__ __forceinline__ void combine_receive(const CombineArgs& args, Team te
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.phases, record);
   u64* waits = waits_at(shared);
-  const u8* recv_buffer = ptx::opaque(combine_recv_at(args, world.rank));
+  const u8* recv_buffer = ptx::opaque(combine_recv_at(args, world.rank, world.rank));
   if (warp_idx() == num_warps() - 1) await_routing_ids(args, status, routing_id, seq);
   for_packets(args, team, [&](const Route& route, i32 token, i32 index) {
     bool ok = reduce_packet(args, list_partials(args, route, token), token, index, recv_buffer, status, waits, start,

@@ -246,7 +246,7 @@ __device__ __forceinline__ void send_weight_lines(const CombineArgs& args, const
   u32 word[4];
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) word[i] = __float_as_uint(__shfl_sync(~0u, mine, (base + i) & 31));
-  u8* at = weight_lines_at(args, task.source, line_position(world, world.rank, task.position));
+  u8* at = weight_lines_at(args, task.source, world.rank, task.position);
   store_lines(at, num_lines, vector_of(word[0], word[1], word[2], word[3]), seq);
 }
 

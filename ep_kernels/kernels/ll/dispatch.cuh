@@ -22,6 +22,7 @@
 #include "common/block.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
 #include "common/status.cuh"
@@ -38,11 +39,33 @@
 
 namespace ep::ll {
 
-// End of the send phase of a block; one thread. When the last block arrives, every warp has loaded its counters
-// (is_stopped), so those of the next operation may be set.
+#if NETWORK
+// What a remote rank gets of this rank: a lane for each. Every block has arrived.
+__device__ __forceinline__ void push_dispatch(const DispatchArgs& args, i32 peer, u64 seq) {
+  const World& world = args.world;
+  const RegionMap& box = box_map(world);
+  const u64 rows = ptx::load_volatile(&world.state->network.rows[peer]), slot = args.slot;
+  net::Run runs[] = {
+      {box.count_packets + slot * box.count_packets_stride, COUNT_PACKET_BYTES},
+      {box.count_lines + slot * box.count_lines_stride, static_cast<u64>(world.count_lines) * kLineBytes},
+      {box.metadata_lines + slot * box.metadata_lines_stride, rows * world.metadata_lines * kLineBytes},
+      {box.row_lines + slot * box.row_lines_stride, rows * world.row_packets * kPacketBytes},
+  };
+  net::push_runs(world, peer, FLAG_PAYLOAD, runs, seq, OP_DISPATCH);
+}
+#endif
+
+// End of the send phase of a block; its last thread, NETWORK: its last warp. When the last block arrives, every warp
+// has loaded its counters (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const DispatchArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
                                             u64 start) {
+#if NETWORK
+  if (!net::last_arrives(args.world, num_blocks, DONE_DISPATCH_SEND)) return;
+  net::for_remotes(args.world, [&](i32 peer) { push_dispatch(args, peer, seq); });
+  if (threadIdx.x != THREADS - 1) return;
+#else
   if (!arrive(args.world, {0, num_blocks}, DONE_DISPATCH_SEND)) return;
+#endif
   args.world.state->items_taken[0] = 0;
   args.world.state->dispatch_seq = seq;
   args.world.state->dispatch_slot_seq[args.slot] = seq;
@@ -66,12 +89,17 @@ __device__ __forceinline__ void init_shared(const DispatchArgs& args, const LlSc
     for (i32 i = lane_idx(); i < world.size; i += 32) waits_at(shared)[i] = 0;
     for (i32 i = lane_idx(); i < MAX_RANKS; i += 32) send_counts.rows[i] = 0;
   } else if (threadIdx.x == 0) {
-    scratch.recv_base[0] = row_packets_at(args, world.rank, 0);
-    scratch.recv_base[1] = metadata_lines_at(args, world.rank, 0);
+    if constexpr (!NETWORK) {
+      scratch.recv_base[0] = row_packets_at(args, world.rank, 0);
+      scratch.recv_base[1] = metadata_lines_at(args, world.rank, 0);
+    }
     status = send_counts.num_invalid = 0;
     *scratch.has_duplicates = false;
     ptx::barrier_init(&counts_barrier);
   }
+#if NETWORK
+  net::init_arrived();
+#endif
   for (i32 i = threadIdx.x; kPerExpert && sends_counts && i < num_keys(world); i += THREADS)
     scratch.expert_counts[i] = 0;
   for (i32 i = threadIdx.x; scans && i < aligned(max(args.num_tokens, 1), 32); i += THREADS) scratch.dst_masks[i] = 0;
@@ -163,8 +191,8 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   if (sends_metadata && first_item(metadata_team) < args.num_tokens * world.size && granted)
     send_all_metadata(args, metadata_team, scratch, entry, sources, seq);
   if (is_send_warp && granted) send_rows(args, scratch, work, packet, seq);
-  if (is_sender) __syncthreads();
-  if (sends && threadIdx.x == THREADS - 1)
+  if (is_sender || (NETWORK && sends)) __syncthreads();
+  if (sends && is_last_to_send())
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks + (split ? 1 : 0) : team.num_blocks, seq,
                 start);
   // A finalizer that sends counts has no packets, and is the last of the receivers.

@@ -4,6 +4,7 @@
 #include "common/block.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/quantize.cuh"
 #include "common/scheduler.cuh"
 #include "common/signal.cuh"
@@ -111,6 +112,14 @@ __device__ __forceinline__ i32 source_of_item(const World& world, WorkItem item)
 // bits, as a packet is 1024 bytes.
 __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
+  if constexpr (NETWORK) {
+    const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
+    const i64 packet = position * world.row_packets + arrival.item.index;
+    arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
+    arrival.metadata_at = metadata_lines_at(args, world.rank, source) +
+                          static_cast<i64>(position * world.metadata_lines) * kLineBytes;
+    return;
+  }
   const i32 number = line_position(world, source_of_item(world, arrival.item), arrival.item.position);
   arrival.packet_at =
       scratch.recv_base[0] + static_cast<i64>(number * world.row_packets + arrival.item.index) * kPacketBytes;
@@ -119,6 +128,12 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
 
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
+#if NETWORK
+  if (!net::warp_knows_arrived(world, source_of_item(world, arrival.item))) {
+    arrival.ready = false;
+    return;
+  }
+#endif
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
     arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);

@@ -5,6 +5,7 @@
 
 #include "common/block.cuh"
 #include "common/ptx.cuh"
+#include "common/push.cuh"
 #include "common/status.cuh"
 #include "common/trace.cuh"
 #include "common/wait.cuh"
@@ -36,6 +37,10 @@ __device__ __forceinline__ void count_entry(const World& world, const LlScratch&
 __device__ __forceinline__ void send_count_packets(const DispatchArgs& args, i32 low, i32 high, u64 routing_id,
                                                    u64 seq) {
   const i32 rank = args.world.rank;
+#if NETWORK  // for the block that pushes
+  for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
+    ptx::store_volatile(&args.world.state->network.rows[peer], peer < 32 ? low : high);
+#endif
   for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
     if (is_active(peer))
       ptx::store_pair(count_packet_at(args, peer, rank),
@@ -78,6 +83,12 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
     u64 waited = 0;
     const u8* at = count_packet_at(args, world.rank, expected ? source : world.rank);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
+#if NETWORK
+          if (expected && !net::has_arrived(world, FLAG_PAYLOAD, source, seq)) {
+            waited = ptx::now_ns() - start;
+            return false;
+          }
+#endif
           if (expected) packet = ptx::load_pair<Vector>(at);
           if (packet.high != seq) waited = ptx::now_ns() - start;
           return packet.high == seq;
@@ -106,7 +117,12 @@ __device__ __forceinline__ bool await_expert_counts(const DispatchArgs& args, co
     const u8* at = count_lines_at(args, world.rank, source) + line * kLineBytes;
     const i32 lines = min(4, world.count_lines - line);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
-                         [&] { return poll_lines(at, lines, seq, &mine); }))
+                         [&] {
+#if NETWORK
+                           if (!net::warp_knows_arrived(world, source)) return false;
+#endif
+                           return poll_lines(at, lines, seq, &mine);
+                         }))
       return false;
     const i32 first = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
 #pragma unroll

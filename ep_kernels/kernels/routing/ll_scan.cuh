@@ -24,7 +24,7 @@ struct LlScratch : Scratch {
   u64* dst_masks;        // [T, rounded up to whole chunks] peer offsets to which a token goes (bit i)
   u8** row_dst;          // [R] by peer offset: this rank's row packets at that peer
   u8** metadata_dst;     // [R] and its metadata lines
-  const u8** recv_base;  // [2] where this rank's own row packets and metadata lines begin
+  const u8** recv_base;  // [2] where this rank's own row packets and metadata lines begin; not NETWORK
   i32* expert_table;     // [E] rank << 16 | local expert, kNoReplica, kReplicated
   i32* expert_counts;    // [num_keys] rows per (rank, local expert): only in the block that sends counts
   i32* recv_counts;      // [R, 1 + local_stride] rows from each source, and for each local expert

@@ -17,6 +17,8 @@
 #endif
 
 namespace {
+constexpr size_t kPage = 4096;  // a GPU's driver maps whole pages
+constexpr size_t kBoxBytes = (sizeof(cd::Outbox) + kPage - 1) / kPage * kPage;
 
 // Null: memory is short.
 cd::Provider* make(const cd::NetSettings& settings) {
@@ -29,7 +31,6 @@ cd::Provider* make(const cd::NetSettings& settings) {
   if (!outer) inner->close();
   return outer;
 }
-
 }  // namespace
 
 CN_API const char* cd_build_id() { return CD_BUILD_ID; }
@@ -68,7 +69,7 @@ CN_API void cn_forsake(cd::Proxy* proxy) { proxy->forsake(); }
 CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory, const cd::NetSettings* settings,
                                   cd::NetHandler handler, void* context, cd::Text* text) {
   void* made = calloc(1, sizeof(cd::NetChannel));
-  void* box = aligned_alloc(64, sizeof(cd::Outbox));
+  void* box = aligned_alloc(kPage, kBoxBytes);
   cd::Provider* provider = make(*settings);
   errno = ENOMEM;
   if (made && box && provider) {
@@ -93,6 +94,20 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory,
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
+// Before any peer joins: kernels push, and what goes to rank r lies in `own` from r * box on. `stripe`: see Outbox. out
+// [4]: addresses of the ring and of the number of popped descriptors, bytes of the memory that begins with the ring,
+// descriptors of a ring.
+CN_API void cn_device(cd::NetChannel* c, uint64_t box, uint64_t stripe, uint64_t* out) {
+  c->box = box;
+  c->outbox->stripe = stripe;
+  c->outbox->device.store(true);
+  const uint64_t one = 1;
+  (void)!write(c->outbox->event_fd, &one, sizeof one);  // from now on the proxy must not sleep for long
+  out[0] = reinterpret_cast<uint64_t>(c->outbox->ring);
+  out[1] = reinterpret_cast<uint64_t>(&c->outbox->popped);
+  out[2] = kBoxBytes;
+  out[3] = cd::Outbox::kSize;
+}
 // What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
 CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
   const bool pushed = c->outbox->push(rank, offset, bytes, imm);

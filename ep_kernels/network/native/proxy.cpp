@@ -1,6 +1,9 @@
 // How the proxy sleeps without losing a push. It looks for work for `spin_ns`, then sets `asleep` in every outbox,
 // looks once more, and waits in epoll. A rank that has pushed reads `asleep` and writes to the event descriptor. Both
 // put a sequentially consistent operation between their write and their read, so one of them sees the other.
+//
+// A rank on a GPU cannot wake it. Where there is one, the proxy sleeps for a quarter of the time that it has been idle,
+// at most a millisecond.
 #include "proxy.hpp"
 
 #include <errno.h>
@@ -22,6 +25,7 @@ namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
+constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000;  // where GPUs push, which cannot wake the proxy
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
@@ -133,17 +137,19 @@ void Proxy::run() {
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     bool sleep = idle();
     for_each([&](NetChannel& c) { sleep &= c.provider->rest(); });
+    const int64_t nap_us = has_devices() ? std::clamp((now - busy_ns) / 4000, kShortNapUs, kLongNapUs) : -1;
     const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
     pthread_mutex_unlock(&mutex_);
     if (sleep) {
-      const int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
+      int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
+      if (nap_us >= 0 && (left_us < 0 || nap_us < left_us)) left_us = nap_us;
       n = wait_for(epoll_fd_, events, 64, left_us);
     }
     pthread_mutex_lock(&mutex_);
     for_each([](NetChannel& c) { c.outbox->asleep.store(0, std::memory_order_relaxed); });
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     pthread_mutex_unlock(&mutex_);
-    busy_ns = now_ns();
+    if (n > 0 || nap_us < 0) busy_ns = now_ns();
   }
 }
 
@@ -206,7 +212,8 @@ bool Proxy::flush(NetChannel& c) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
       const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
-      if (!c.provider->write(rank, lane, {c.memory.own + next->offset, next->offset, next->bytes, next->imm})) break;
+      const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.box : 0);
+      if (!c.provider->write(rank, lane, {c.memory.own + next->offset, to, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;
       p.traffic.sent_bytes += next->bytes;
       p.backlog.pop();
@@ -240,6 +247,12 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
   for (int i = kHot - 1; i > 0; --i) hot_[i] = hot_[i - 1];
   hot_[0] = tag;
   return true;
+}
+
+bool Proxy::has_devices() const {
+  bool any = false;
+  for_each([&](const NetChannel& c) { any |= c.outbox->device.load(std::memory_order_relaxed); });
+  return any;
 }
 
 bool Proxy::idle() const {

@@ -62,6 +62,7 @@ struct NetChannel {
   int index;
   uint32_t generation;
   NetMemory memory;
+  uint64_t box;  // bytes of the outbox of each rank in `own`; 0: what is sent to any rank lies at its place in `own`
   NetHandler handler;
   void* context;
   Provider* provider;
@@ -115,6 +116,7 @@ struct Proxy {
   void linger(int fd);
   void drop(int& fd);
   bool idle() const;
+  bool has_devices() const;
   static void sent(void* channel, int rank);
   static void arrived(void* channel, int rank, uint32_t imm);
   static void ended(void* channel, int rank, int error, const char* why);

@@ -5,6 +5,9 @@
 // each rank of other hosts. Since both have one byte map, an offset is enough, and the sender (a thread, later a
 // kernel) needs no address of the other side.
 //
+// A rank on a GPU pushes from its kernels (kernels/common/push.cuh), and has an outbox for each rank in its region, of
+// which the mirror there is the copy. It cannot wake the proxy, which therefore never sleeps for long.
+//
 // One rank pushes, one proxy pops. The last word of a descriptor carries the parity of its lap and is stored last, so
 // the reader needs no index of the writer. The writer reads `popped` to know that there is room.
 #pragma once
@@ -49,6 +52,8 @@ struct Outbox {
   // Several lanes: bytes of one place of the region always take the same lane, the one of their stripe, so that a later
   // write of them cannot be overtaken by an earlier one. No descriptor crosses a stripe.
   uint64_t stripe;
+  // A GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped.
+  std::atomic<bool> device;
   alignas(64) uint64_t tail;  // the writer's own
   std::atomic<uint64_t> pushed[kNetRanks];
   // Written by the proxy: descriptors whose bytes it will not read again, sent or given up.
@@ -81,18 +86,20 @@ struct Outbox {
     const uint64_t where = d.where.load(std::memory_order_acquire);
     if ((where & Descriptor::kParity) != parity) return false;
     *out = {where & Descriptor::kOffset, d.bytes, d.imm, int(where >> 48 & 0x7f)};
+    if (device.load(std::memory_order_relaxed)) pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
     popped.store(at + 1, std::memory_order_release);
     return true;
   }
 
   bool empty() const {
-    const uint64_t at = popped.load(std::memory_order_relaxed);
+    const uint64_t at = popped.load(std::memory_order_acquire);
     const uint64_t parity = (at / kSize) % 2 == 0 ? Descriptor::kParity : 0;
     return (ring[at % kSize].where.load(std::memory_order_seq_cst) & Descriptor::kParity) != parity;
   }
 
   // Nothing of this rank's region is still to be read on behalf of `rank`.
   bool is_quiet(int rank) const {
+    if (device.load(std::memory_order_relaxed) && !empty()) return false;
     return done[rank].load(std::memory_order_acquire) == pushed[rank].load(std::memory_order_relaxed);
   }
 };

@@ -30,6 +30,21 @@ from ep_kernels.transports.nvlink.host_page import HostPage
 from ep_kernels.transports.nvlink.links import TICKET
 
 _log = logging.getLogger(__name__)
+SPAN_HOSTS = ("fabric",)
+"""Kinds of handles by which the GPUs of one NVLink fabric map regions of other hosts."""
+
+
+def needs_boxes(network: NetworkConfig | None, device: torch.device) -> bool:
+    """Whether what goes to ranks of other hosts takes the network, since this GPU's memory cannot be mapped there.
+    Logs why."""
+    from ep_kernels.transports.nvlink import memory
+
+    if network is None:
+        return False
+    kind, _ = memory.choose_kind(device.index)
+    needs = kind.value not in SPAN_HOSTS
+    _log.info("nvlink: rows to ranks of other hosts go %s", "over the network" if needs else "over the NVLink fabric")
+    return needs
 
 
 class Domain:
@@ -37,7 +52,9 @@ class Domain:
 
     Attributes:
         region: this rank's memory; from `allocate` on.
-        mappings: [R] everybody's region as this process maps it; from `import_regions` on.
+        mappings: [R] everybody's region as this process maps it, None = it does not; from `import_regions` on.
+        boxed: ranks that are not mapped: how their boxes are reached; from `import_regions` on.
+        hosts: [R] lowest rank of each rank's host, where one is not mapped; else of the domain: 0; likewise.
         mailbox: the hosts' small exchange; from `allocate` on.
         watch: tells `host` of dead peers; from `import_regions` on.
 
@@ -60,16 +77,21 @@ class Domain:
         self._network, self._own = network, (network.domain if network else "") or links.own_host()
         self._open: list[Any] = []  # what close() closes, in order of creation
         self.mappings: list[Any] = []
+        self.boxed: dict[int, NetworkTicket] = {}
+        self._boxes: NetworkTicket | None = None
+        self.hosts: tuple[int, ...] = (0,) * group.size
         self._lends = self._lends_for_good = False
 
     @property
     def addresses(self) -> list[int]:
-        """[R] device pointers to everybody's region."""
-        return [mapping.address for mapping in self.mappings]
+        """[R] device pointers to everybody's region; 0 = it is not mapped."""
+        return [0 if mapping is None else mapping.address for mapping in self.mappings]
 
-    def allocate(self, num_bytes: int, device: torch.device, cure: str = "") -> bytes:
+    def allocate(
+        self, num_bytes: int, device: torch.device, cure: str = "", boxes: NetworkTicket | None = None
+    ) -> bytes:
         """Make the region, of unknown content, and the ticket by which peers map it. `cure`: what makes the region
-        smaller, for the error where the GPU has no room. Raises TransportError."""
+        smaller, for the error where the GPU has no room. `boxes`: see `links.Host`. Raises TransportError."""
         from ep_kernels.transports.nvlink import memory
 
         self._device = device
@@ -85,6 +107,7 @@ class Domain:
         self._open.append(self._desk)
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+        self._boxes = boxes
         address, here = self._desk.address, msgspec.json.encode(self._where())
         head = (self._abi.encode(), kind.value.encode(), self.region.mapping.num_bytes, place)
         return TICKET.pack(*head, len(address), len(here)) + address + here + bytes(self.region.token)
@@ -93,9 +116,8 @@ class Domain:
         """Where this rank is, and the network by which others reach it, opened."""
         if self._network is None:
             return links.Host(self._own)
-        return links.Host(
-            self._own, self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)
-        )
+        words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)
+        return links.Host(self._own, words, self._boxes)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. Raises
@@ -104,14 +126,17 @@ class Domain:
             from ep_kernels.transports.nvlink import memory
 
             memory.free_returned()
-        pages, mappings, pids = [], [], {}
+        pages: list[int] = []
+        mappings: list[Any] = []
+        pids = {}
         remote = self._remote(tickets)
+        self._find_boxes(tickets, remote)
         try:
             for rank, ticket in enumerate(tickets):
                 if rank == self._group.rank:
                     page, mapping = os.dup(self.mailbox.fd), self.region.mapping
                 elif rank in remote:
-                    page, mapping = -1, self._import_remote(rank, ticket)
+                    page, mapping = -1, None if rank in self.boxed else self._import_remote(rank, ticket)
                 else:
                     page, mapping, pids[rank] = self._import(rank, ticket)
                 pages.append(page)
@@ -141,6 +166,24 @@ class Domain:
             if where.name != self._own and where.network is not None:
                 found[rank] = where.network
         return found
+
+    def _find_boxes(self, tickets: Sequence[bytes], remote: dict[int, NetworkTicket]) -> None:
+        if not remote:
+            return
+        hosts = [links.host_of(ticket) for ticket in tickets]
+        for rank in remote:
+            theirs = hosts[rank].boxes
+            if (theirs is None) != (self._boxes is None):
+                words = {True: "mapped by fabric handles", False: "reached over the network"}
+                raise TransportError(
+                    f"nvlink: rank {rank} of another host: expected its memory to be {words[self._boxes is None]} as "
+                    f"that of this rank, got {words[theirs is None]}; GPUs of one group must be of one kind"
+                )
+            if theirs is not None:
+                self.boxed[rank] = theirs
+        if self.boxed:
+            names = [host.name for host in hosts]
+            self.hosts = tuple(map(names.index, names))
 
     def _import_remote(self, rank: int, ticket: bytes) -> Any:
         """The mapped region of a rank of another host, by what its ticket says alone."""
@@ -221,4 +264,5 @@ class Domain:
     def forsake(self) -> None:
         """In a forked child: close its copies of all descriptors."""
         for part in (*self._open, *self.mappings):
-            part.forsake()
+            if part is not None:
+                part.forsake()

@@ -4,7 +4,7 @@ processes nor on how regions are mapped (`transport`), so that tests can run man
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,12 +130,16 @@ class LaunchEngine:
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self._dispatch = {
-            mode: Operation(self._dispatch_variant(mode), plan.dispatch_launch(config, self.sizes, mode, num_sms))
+            mode: Operation(
+                self._dispatch_variant(mode),
+                plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), num_sms),
+            )
             for mode in modes
         }
         self._combine = {
             mode: Operation(
-                self._combine_variant(mode), plan.combine_launch(config, self.sizes, mode, num_sms, block_bytes)
+                self._combine_variant(mode),
+                plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), num_sms, block_bytes),
             )
             for mode in modes
         }
@@ -220,25 +224,29 @@ class LaunchEngine:
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         chosen = (*self._dispatch.values(), *self._combine.values())
-        return {each.variant: each.launch for each in chosen} | {jit.Variant("barrier"): plan.Launch(1, 0, 0, 0)}
+        barrier = self._of_group(jit.Variant("barrier"))
+        return {each.variant: each.launch for each in chosen} | {barrier: plan.Launch(1, 0, 0, 0)}
+
+    def _of_group(self, variant: jit.Variant) -> jit.Variant:
+        return replace(variant, network=self._config.network is not None)
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
-        return jit.dispatch_variant(mode.value, plan.LAYOUTS[c.resolved_layout], quantized)
+        name = plan.algorithm(c, mode).value
+        return self._of_group(jit.dispatch_variant(name, plan.LAYOUTS[c.resolved_layout], quantized))
 
     def _combine_variant(self, mode: Mode) -> jit.Variant:
         c = self._config
         kind = 2 if c.exact_combine else 0 if c.resolved_layout.per_expert else 1
-        return jit.combine_variant(
-            mode.value, kind, plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
-        )
+        output, moved = plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
+        return self._of_group(jit.combine_variant(plan.algorithm(c, mode).value, kind, output, moved))
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
         """A barrier of all ranks; with an epoch > 0, leave out the inactive ranks instead: the active ones continue in
         that epoch."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
-        return Call(jit.Variant("barrier"), plan.Launch(1, 0, 0, 0), args)
+        return Call(self._of_group(jit.Variant("barrier")), plan.Launch(1, 0, 0, 0), args)
 
     # Dispatch.
 
@@ -326,8 +334,9 @@ class LaunchEngine:
         y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
         at, routing, carried = self._state_map, state.routing.address, state.carried.address
         operation = self._combine[handle.mode]
+        is_ht = plan.algorithm(self._config, handle.mode) is Mode.HT
         record = operation.records.record(
-            (handle.num_tokens, slot, args.apply_weights, handle.mode is Mode.HT, self._positional),
+            (handle.num_tokens, slot, args.apply_weights, is_ht, self._positional),
             (
                 op.data_ptr(), state.routing_id.address, y.data_ptr(), pointer(args.row_weights),
                 routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,

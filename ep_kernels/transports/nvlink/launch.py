@@ -10,7 +10,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char_p, c_int, c_uint32, c_void_p
+from ctypes import addressof, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.errors import TransportError
@@ -45,6 +45,13 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
 }
+BOXES: dict[str, Signature] = {
+    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p)),
+    "cd_boxes_handler": (c_void_p, ()),
+    "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "cd_boxes_free": (None, (c_void_p,)),
+}
+"""Of native/box_words.cpp, which needs no driver."""
 
 
 @functools.cache
@@ -65,6 +72,12 @@ def fence(library: Native = _LIBRARY) -> Callable[[], None]:
     would not keep them in order. Needs no driver. Raises TransportError."""
     call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
     return call
+
+
+@functools.cache
+def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
+    """The library, for what the network brings. Raises TransportError."""
+    return load_library("nvlink", library, BOXES)
 
 
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:

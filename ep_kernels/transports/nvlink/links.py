@@ -32,10 +32,12 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: ranks of equal names reach each other's processes and hand descriptors over; `own_host`.
         network: how ranks of other hosts reach it; None = they do not.
+        boxes: the same for what its kernels send; None = ranks of other hosts map its region.
     """
 
     name: str
     network: NetworkTicket | None = None
+    boxes: NetworkTicket | None = None
 
 
 def own_host() -> str:
@@ -62,8 +64,8 @@ def pci_number(domain: int, bus: int, device: int) -> int:
 def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
     """Refuse LL (TransportError) where GPUs are not joined by NVLink. Of this host's: NVML tells nothing of others, and
     regions of other hosts are mapped by fabric handles, which only NVLink has."""
-    if config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
-        own = host_of(tickets[config.group.rank]).name
+    own, boxed = host_of(tickets[config.group.rank]).name, host_of(tickets[config.group.rank]).boxes is not None
+    if boxed or config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
         hosts = [host_of(ticket).name for ticket in tickets]
         places = [
             TICKET.unpack_from(ticket)[3] if host == own else None for ticket, host in zip(tickets, hosts, strict=True)

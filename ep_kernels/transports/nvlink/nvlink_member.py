@@ -22,8 +22,9 @@ from ep_kernels.transports.nvlink.engine import BOTH, Call
 from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.rank_tables import RankTables
+from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.streams import StreamOrder
-from ep_kernels.types import LatencySample
+from ep_kernels.types import LatencySample, PeerTraffic
 
 _kept: list[Any] = []
 """What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
@@ -50,6 +51,7 @@ class NvlinkMember:
 
     _tables: RankTables
     _domain: Domain
+    _remote: RemoteRanks | None = None
 
     def __init__(self, config: Any, abi: str) -> None:
         self._config, self._abi = config, abi
@@ -107,7 +109,8 @@ class NvlinkMember:
         """The region with bytes [begin, end) of each `blank` zero; the ticket."""
         network = getattr(self._config, "network", None)  # collectives have none
         self._domain = Domain(self._config.group, self._config.timeout_s, self._abi, self._tables.host, network)
-        ticket = self._domain.allocate(num_bytes, self._device, cure)
+        boxes = None if self._remote is None else self._remote.ticket()
+        ticket = self._domain.allocate(num_bytes, self._device, cure, boxes)
         for begin, end in blank:
             self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
@@ -116,6 +119,10 @@ class NvlinkMember:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.MemberTransport`."""
         self._domain.import_regions(tickets)
+        self.domains = self._domain.hosts
+        if self._remote is not None:
+            self._remote.connect(self._domain.boxed, self._config.timeout_s)
+            self._tables.set_network(self._remote.record())
         self._attach()
 
     def drain(self) -> None:
@@ -123,6 +130,8 @@ class NvlinkMember:
         if hasattr(self, "_domain") and not torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
                 torch.cuda.synchronize(self._device)
+            if self._remote is not None:
+                self._remote.settle(self._config.timeout_s)
 
     def close(self) -> None:
         """See `base.MemberTransport`. Kernels that still wait are told to stop; peers keep their own mappings of this
@@ -139,8 +148,11 @@ class NvlinkMember:
                 if self._captured:
                     self._tables.stop()
                     torch.cuda.synchronize(self._device)
-                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs()))
+                    words = None if self._remote is None else self._remote.words
+                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs(), words))
             self._detach()
+            if self._remote is not None:
+                self._remote.close()
             self._domain.close()
             self._domain.free_returned()
 
@@ -148,6 +160,8 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         if hasattr(self, "_domain"):
             self._domain.forsake()
+        if self._remote is not None:
+            self._remote.forsake()
 
     # Operations.
 
@@ -214,9 +228,14 @@ class NvlinkMember:
         with tables.host.interrupted():
             torch.cuda.synchronize(self._device)
         self._settle_copies()
+        if self._remote is not None:
+            self._remote.settle(self._config.timeout_s, mask)
         answers = mailbox.agree(mask, epoch, self._sequence(), self._config.timeout_s)
         dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
         tables.restart(dispatch, combine, barrier)
+        if self._remote is not None:
+            self._remote.go_on(mask, epoch, self._config.timeout_s)
+            self._remote.restart(dispatch, combine, barrier)
         self._restart(dispatch, combine, mask)
         self._epoch = epoch
         self._leave_out(mask, epoch)
@@ -250,9 +269,9 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         return self._tables.samples()
 
-    def traffic(self) -> list[Any]:
-        """See `base.MemberTransport`. A group stays in one NVLink domain."""
-        return []
+    def traffic(self) -> list[PeerTraffic]:
+        """See `base.MemberTransport`. What kernels send; nothing in one NVLink domain."""
+        return [] if self._remote is None else self._remote.peers()
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `base.MemberTransport`."""

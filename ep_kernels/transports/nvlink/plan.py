@@ -139,8 +139,8 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
         capacity_rows=capacity_rows,
-        ll=c.mode is not Mode.HT,
-        ht=c.mode is not Mode.LL,
+        ll=algorithm(c, c.mode) is not Mode.HT,
+        ht=c.mode is not Mode.LL and c.network is None,
         row_packets=_row_packets(c, row_bytes, scale_bytes),
         metadata_lines=-(-c.topk // abi.LINE_ENTRIES),
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
@@ -148,14 +148,19 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         weight_lines=-(-c.topk // abi.LINE_INTS),
         num_partials=c.topk if c.exact_combine else ranks,
         combine_row_bytes=combine_stages(c).combine_row_bytes,
-        dispatch_slots=c.max_in_flight + (c.mode is not Mode.HT),
+        dispatch_slots=c.max_in_flight + (algorithm(c, c.mode) is not Mode.HT),
         combine_slots=c.max_in_flight + 1,
     )
 
 
+def algorithm(c: MoEConfig, mode: Mode) -> Mode:
+    """Whose kernels run a mode: over a network LL's run HT, too, with lines for every token. Bits are the same."""
+    return Mode.LL if c.network is not None else mode
+
+
 def ll_tokens(c: MoEConfig) -> int:
     """Most tokens per rank of a step that runs LL; at least 1, so that no table is empty."""
-    if c.mode is not Mode.AUTO:
+    if c.mode is not Mode.AUTO or c.network is not None:
         return c.max_tokens_per_rank
     crossover = LL_MAX_TOKENS[c.resolved_layout] if c.ll_max_tokens is None else c.ll_max_tokens
     return max(1, min(crossover, c.max_tokens_per_rank))

@@ -55,6 +55,11 @@ class RankTables:
         """Base address of every rank's region, as this process maps it."""
         self.world.peers[: len(addresses)] = list(addresses)
 
+    def set_network(self, record: Any) -> None:
+        """How ranks of other hosts are reached: an `abi.Network`."""
+        words = torch.frombuffer(bytearray(bytes(record)), dtype=torch.int64)
+        self.state[_WORD["network"] :].copy_(words)
+
     def set_active(self, mask: Sequence[bool]) -> None:
         """Wait no more for ranks whose mask is False. In place: graphs captured before go on."""
         self._active.copy_(torch.tensor([int(m) for m in mask], dtype=torch.uint8))
@@ -90,6 +95,7 @@ class RankTables:
         words[_WORD["dispatch_seq"]] = words[_WORD["counted_dispatch_seq"]] = dispatch  # see Engine.restart_flags
         words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
+        words[_WORD["network"] :] = self.state[_WORD["network"] :]
         self.state.copy_(words)
         self._ring.skip()
         self.host.clear()

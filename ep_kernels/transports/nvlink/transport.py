@@ -17,11 +17,13 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import links, plan
+from ep_kernels.transports.nvlink import links, plan, remote
+from ep_kernels.transports.nvlink.domain import needs_boxes
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
+from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.routing_state import DispatchState, restored
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
@@ -38,7 +40,8 @@ def create(config: MoEConfig) -> NvlinkTransport:
 
 
 class NvlinkTransport(NvlinkMember):
-    """Ranks on the GPUs of one NVLink domain, one process each. The device is torch's current one at `allocate`."""
+    """Ranks on GPUs, one process each: those of one NVLink domain map each other's memory, the others are reached over
+    a network. The device is torch's current one at `allocate`."""
 
     def __init__(self, config: MoEConfig) -> None:
         # AUTO's crossover sizes its buffers
@@ -62,10 +65,15 @@ class NvlinkTransport(NvlinkMember):
         self._enter_device()
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
-        self._engine = LaunchEngine(
-            self._config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes
-        )
+        network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
+        if boxed:
+            remote.check(self._config)
+        config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
+        self._engine = LaunchEngine(config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
         self._tables = self._engine.tables
+        if boxed:
+            group, shape = self._config.group, self._engine.sizes.shape
+            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host)
         self._load(self._engine.variants())
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 

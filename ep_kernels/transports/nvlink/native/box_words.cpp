@@ -1,0 +1,113 @@
+// What the network brings a rank on a GPU: words in pinned memory that its kernels wait for (kernels/common/push.cuh).
+//
+// An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq
+// and of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
+// bytes of a part in the inbox before it calls.
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "ring.hpp"
+
+#define CD_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// FLAGS of kernels/abi.py.
+constexpr uint32_t kStarted = 0, kPayload = 2, kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
+constexpr int kFlags = 9;
+constexpr int kSeqBits = 18, kPartBits = 10;
+constexpr uint64_t kDead = 1;
+constexpr uint64_t kWindow = 128;  // operations that one rank may be ahead of another: more than there are slots
+
+struct Count {
+  uint16_t come, of;
+};
+
+struct Words {
+  pthread_mutex_t mutex;
+  int ranks;
+  std::atomic<uint64_t>* words;  // [kFlags, ranks]
+  std::atomic<uint64_t>* gone;   // [ranks] World.gone
+  Count counts[kFlags][cd::kNetRanks][kWindow];
+
+  std::atomic<uint64_t>& at(uint32_t flag, int rank) {
+    return words[uint64_t(flag) * uint64_t(ranks) + uint64_t(rank)];
+  }
+};
+
+void arrived(Words& w, int rank, uint32_t imm) {
+  const uint32_t flag = imm >> 28, low = imm & ((1u << kSeqBits) - 1);
+  const uint32_t parts = (imm >> kSeqBits & ((1u << kPartBits) - 1)) + 1;
+  if (flag >= kFlags || flag == kLeftOut) return;
+  std::atomic<uint64_t>& word = w.at(flag, rank);
+  uint64_t now = word.load(std::memory_order_relaxed);
+  const int64_t ahead = int32_t((low - uint32_t(now)) << (32 - kSeqBits)) >> (32 - kSeqBits);
+  if (ahead <= 0) return;
+  if (flag != kPayload && flag != kCombine) return word.store(now + uint64_t(ahead), std::memory_order_release);
+  if (uint64_t(ahead) >= kWindow) return;
+  Count* counts = w.counts[flag][rank];
+  Count& count = counts[(now + uint64_t(ahead)) % kWindow];
+  ++count.come;
+  count.of = uint16_t(parts);
+  for (Count* next; next = &counts[(now + 1) % kWindow], next->of && next->come == next->of; ++now) *next = {};
+  word.store(now, std::memory_order_release);
+}
+
+void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value) {
+  Words& w = *static_cast<Words*>(context);
+  pthread_mutex_lock(&w.mutex);
+  switch (event) {
+    case cd::NetEvent::arrived:
+      arrived(w, rank, uint32_t(value));
+      break;
+    case cd::NetEvent::down:
+      w.gone[rank].store(kDead, std::memory_order_release);
+      break;
+    case cd::NetEvent::up: {
+      uint64_t dead = kDead;
+      w.gone[rank].compare_exchange_strong(dead, 0);
+      break;
+    }
+    case cd::NetEvent::left_out:
+      w.at(kLeftOut, rank).store(value, std::memory_order_release);
+      break;
+  }
+  pthread_mutex_unlock(&w.mutex);
+}
+
+}  // namespace
+
+// words [FLAGS, ranks], gone [ranks]: pinned. Null: memory is short.
+CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* gone) {
+  void* memory = calloc(1, sizeof(Words));
+  if (!memory) return nullptr;
+  auto* w = new (memory) Words;
+  w->mutex = PTHREAD_MUTEX_INITIALIZER;
+  w->ranks = ranks;
+  w->words = reinterpret_cast<std::atomic<uint64_t>*>(words);
+  w->gone = reinterpret_cast<std::atomic<uint64_t>*>(gone);
+  return w;
+}
+CD_API cd::NetHandler cd_boxes_handler() { return &on_network; }
+// All ranks go on from these numbers: what has come of other operations counts no more.
+CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint64_t barrier) {
+  pthread_mutex_lock(&w->mutex);
+  for (int rank = 0; rank < w->ranks; ++rank) {
+    const auto set = [&](uint32_t flag, uint64_t seq) { w->at(flag, rank).store(seq, std::memory_order_release); };
+    set(kStarted, dispatch);
+    set(kPayload, dispatch);
+    set(kCombineStarted, combine);
+    set(kCombine, combine);
+    set(kBarrier, barrier);
+    set(kLeftOut, 0);
+    for (auto& counts : w->counts) {
+      for (Count& count : counts[rank]) count = {};
+    }
+  }
+  pthread_mutex_unlock(&w->mutex);
+}
+CD_API void cd_boxes_free(Words* w) { free(w); }

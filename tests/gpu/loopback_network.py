@@ -1,0 +1,168 @@
+"""Ranks of one process that believe to be on several hosts: real proxies and TCP between their kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ep_kernels.errors import HandleError, PeerTimeout, TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.transports.nvlink.engine import SEND
+from ep_kernels.types import Layout, Mode
+from tests.cases import RoutingCase, draw_seed
+from tests.gpu import loopback_left_out
+from tests.gpu.loopback import Loopback, Machine
+from tests.gpu.loopback_check import check, combine_of
+
+TCP = NetworkConfig(listen="127.0.0.1:0", advertise="127.0.0.1")
+SHUFFLED = NetworkConfig(listen="127.0.0.1:0", advertise="127.0.0.1", provider="shuffle(tcp)", lanes=2)
+Join = Callable[..., Loopback]
+
+
+class Joined:
+    """Makes loop-back groups over the network, and parts them at the end."""
+
+    def __init__(self, machine: Machine | None = None, blocks: int | None = None) -> None:
+        self._machine, self._blocks = machine, blocks
+        self._made: list[Loopback] = []
+
+    def __call__(self, case: RoutingCase, nodes: int = 2, blocks: int | None = None, **fields: Any) -> Loopback:
+        fields = {"network": TCP, "timeout_s": 20.0, **fields}
+        made = Loopback(
+            lambda group: case.config(group, **fields), case.num_ranks, blocks or self._blocks, self._machine, nodes
+        )
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        for loop in self._made:
+            loop.close()
+
+
+def four(layout: Layout, mode: Mode, join: Join, **fields: Any) -> tuple[Loopback, RoutingCase]:
+    """Two hosts of two ranks."""
+    case = RoutingCase(9, 3, 272, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
+    return join(case, mode=mode, layout=layout, **fields), case
+
+
+def handles_are_used_again(layout: Layout, mode: Mode, join: Join) -> None:
+    loop, case = four(layout, mode, join)
+    handles = check(loop, case, mode)
+    check(loop, replace(case, seed=draw_seed()), mode)
+    check(loop, case, mode, again=replace(case, seed=draw_seed()), previous=handles)
+    check(loop, case, mode, backward=True)
+
+
+def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join) -> None:
+    """Ranks of both hosts hear who brought what, and the group goes on."""
+    loop, case = four(layout, mode, join)
+    mine, theirs = check(loop, case, mode), check(loop, replace(case, seed=draw_seed()), mode)
+    xs = [case.x(r, torch.bfloat16) for r in range(loop.size)]
+    ids, weights = [case.topk_ids(r) for r in range(loop.size)], [case.topk_weights(r) for r in range(loop.size)]
+    loop.launch([s.call for s in loop.begin(xs, ids, weights, mode, previous=[*mine[:-1], theirs[-1]])])
+    _hear(loop, "dispatch")
+    loop.launch(combine_of(loop, [*mine[:-1], theirs[-1]]))
+    _hear(loop, "combine")
+    check(loop, case, mode)
+
+
+def _hear(loop: Loopback, op: str) -> None:
+    last = loop.size - 1
+    for rank, engine in enumerate(loop.engines):
+        assert engine.tables.host.fault() is None
+        said = engine.tables.host.finding()
+        assert isinstance(said, HandleError), rank
+        assert str(said).startswith(f"{op}: this rank brought the routing of dispatch ")
+        assert f", rank {0 if rank == last else last} that of dispatch " in str(said)
+
+
+def silence_is_named(op: str, join: Join) -> None:
+    """Rank 3, of the other host, does not come; those who wait for it say so, and all go on together later."""
+    mode, patience_s = Mode.LL, 0.3
+    loop, case = four(Layout.RANK_MAJOR, mode, join, timeout_s=patience_s, max_in_flight=1)
+    handles = check(loop, case, mode)
+    xs = [case.x(r, torch.bfloat16) for r in range(4)]
+    ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]
+    if op == "dispatch":
+        loop.launch([s.call for s in loop.begin(xs, ids, weights, mode)][:3])
+    elif op == "combine":
+        loop.launch(combine_of(loop, handles)[:3])
+    elif op == "barrier":
+        loop.launch([engine.barrier() for engine in loop.engines][:3])
+    else:
+        for _ in range(3):
+            loop.launch([s.call for s in loop.begin(xs, ids, weights, mode)][:3], SEND)
+    found = loop.engines[0].tables.host.fault()
+    assert isinstance(found, PeerTimeout), found
+    phase = {"dispatch": "counts", "combine": "payload", "barrier": "barrier", "credit": "credit"}[op]
+    assert (found.peer, found.phase, found.gone) == (3, phase, False)
+    assert found.waited_s >= patience_s
+    loop.preset(50)
+    check(loop, replace(case, seed=draw_seed()), mode)
+
+
+def ends_of_a_connection(join: Join) -> None:
+    """A rank whose connections end counts as dead; one that leaves this rank out says in which epoch it goes on."""
+    for way in ("gone", "left out"):
+        loop, case = four(Layout.RANK_MAJOR, Mode.LL, join, timeout_s=60.0)
+        check(loop, case, Mode.LL)
+        if way == "gone":  # a word that no version knows, and the end: as when the process is killed
+            loop.remotes[3].channel.leave(0, 0)
+        else:
+            loop.remotes[3].channel.leave(0, 7)
+        words, host = loop.remotes[0].words, loop.engines[0].tables.host
+        until = time.monotonic() + 20.0
+        while not (host.is_gone(3) or words[6, 3]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        xs = [case.x(r, torch.bfloat16) for r in range(4)]
+        ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]
+        loop.launch([s.call for s in loop.begin(xs, ids, weights, Mode.LL)][:1])
+        found = host.fault()
+        if way == "gone":
+            assert isinstance(found, PeerTimeout)
+            assert found.gone
+        else:
+            assert type(found) is TransportError
+            assert str(found) == "dispatch: rank 3 has gone on in epoch 7 without this rank"
+
+
+def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
+    """Rank 0 is given up before an operation, and launches it when the others, of both hosts, have gone on: nothing of
+    it reaches them."""
+    loop, case = loopback_left_out.three(layout, Mode.LL, machine, 2, network=TCP)
+    try:
+        if op == "dispatch":
+            loopback_left_out.wakes_in_a_dispatch(loop, case, Mode.LL, 4)
+        else:
+            loopback_left_out.wakes_in_a_combine(loop, case, Mode.LL)
+    finally:
+        loop.close()
+
+
+def bytes_are_those_of_theory(join: Join) -> None:
+    """Each row goes once to each rank of the other host that holds an expert of its token, each partial back; counts,
+    metadata and routing beside them."""
+    loop, case = four(Layout.RANK_MAJOR, Mode.LL, join)
+    before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]
+    check(loop, case, Mode.LL)
+    shape, stride = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.stride
+    rows = [[0] * 4 for _ in range(4)]  # of source, at rank
+    for source in range(4):
+        for ids in case.topk_ids(source).tolist():
+            for rank in {loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0}:
+                rows[source][rank] += 1
+    assert stride
+    for rank, remote in enumerate(loop.remotes):
+        traffic = {t.peer: t for t in remote.peers()}
+        for peer in remote.ranks:
+            out, home = rows[rank][peer], rows[peer][rank]
+            sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
+            row = shape.row_packets * 1024 + shape.metadata_lines * 128
+            assert sent == 16 + out * row + 16 + home * shape.combine_packets * 1024
+            messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
+            assert messages == 1 + 1 + 2 * (out > 0) + 1 + 1 + (home > 0)

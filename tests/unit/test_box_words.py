@@ -1,0 +1,132 @@
+"""What the network brings a rank on a GPU (transports/nvlink/native/box_words.cpp): words grow when all parts of an
+operation are here, whatever order they come in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from ctypes import CFUNCTYPE, c_int32, c_uint64, c_void_p
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels.errors import ConfigError
+from ep_kernels.kernels import abi
+from ep_kernels.network import NetworkConfig
+from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink.remote import check, stripe_of
+from ep_kernels.types import CombineOrder, Layout, Mode
+from tests.cases import RoutingCase
+from tests.gpu.loopback_group import LoopGroup
+
+RANKS = 3
+ARRIVED, DOWN, LEFT_OUT, UP = range(4)
+PAYLOAD, COMBINE, STARTED = (abi.FLAGS.index(name) for name in ("PAYLOAD", "COMBINE", "STARTED"))
+
+
+class Box:
+    """The native half, called as the proxy calls it."""
+
+    def __init__(self) -> None:
+        self.words = torch.zeros(len(abi.FLAGS), RANKS, dtype=torch.int64)
+        self.gone = torch.zeros(RANKS, dtype=torch.int64)
+        self.lib = launch.boxes()
+        self.pointer = self.lib.cd_boxes_new(RANKS, self.words.data_ptr(), self.gone.data_ptr())
+        prototype = CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_uint64)
+        self._handler: Callable[..., None] = prototype(self.lib.cd_boxes_handler())
+
+    def tell(self, rank: int, event: int, value: int) -> None:
+        self._handler(self.pointer, rank, event, value)
+
+    def part(self, rank: int, flag: int, seq: int, parts: int = 1) -> None:
+        """One of so many messages of an operation: as `net::immediate` of push.cuh has it."""
+        self.tell(rank, ARRIVED, flag << 28 | (parts - 1) << abi.SEQ_BITS | seq % (1 << abi.SEQ_BITS))
+
+    def word(self, rank: int, flag: int) -> int:
+        return int(self.words[flag, rank])
+
+
+@pytest.fixture
+def box() -> Iterator[Box]:
+    made = Box()
+    yield made
+    made.lib.cd_boxes_free(made.pointer)
+
+
+@pytest.mark.parametrize("start", [0, (1 << abi.SEQ_BITS) - 5, (1 << 40) - 3])
+@pytest.mark.parametrize("flag", [PAYLOAD, COMBINE])
+def test_parts_in_any_order(flag: int, start: int, box: Box) -> None:
+    """Messages of ten operations of one to 300 parts, shuffled; the low bits of seq wrap on the way."""
+    box.lib.cd_boxes_restart(box.pointer, start, start, start)
+    sizes = {start + n: random.choice((1, 2, 5, 300)) for n in range(1, 11)}
+    messages = [seq for seq, parts in sizes.items() for _ in range(parts)]
+    random.shuffle(messages)
+    left = dict(sizes)
+    for seq in messages:
+        box.part(1, flag, seq, sizes[seq])
+        left[seq] -= 1
+        whole = next((s - 1 for s in sizes if left[s]), start + 10)
+        assert box.word(1, flag) == whole
+    assert box.word(0, flag) == start, "other sources are not touched"
+
+
+def test_a_word_without_parts_only_grows(box: Box) -> None:
+    for seq, want in ((3, 3), (2, 3), (3, 3), (9, 9)):
+        box.part(2, STARTED, seq)
+        assert box.word(2, STARTED) == want
+
+
+def test_what_belongs_to_an_earlier_epoch_counts_no_more(box: Box) -> None:
+    box.part(1, PAYLOAD, 1, 2)
+    box.lib.cd_boxes_restart(box.pointer, 7, 5, 2)
+    assert [box.word(1, flag) for flag in (STARTED, PAYLOAD, COMBINE)] == [7, 7, 5]
+    box.part(1, PAYLOAD, 1, 2)
+    box.part(1, PAYLOAD, 8, 2)
+    assert box.word(1, PAYLOAD) == 7
+    box.part(1, PAYLOAD, 8, 2)
+    assert box.word(1, PAYLOAD) == 8
+
+
+def test_flags_that_no_version_sends(box: Box) -> None:
+    before = box.words.clone()
+    for flag in (abi.FLAGS.index("LEFT_OUT"), len(abi.FLAGS), 15):
+        box.part(0, flag, 3)
+    assert torch.equal(box.words, before)
+
+
+def test_life_of_a_rank(box: Box) -> None:
+    """A rank is dead when its connections end, and not any more when they are made again; given up stays given up."""
+    box.tell(1, DOWN, 104)
+    assert box.gone.tolist() == [0, abi.DEAD, 0]
+    box.tell(1, UP, 0)
+    assert box.gone.tolist() == [0, 0, 0]
+    box.gone[1] = abi.GIVEN_UP
+    box.tell(1, UP, 0)
+    assert box.gone.tolist() == [0, abi.GIVEN_UP, 0]
+    box.tell(2, LEFT_OUT, 12)
+    assert box.word(2, abi.FLAGS.index("LEFT_OUT")) == 12
+
+
+@pytest.mark.parametrize("box_bytes", [4096, 1 << 26, 3 << 30, 1 << 36])
+def test_an_operation_has_few_enough_parts(box_bytes: int) -> None:
+    """Whatever lies in a box, with several lanes; one lane needs no stripes but those of a descriptor's size."""
+    assert box_bytes / stripe_of(box_bytes, 4) + 4 < abi.MAX_PARTS
+    assert stripe_of(box_bytes, 1) < 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("exact_combine", {"exact_combine": True}),
+        ("combine_order", {"combine_order": CombineOrder.DOMAIN}),
+        ("network.provider", {"network": NetworkConfig(provider="verbs")}),
+        ("network.provider", {"network": NetworkConfig(provider="shuffle(libfabric)")}),
+    ],
+)
+def test_what_gpus_cannot_do_over_a_network_is_refused_by_name(field: str, value: dict[str, Any]) -> None:
+    case = RoutingCase(4, 2, 64, (3, 3), max_tokens=3)
+    fields = {"network": NetworkConfig(), "layout": Layout.EXPERT_MAJOR} | value
+    with pytest.raises(ConfigError, match=field):
+        check(case.config(LoopGroup(0, 2), mode=Mode.LL, **fields))
+    check(case.config(LoopGroup(0, 2), mode=Mode.LL, network=NetworkConfig(provider="shuffle(tcp)")))

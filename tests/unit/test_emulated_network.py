@@ -1,0 +1,96 @@
+"""Kernels whose ranks are on two hosts, run on the CPU, with the real proxy and TCP between them, against the
+reference."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from ep_kernels import jit
+from ep_kernels.network import NetworkConfig
+from ep_kernels.types import Layout, Mode
+from tests.cases import RoutingCase, draw_seed
+from tests.emulator.build import build, compiler
+from tests.emulator.machine import Emulated, without_driver
+from tests.gpu import loopback_network as network
+from tests.gpu.loopback_check import check
+from tests.gpu.loopback_network import SHUFFLED, TCP, Joined
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
+    pytest.mark.timeout(300),
+]
+LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+SPLIT, BOTH = (1, 2), (3,)
+
+
+@pytest.fixture(autouse=True)
+def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """Compiled side by side, before the clock of any test runs."""
+    wanted = [v for v in jit.network_variants() if _is_wanted(dict(v.constants))]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, (replace(v, loopback=True) for v in wanted)))
+
+
+def _is_wanted(of: dict[str, str]) -> bool:
+    plain = of.get("X", "u8") == "u8" and (of.get("Y", "bf16"), of.get("C", "bf16")) == ("bf16", "bf16")
+    return plain and of.get("LAYOUT", "0") in ("0", "2")
+
+
+@pytest.fixture
+def join() -> Iterator[Joined]:
+    joined = Joined(Emulated(), 2)
+    yield joined
+    joined.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("provider", [TCP, SHUFFLED], ids=["tcp", "shuffled"])
+def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joined) -> None:
+    """Uneven tokens, none, one without experts; several packets in a row; launches in halves, in HT's name."""
+    case = RoutingCase(9, 3, 520, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
+    check(loop, case, Mode.LL)
+    check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+
+
+def test_hosts_of_unlike_size(join: Joined) -> None:
+    case = RoutingCase(7, 3, 64, (4, 1, 3), "one_expert", draw_seed(), max_tokens=4)
+    loop = join(case, mode=Mode.LL, layout=Layout.RANK_MAJOR)
+    check(loop, case, Mode.LL)
+
+
+def test_handles_are_used_again(join: Joined) -> None:
+    network.handles_are_used_again(Layout.EXPERT_MAJOR, Mode.LL, join)
+
+
+def test_different_routings_break_nothing(join: Joined) -> None:
+    network.different_routings_break_nothing(Layout.RANK_MAJOR, Mode.LL, join)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
+def test_silence_is_named(op: str, join: Joined) -> None:
+    network.silence_is_named(op, join)
+
+
+def test_ends_of_a_connection(join: Joined) -> None:
+    network.ends_of_a_connection(join)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_rank_wakes(op: str) -> None:
+    network.a_rank_wakes(op, Layout.RANK_MAJOR, Emulated())
+
+
+def test_bytes_are_those_of_theory(join: Joined) -> None:
+    network.bytes_are_those_of_theory(join)
