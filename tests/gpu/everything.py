@@ -67,6 +67,7 @@ LOOPBACK = (
     "tests/gpu/test_loopback_left_out.py",
     "tests/gpu/test_loopback_collectives.py",
     "tests/gpu/test_loopback_copies.py",
+    "tests/gpu/test_loopback_network.py",
     "tests/unit?",
 )
 COLLECTIVES = (
