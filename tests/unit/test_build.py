@@ -97,11 +97,11 @@ def test_a_library_depends_on_the_headers_that_it_includes(tmp_path: Path) -> No
             file.write("\n")
         return {name for name, half in halves.items() if half.build_id() != before[name]}
 
-    assert changed_by("ring.hpp") == {"cpu"}
+    assert changed_by("ring.hpp") == {"cpu", "nvlink"}
     assert changed_by("proxy.hpp") == set()
     text = (tmp_path / "network" / "ring.hpp").read_text()
     (tmp_path / "network" / "ring.hpp").write_text(f'#include "proxy.hpp"\n{text}')
-    assert changed_by("proxy.hpp") == {"cpu"}
+    assert changed_by("proxy.hpp") == {"cpu", "nvlink"}
 
 
 def test_every_transport_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
