@@ -124,11 +124,11 @@ def test_blocks_of_an_sm(arch: str, registers: int, shared: int, blocks: int) ->
 
 
 def configs() -> list[MoEConfig]:
-    """Every legal combination of what chooses a kernel."""
+    """Every legal combination of what chooses a kernel; those of AG are the collectives'."""
     found = []
     floats = (torch.bfloat16, torch.float16, torch.float32)
     choices = itertools.product(
-        Mode, Layout, (*floats, torch.uint8), (False, True), (None, *floats), (None, *floats, torch.float8_e4m3fn),
+        (Mode.LL, Mode.HT, Mode.AUTO), Layout, (*floats, torch.uint8), (False, True), (None, *floats), (None, *floats, torch.float8_e4m3fn),
         (False, True),
     )  # fmt: skip
     for mode, layout, dtype, quantize, output, moved, exact in choices:

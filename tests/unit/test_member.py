@@ -26,7 +26,7 @@ class Scripted:
         self.aborted = threading.Event()
         self.busy = False
 
-    def check(self) -> None:
+    def check(self, op: str = "check") -> None:
         if self.fault is not None:
             raise self.fault
 
