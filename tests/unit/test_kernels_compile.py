@@ -128,8 +128,8 @@ def configs() -> list[MoEConfig]:
     found = []
     floats = (torch.bfloat16, torch.float16, torch.float32)
     choices = itertools.product(
-        (Mode.LL, Mode.HT, Mode.AUTO), Layout, (*floats, torch.uint8), (False, True), (None, *floats), (None, *floats, torch.float8_e4m3fn),
-        (False, True),
+        (Mode.LL, Mode.HT, Mode.AUTO), Layout, (*floats, torch.uint8), (False, True), (None, *floats),
+        (None, *floats, torch.float8_e4m3fn), (False, True),
     )  # fmt: skip
     for mode, layout, dtype, quantize, output, moved, exact in choices:
         try:

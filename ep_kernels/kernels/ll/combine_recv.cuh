@@ -147,7 +147,15 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
     if (!__all_sync(~0u, ready)) {
       if (!ready) waited_for = missing;
       if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, missing,
-                           [&] { return *status != kOk || poll(); }) ||
+#if NETWORK  // lanes may see different statuses, and all of them ask together what has arrived
+                           [&] {
+                             const bool polled = poll();
+                             return polled || *status != kOk;
+                           }
+#else
+                           [&] { return *status != kOk || poll(); }
+#endif
+                           ) ||
           __any_sync(~0u, *status != kOk))
         return false;
       if (waited_for >= 0 && waited_for != world.rank) note_wait(waits, waited_for, ptx::now_ns() - start);
