@@ -120,13 +120,12 @@ def test_an_operation_has_few_enough_parts(box_bytes: int) -> None:
     [
         ("exact_combine", {"exact_combine": True}),
         ("combine_order", {"combine_order": CombineOrder.DOMAIN}),
-        ("network.provider", {"network": NetworkConfig(provider="verbs")}),
-        ("network.provider", {"network": NetworkConfig(provider="shuffle(libfabric)")}),
     ],
 )
 def test_what_gpus_cannot_do_over_a_network_is_refused_by_name(field: str, value: dict[str, Any]) -> None:
     case = RoutingCase(4, 2, 64, (3, 3), max_tokens=3)
-    fields = {"network": NetworkConfig(), "layout": Layout.EXPERT_MAJOR} | value
+    layout = Layout.EXPERT_MAJOR
+    fields = {"network": NetworkConfig(), "layout": layout} | value
     with pytest.raises(ConfigError, match=field):
         check(case.config(LoopGroup(0, 2), mode=Mode.LL, **fields))
-    check(case.config(LoopGroup(0, 2), mode=Mode.LL, network=NetworkConfig(provider="shuffle(tcp)")))
+    check(case.config(LoopGroup(0, 2), mode=Mode.LL, network=NetworkConfig(provider="shuffle(tcp)"), layout=layout))

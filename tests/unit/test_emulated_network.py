@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from ep_kernels import jit
@@ -19,6 +20,7 @@ from tests.emulator.machine import Emulated, without_driver
 from tests.gpu import loopback_network as network
 from tests.gpu.loopback_check import check
 from tests.gpu.loopback_network import SHUFFLED, TCP, Joined
+from tests.unit.test_network_providers import needs_libfabric
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -60,6 +62,15 @@ def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joi
     """Uneven tokens, none, one without experts; several packets in a row; launches in halves, in HT's name."""
     case = RoutingCase(9, 3, 520, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
+    check(loop, case, Mode.LL)
+    check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+
+
+@needs_libfabric
+def test_steps_by_a_provider_that_registers_memory(join: Joined) -> None:
+    network = msgspec.structs.replace(TCP, provider="libfabric(tcp;ofi_rxm)")
+    case = RoutingCase(9, 3, 520, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.AUTO, layout=Layout.EXPERT_MAJOR, network=network)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
 

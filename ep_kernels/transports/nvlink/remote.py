@@ -201,5 +201,3 @@ def check(config: MoEConfig) -> None:
         raise ConfigError("exact_combine", f"False {where}", True)
     if config.combine_order is not CombineOrder.RANK:
         raise ConfigError("combine_order", f"CombineOrder.RANK {where}", config.combine_order)
-    if config.network is not None and config.network.carrier != "tcp":
-        raise ConfigError("network.provider", f"tcp or shuffle(tcp) {where}", config.network.provider)
