@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ep_kernels import bringup
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import Transport
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
@@ -45,7 +47,7 @@ class TraceSite:
         # then contain what mutates it.
         order._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
         return cls(
-            comm=f"crossdock-{owner}",
+            comm=f"crossdock-{owner}-{_digest(config)}",
             owner=owner,
             layout=config.resolved_layout,
             mode=config.mode,
@@ -58,6 +60,13 @@ class TraceSite:
             output_dtype=config.resolved_output_dtype,
             order=order,
         )
+
+
+def _digest(config: MoEConfig) -> str:
+    """Of all that shapes and dtypes follow from. The compiler keeps code on disk by the text of a graph, which has the
+    communicator's name: in another process that number may be one of another configuration."""
+    text = repr((config.group.size, config.group.rank, sorted(bringup.fingerprint(config).items())))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class Communicator(Protocol):
