@@ -18,7 +18,7 @@ from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.config import MoEConfig
 from ep_kernels.gather import gather_memory as memory
-from ep_kernels.gather.gather_member import told
+from ep_kernels.gather.gather_member import operation_errors
 from ep_kernels.gather.gather_routing import GatherState, GatherTables
 from ep_kernels.transports.base import DispatchArgs
 from ep_kernels.transports.collective_base import (
@@ -100,7 +100,7 @@ class GatherEngine:
                 parts.append(GatherPart(memory.flat_bytes(shard), memory.flat_bytes(out), shard.dtype))
         moved = sum(part.x.numel() for part in parts)
         chosen = self._algorithm(CollectiveOp.ALL_GATHER, moved)
-        with told():
+        with operation_errors():
             return self._coll.all_gather(GatherArgs(tuple(parts), chosen, self.config.num_sms, tag))
 
     def _payload(self, args: DispatchArgs, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -171,6 +171,6 @@ class GatherEngine:
     def reduce(self, rows: torch.Tensor, out: torch.Tensor, tag: int) -> PendingCollective:
         """Begin the sum of rows [R, S, ...] of every rank into out [S, ...]."""
         chosen = self._algorithm(CollectiveOp.REDUCE_SCATTER, rows.nbytes)
-        with told():
+        with operation_errors():
             args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.num_sms, tag)
             return self._coll.reduce_scatter(args)

@@ -1,5 +1,5 @@
 """What a transport of `Mode.AG` leaves to the collectives underneath: life, membership, meeting, measurements. Errors
-and latency records are told by the names of dispatch and combine."""
+and latency records have the names of dispatch and combine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def renamed(error: TransportError | HandleError) -> TransportError | HandleError
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def operation_errors() -> Iterator[None]:
     """Errors of collectives leave as those of dispatch and combine."""
     try:
         yield
@@ -66,7 +66,7 @@ class GatherMember:
 
     def check(self, op: str = "check") -> None:
         """See `MemberTransport.check`."""
-        with told():
+        with operation_errors():
             self._coll.check(op)
 
     def failed(self) -> torch.Tensor:
@@ -75,12 +75,12 @@ class GatherMember:
 
     def check_results(self) -> None:
         """See `MemberTransport.check_results`."""
-        with told():
+        with operation_errors():
             self._coll.check_results()
 
     def barrier(self) -> None:
         """See `MemberTransport.barrier`."""
-        with told():
+        with operation_errors():
             self._coll.barrier()
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:

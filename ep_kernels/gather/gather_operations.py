@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ep_kernels.gather.gather_engine import GatherEngine
-from ep_kernels.gather.gather_member import told
+from ep_kernels.gather.gather_member import operation_errors
 from ep_kernels.gather.gather_routing import GatherState
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.collective_base import PendingCollective
@@ -53,7 +53,7 @@ class GatherDispatch:
         """See `base.PendingDispatch`."""
         if self._result is None:
             assert self._pending is not None
-            with told():
+            with operation_errors():
                 self._pending.wait()
             self._engine.lend(self._stream, self._counts, self._packed, self._valid, self._invalid)
             self._result = self._finish()
@@ -121,7 +121,7 @@ class GatherCombine:
         if not self._pending:
             self.send(out)
         if self._result is None:
-            with told():
+            with operation_errors():
                 for pending in self._pending:
                     pending.wait()
             self._engine.lend(self._stream, self._z, self._home)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ep_kernels import reference
+from ep_kernels.errors import HandleError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs
 from ep_kernels.transports.nvlink.engine import Call
@@ -116,3 +117,15 @@ def _whole(loop: Loopback, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     begin = abi.State.items_taken.offset // counters.itemsize
     counters[begin : begin + abi.State.items_taken.size // counters.itemsize] = 0
     return loop.memory[rank].data.clone(), counters
+
+
+def hear(loop: Loopback, op: str) -> None:
+    """Every rank finds that its routing and that of the last rank differ, once."""
+    last = loop.size - 1
+    for rank, engine in enumerate(loop.engines):
+        assert engine.tables.host.fault() is None
+        said = engine.tables.host.finding()
+        assert isinstance(said, HandleError), rank
+        assert str(said).startswith(f"{op}: this rank brought the routing of dispatch ")
+        assert f", rank {0 if rank == last else last} that of dispatch " in str(said)
+        assert engine.tables.host.finding() is None, "told once"

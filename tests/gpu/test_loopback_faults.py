@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call
 from ep_kernels.types import DispatchHandle, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu.loopback import Loopback
-from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of
+from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of, hear
 
 pytestmark = pytest.mark.gpu(1)
 PATIENCE_S = 0.2
@@ -220,17 +220,6 @@ def test_what_a_stopped_dispatch_left_is_not_believed(
     begin = time.monotonic()
     check_what_a_stop_left(loop, case, mode, left, phases)
     assert time.monotonic() - begin < 10.0, "counts of rows that cannot be are not counted up to"
-
-
-def hear(loop: Loopback, op: str) -> None:
-    last = loop.size - 1
-    for rank, engine in enumerate(loop.engines):
-        assert engine.tables.host.fault() is None
-        said = engine.tables.host.finding()
-        assert isinstance(said, HandleError), rank
-        assert str(said).startswith(f"{op}: this rank brought the routing of dispatch ")
-        assert f", rank {0 if rank == last else last} that of dispatch " in str(said)
-        assert engine.tables.host.finding() is None, "told once"
 
 
 @pytest.mark.parametrize("phases", [(BOTH,), (1, 2)])
