@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 CASES ?=
+# Files of tests that run side by side, at most, and never more than there are cores: groups have several processes.
+JOBS ?= 2
 
 PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
@@ -43,7 +45,7 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 	$(VENV)/bin/crossdock demo $(ARGS)
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -n auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
 
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
