@@ -16,7 +16,7 @@ _NEEDED = ("rank",)
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """The record in a line of a log, or the record itself; None: there is none, or one with wrong types. Texts in it may
+    """The record in a line of a log, or the record itself; None: there is none, or one with wrong types. Its texts may
     hold any character: escapes of JSON become what they stand for."""
     start = text.find("{")
     marked = text.find(f" {POSTMORTEM} {{")
