@@ -200,6 +200,17 @@ def test_the_number_of_blocks_is_bounded() -> None:
     assert take(pools, 1)[0] == MAX_BLOCKS - 1
 
 
+@pytest.mark.parametrize("size", [(1 << 46) - 1, 1 << 46, 1 << 50, (1 << 50) + 1, 1 << 100])
+def test_sizes_that_no_pool_has(size: int) -> None:
+    """And whose bits do not fit the word of the exchange: a tensor of a petabyte would lie over a block of a few."""
+    pools = [SymmetricPool(1 << 20), SymmetricPool(1 << 20)]
+    with pytest.raises(ArgumentError, match="room in the pool"):
+        take(pools, size)
+    with pytest.raises(ArgumentError, match="on rank 1"):
+        pools[0].allocate(words_of(pools, [8, size]))
+    assert take(pools, 8) == (0, 0), "nothing was allocated"
+
+
 def test_sizes_and_pools_that_differ() -> None:
     pools = [SymmetricPool(1 << 20), SymmetricPool(1 << 20)]
     with pytest.raises(ArgumentError, match="shape: expected 8 bytes as on rank 0, got 9 on rank 1"):
