@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig
+from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_types import CollectiveOp
@@ -224,3 +224,20 @@ def test_sizes_and_pools_that_differ() -> None:
 
 def test_an_operation_has_the_bytes_that_the_native_half_expects() -> None:
     assert ctypes.sizeof(native_collectives.Collective) == native_collectives.load().cd_collective_bytes()
+
+
+# Compiled code.
+
+
+@pytest.mark.parametrize("out", [torch.zeros(3, 4), torch.zeros(4, dtype=torch.float64)])
+def test_an_out_of_compiled_code_is_checked(out: torch.Tensor) -> None:
+    """As in the call that is not compiled; a copy would repeat rows and convert."""
+    torch._dynamo.reset()
+    with Collectives(CollectiveConfig(group=LonelyGroup(), pool_bytes=1 << 16)) as coll:
+        x, good = torch.arange(4.0), torch.zeros(4)
+        run = torch.compile(lambda x, out: coll.all_reduce(x, out=out).wait(), backend="eager")
+        with pytest.raises(ArgumentError, match="out: expected"):
+            run(x, out)
+        assert not out.any()
+        assert torch.equal(run(x, good), x)
+        assert torch.equal(good, x)
