@@ -125,10 +125,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
         try:
             if self._quick is not None and step_tokens is None and self._is_free(self._dispatches):
-                if previous_handle is None:
-                    quick = self._quick.dispatch(x, topk_ids, topk_weights)
-                else:
-                    quick = self._quick.dispatch_again(x, topk_weights, previous_handle)
+                quick = self._quick.dispatch(x, topk_ids, topk_weights, previous_handle)
                 if quick is not None:
                     return self._noted(self._dispatches.begin(), *quick)
             args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
@@ -212,10 +209,10 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return z if out is None else out.copy_(z)
         try:
             if self._quick is not None and self._is_free(self._combines):
-                z = self._quick.combine(y, handle, out, topk_weights)
-                if z is not None:
+                done = self._quick.combine(y, handle, out, topk_weights)
+                if done is not None:
                     self._combines.begin()
-                    return z
+                    return done
             args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
             pending = self._transport.combine(args)
             self._combines.begin()
@@ -358,7 +355,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if self._config.validate:  # what is in the tensors is looked at, too
             return None
         mode = checks.resolve_mode(self._config, self._config.max_tokens_per_rank, self._ll_max_tokens)
-        return self._transport.quick(self._id, mode)
+        with torch.inference_mode(False):
+            return self._transport.quick(self._id, mode)
 
     def _is_free(self, kind: InFlight) -> bool:
         """Whether nothing of this rank's own stands against an operation."""

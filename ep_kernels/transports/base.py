@@ -124,11 +124,8 @@ class QuickCalls(Protocol):
     """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
     takes the long way; so it is wherever an argument is wrong or anything has to be told."""
 
-    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any) -> Delivered | None:
-        """Both phases, of a step of M tokens. Raises as `PendingDispatch.wait`."""
-
-    def dispatch_again(self, x: Any, topk_weights: Any, previous: DispatchHandle) -> Delivered | None:
-        """The same with a former routing."""
+    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
+        """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """Both phases; z."""

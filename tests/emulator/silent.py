@@ -80,7 +80,7 @@ class SilentDriver:
         return bytes((ctypes.c_ubyte * RECORD_BYTES).in_dll(self._notes, "record"))[: self.record_bytes.value]
 
 
-class Nowhere:
+class NothingRuns:
     """A machine that runs nothing."""
 
     device, num_sms = torch.device("cpu"), 132
@@ -142,7 +142,7 @@ def silent_rank(driver: SilentDriver, case: RoutingCase, **fields: Any) -> Itera
         patch.setattr("ep_kernels.transports.nvlink.driver.call", lambda name: driver.context.value or 0)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         size = len(case.tokens)
-        loop = Loopback(lambda group: case.config(group, **fields), size, 2, Nowhere())
+        loop = Loopback(lambda group: case.config(group, **fields), size, 2, NothingRuns())  # type: ignore[arg-type]
         transport = SilentTransport(loop, driver)
         patch.setattr("ep_kernels.communicator.create", lambda config: transport)
         patch.setattr(bringup, "check_capabilities", lambda *_: None)

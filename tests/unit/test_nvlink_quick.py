@@ -302,7 +302,7 @@ def test_captured_launches_are_remembered_and_reading_ones_are_not_plain(driver:
     with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT) as (comm, transport):
         before = driver.launches.value
         assert comm._quick is not None
-        assert comm._quick.dispatch(*given(comm.config)) is None
+        assert comm._quick.dispatch(*given(comm.config), None) is None
         assert driver.launches.value == before
 
 

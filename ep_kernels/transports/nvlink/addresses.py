@@ -26,7 +26,7 @@ class NumberOffsets:
     topk_weights: int = 0
 
 
-class Addresses:
+class RecordAddresses:
     """Of one configuration.
 
     Attributes:

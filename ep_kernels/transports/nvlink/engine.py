@@ -14,7 +14,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
-from ep_kernels.transports.nvlink.addresses import Addresses
+from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.record_template import RecordTemplate
@@ -129,7 +129,7 @@ class LaunchEngine:
             for mode in modes
         }
         self._memory: Memory | None = None
-        self.addresses = Addresses(self._state_map, self.outputs.places, self.outputs.num_bytes)
+        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes)
         byte = torch.empty(1, dtype=torch.uint8, device=device)
         self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""

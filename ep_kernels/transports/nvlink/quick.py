@@ -37,7 +37,7 @@ _CODES = {
 """DLPack's code and bits."""
 
 
-class Expected(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned."""
 
     dtype: torch.dtype
@@ -46,20 +46,25 @@ class Expected(NamedTuple):
     aligned: bool = False
 
 
-class _Expected(ctypes.Structure):
-    _fields_ = (("dtype", c_uint32), ("flags", c_uint32), ("ndim", c_int32), ("pad", c_int32))
-    _fields_ += (("shape", c_int64 * _MOST_DIMS),)
+class _ExpectedWords(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_uint32),
+        ("flags", c_uint32),
+        ("ndim", c_int32),
+        ("pad", c_int32),
+        ("shape", c_int64 * _MOST_DIMS),
+    )
 
 
-class _Watch(ctypes.Structure):
+class _WatchWords(ctypes.Structure):
     _fields_ = (("word", c_void_p), ("most", c_uint64))
 
 
-class _Place(ctypes.Structure):
+class _PlaceWords(ctypes.Structure):
     _fields_ = (("base", c_uint32), ("pad", c_uint32), ("offset", c_uint64))
 
 
-class _Plan(ctypes.Structure):
+class _PlanWords(ctypes.Structure):
     """`Plan` of native/quick.cpp."""
 
     _fields_ = (
@@ -69,9 +74,9 @@ class _Plan(ctypes.Structure):
         ("addresses_at", c_uint64),
         ("num_addresses", c_uint32),
         ("num_tensors", c_uint32),
-        ("addresses", _Place * _MOST_ADDRESSES),
-        ("tensors", _Expected * _MOST_TENSORS),
-        ("state", _Place * len(STATE_BASES)),
+        ("addresses", _PlaceWords * _MOST_ADDRESSES),
+        ("tensors", _ExpectedWords * _MOST_TENSORS),
+        ("state", _PlaceWords * len(STATE_BASES)),
         ("makes_state", c_uint32),
         ("takes_state", c_uint32),
         ("most_tokens", c_int64),
@@ -85,11 +90,11 @@ class _Plan(ctypes.Structure):
         ("not_captured", c_uint32),
         ("was_captured", c_uint32),
         ("numbers", c_void_p),
-        ("numbers_from", _Place),
+        ("numbers_from", _PlaceWords),
     )
 
 
-PLAN_BYTES = ctypes.sizeof(_Plan)
+PLAN_BYTES = ctypes.sizeof(_PlanWords)
 
 
 class Surroundings(NamedTuple):
@@ -111,7 +116,7 @@ class Surroundings(NamedTuple):
     library: ctypes.CDLL
 
 
-class Plan:
+class OperationPlan:
     """One kind of operation.
 
     Args:
@@ -135,7 +140,7 @@ class Plan:
         prepared: Any,
         record: Any,
         runs: tuple[str, str],
-        tensors: Mapping[str, Expected],
+        tensors: Mapping[str, ExpectedTensor],
         places: Callable[[Mapping[str, int]], Sequence[int]],
         most_tokens: int,
         rows: int,
@@ -147,8 +152,8 @@ class Plan:
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
-        words = (_Watch * len(around.watched))(*around.watched)
-        self._plan = _Plan(
+        words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
+        self._plan = _PlanWords(
             launch=prepared, record=addressof(record), num_tokens_at=getattr(type(record), runs[0]).offset,
             addresses_at=getattr(type(record), runs[1]).offset, num_addresses=len(found), num_tensors=len(tensors),
             addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
@@ -172,14 +177,14 @@ class Plan:
         return bool(self._plan.was_captured)
 
 
-def _place(mark: int) -> _Place:
-    return _Place(mark >> _MARK, 0, mark & ((1 << _MARK) - 1))
+def _place(mark: int) -> _PlaceWords:
+    return _PlaceWords(mark >> _MARK, 0, mark & ((1 << _MARK) - 1))
 
 
-def _expected(want: Expected) -> _Expected:
+def _expected(want: ExpectedTensor) -> _ExpectedWords:
     code, bits = _CODES[want.dtype]
     flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED
-    return _Expected(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
+    return _ExpectedWords(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
 
 
 def is_offered(library: ctypes.CDLL) -> bool:

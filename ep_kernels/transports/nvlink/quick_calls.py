@@ -14,7 +14,7 @@ from ep_kernels import jit
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import LaunchEngine, Operation
-from ep_kernels.transports.nvlink.quick import ROWS, TOKENS, Expected, Plan, Surroundings
+from ep_kernels.transports.nvlink.quick import ROWS, TOKENS, ExpectedTensor, OperationPlan, Surroundings
 from ep_kernels.transports.nvlink.routing_state import QuickState
 from ep_kernels.types import DispatchHandle, Mode
 
@@ -26,16 +26,16 @@ _RUNS = ("num_tokens", "op")
 
 
 @dataclass(frozen=True, slots=True)
-class _Plans:
+class _PlansOfMode:
     """Of one algorithm. `home`: combine with weights that are given to it."""
 
-    fresh: Plan
-    again: Plan
-    combine: Plan
-    home: Plan | None
+    fresh: OperationPlan
+    again: OperationPlan
+    combine: OperationPlan
+    home: OperationPlan | None
 
 
-class Reader(Protocol):
+class NumberReader(Protocol):
     """What is asked of the transport where the host has to read."""
 
     def settle(self) -> None:
@@ -45,7 +45,7 @@ class Reader(Protocol):
         """See `base.Transport`."""
 
 
-class QuickCalls:
+class NvlinkQuickCalls:
     """See `base.QuickCalls`.
 
     Args:
@@ -59,7 +59,7 @@ class QuickCalls:
     """
 
     def __init__(
-        self, engine: LaunchEngine, around: Surroundings, functions: Mapping[jit.Variant, Any], reader: Reader,
+        self, engine: LaunchEngine, around: Surroundings, functions: Mapping[jit.Variant, Any], reader: NumberReader,
         number: int, epoch: int, mode: Mode, reads: bool,
     ) -> None:  # fmt: skip
         config = engine.config
@@ -82,9 +82,9 @@ class QuickCalls:
 
     # Plans.
 
-    def _planned(self, mode: Mode) -> _Plans:
+    def _planned(self, mode: Mode) -> _PlansOfMode:
         home = self._combine_plan(mode, True) if self._weighs else None
-        return _Plans(
+        return _PlansOfMode(
             self._dispatch_plan(mode, False), self._dispatch_plan(mode, True), self._combine_plan(mode, False), home
         )
 
@@ -95,7 +95,7 @@ class QuickCalls:
         )
         return prepared
 
-    def _dispatch_plan(self, mode: Mode, again: bool) -> Plan:
+    def _dispatch_plan(self, mode: Mode, again: bool) -> OperationPlan:
         engine, config, sizes = self._engine, self._engine.config, self._engine.sizes
         addresses, operation = engine.addresses, engine.dispatch_operations[mode]
         most = sizes.shape.ll_tokens if plan.algorithm(config, mode) is Mode.LL else config.max_tokens_per_rank
@@ -106,7 +106,7 @@ class QuickCalls:
             carried = a["block"] + at[1]
             return (a["routing"], a["routing_id"], carried) if again else (a["block"] + at[0], carried, carried)
 
-        return Plan(
+        return OperationPlan(
             self._around,
             self._prepared(operation),
             operation.records.record((0, 0, *self._strides, engine.power_of_two, again), (0,) * 21),
@@ -123,30 +123,30 @@ class QuickCalls:
             not_captured=read or self._exact,
         )
 
-    def _dispatch_tensors(self, again: bool) -> dict[str, Expected]:
+    def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
         config, engine = self._engine.config, self._engine
         shape, columns, routed = self._outputs.scales_shape, config.scale_columns, (TOKENS, config.topk)
-        none = Expected(torch.uint8, (), optional=True)
+        none = ExpectedTensor(torch.uint8, (), optional=True)
         return {
-            "x": Expected(config.dtype, (TOKENS, config.hidden_size), aligned=True),
-            "topk_ids": Expected(torch.int32, routed),
-            "topk_weights": Expected(torch.float32, routed),
-            "block": Expected(torch.uint8, tuple(engine.blanks[not again].shape)),
-            "kept": Expected(torch.float32, routed),
-            "x_scales": Expected(config.scale_dtype, (TOKENS, columns)) if columns else none,
-            "scales": Expected(engine.sizes.scale_dtype, shape) if shape else none,
+            "x": ExpectedTensor(config.dtype, (TOKENS, config.hidden_size), aligned=True),
+            "topk_ids": ExpectedTensor(torch.int32, routed),
+            "topk_weights": ExpectedTensor(torch.float32, routed),
+            "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
+            "kept": ExpectedTensor(torch.float32, routed),
+            "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
+            "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
 
-    def _combine_plan(self, mode: Mode, home: bool) -> Plan:
+    def _combine_plan(self, mode: Mode, home: bool) -> OperationPlan:
         engine, config = self._engine, self._engine.config
         operation, width = engine.combine_operations[mode], (config.hidden_size,)
         is_ht = plan.algorithm(config, mode) is Mode.HT
         lead = (ROWS,) if self._outputs.compact else self._fixed
-        z = Expected(config.resolved_output_dtype, (TOKENS, *width), aligned=True)
-        tensors = {"y": Expected(config.resolved_output_dtype, (*lead, *width), aligned=True), "z": z}
+        z = ExpectedTensor(config.resolved_output_dtype, (TOKENS, *width), aligned=True)
+        tensors = {"y": ExpectedTensor(config.resolved_output_dtype, (*lead, *width), aligned=True), "z": z}
         if home:
-            tensors["given"] = Expected(torch.float32, (TOKENS, config.topk))
-        return Plan(
+            tensors["given"] = ExpectedTensor(torch.float32, (TOKENS, config.topk))
+        return OperationPlan(
             self._around,
             self._prepared(operation),
             operation.records.record((0, 0, True, is_ht, engine.positional), (0,) * 12),
@@ -169,12 +169,10 @@ class QuickCalls:
 
     # Calls.
 
-    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any) -> Delivered | None:
+    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        return self._dispatch(self._fresh, self._mode, None, x, topk_ids, topk_weights)
-
-    def dispatch_again(self, x: Any, topk_weights: Any, previous: DispatchHandle) -> Delivered | None:
-        """See `base.QuickCalls`."""
+        if previous is None:
+            return self._dispatch(self._fresh, self._mode, None, x, topk_ids, topk_weights)
         if not self._is_own(previous):
             return None
         weights = previous.topk_weights if topk_weights is None else topk_weights
@@ -190,7 +188,7 @@ class QuickCalls:
         )
 
     def _dispatch(
-        self, by: Plan, mode: Mode, former: QuickState | None, x: Any, ids: Any, weights: Any
+        self, by: OperationPlan, mode: Mode, former: QuickState | None, x: Any, ids: Any, weights: Any
     ) -> Delivered | None:
         engine, outputs, x_scales, scales, kept = self._engine, self._outputs, None, None, weights
         if self._scaled:
@@ -208,7 +206,8 @@ class QuickCalls:
         block = torch.empty_like(engine.blanks[former is None])
         words = by.call(slot, former and former.words, x, ids, weights, block, kept, x_scales, scales)
         if type(words) is not bytes:
-            return self._refused(words)
+            self._judge(words)
+            return None
         engine.num_dispatches = begun + 1
         tokens, rows = _ends(words, _ENDS_AT)
         dropped = 0
@@ -220,7 +219,7 @@ class QuickCalls:
         made = DispatchHandle(self._number, begun + 1, tokens, mode, self._epoch, state, shape, ids, weights)
         return out, made, dropped
 
-    def _read(self, rows: int, by: Plan, block: torch.Tensor) -> tuple[int, int]:
+    def _read(self, rows: int, by: OperationPlan, block: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
         assert by.numbers is not None
         at = self._engine.addresses.num_rows_at
@@ -246,11 +245,12 @@ class QuickCalls:
         else:
             return None
         if done != 0:
-            return self._refused(done)
+            self._judge(done)
+            return None
         engine.num_combines = begun + 1
         return z
 
-    def _refused(self, status: int | None) -> None:
-        """None where nothing has begun; else raises."""
+    def _judge(self, status: int | None) -> None:
+        """Nothing has begun (None), or the driver has refused it, which is raised."""
         if status is not None:
             raise launch.refused(launch.LAUNCH, status, self._around.library)

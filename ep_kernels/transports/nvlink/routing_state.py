@@ -9,7 +9,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.addresses import Addresses
+from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.plan import StateMap
 from ep_kernels.types import DispatchHandle
@@ -82,12 +82,12 @@ class QuickState(DispatchState):
         words: bytes,
         block: torch.Tensor,
         former: QuickState | None,
-        addresses: Addresses,
+        addresses: RecordAddresses,
         topk_weights: torch.Tensor,
         num_rows: int | None,
     ) -> None:
         self.words, self.block, self.addresses = words, block, addresses
-        self.former = former if former is None or former.former is None else former.former
+        self.former: QuickState | None = former if former is None or former.former is None else former.former
         self.topk_weights, self.num_rows = topk_weights, num_rows
 
     def __getattr__(self, name: str) -> Span:

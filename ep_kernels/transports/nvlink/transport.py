@@ -24,7 +24,7 @@ from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.quick import Surroundings, is_offered
-from ep_kernels.transports.nvlink.quick_calls import QuickCalls
+from ep_kernels.transports.nvlink.quick_calls import NvlinkQuickCalls
 from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.routing_state import DispatchState, restored
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
@@ -55,7 +55,7 @@ class NvlinkTransport(NvlinkMember):
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
         self._exact = compact and config.exact_shapes
-        self._quick: QuickCalls | None = None
+        self._quick: NvlinkQuickCalls | None = None
 
     # Life.
 
@@ -116,7 +116,7 @@ class NvlinkTransport(NvlinkMember):
 
     # Operations.
 
-    def quick(self, number: int, mode: Mode) -> QuickCalls | None:
+    def quick(self, number: int, mode: Mode) -> NvlinkQuickCalls | None:
         """See `base.Transport`."""
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
         if self._config.network is not None or not is_offered(library):
@@ -127,7 +127,7 @@ class NvlinkTransport(NvlinkMember):
         context = int(driver.call("cuCtxGetCurrent"))
         around = Surroundings(self._device, self._streams.alone, watched, (host, mailbox), context, library)
         engine, functions = self._engine, self._functions
-        self._quick = QuickCalls(engine, around, functions, self, number, self._epoch, mode, self._raises)
+        self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self._epoch, mode, self._raises)
         return self._quick
 
     def check_results(self) -> None:
