@@ -88,6 +88,9 @@ class GatherTransport(GatherMember):
             pending.send()
         return pending
 
+    def quick(self, number: int, mode: Mode) -> None:
+        """See `Transport.quick`."""
+
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Any memory will do: the collectives stage it."""
         shape = num_tokens, self._config.hidden_size

@@ -178,6 +178,9 @@ class CpuTransport(CpuMember[NativeComm]):
         self._combines[pending.slot] = pending
         return pending
 
+    def quick(self, number: int, mode: Mode) -> None:
+        """See `Transport.quick`."""
+
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""
         comm = self.native()

@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_uint64
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
@@ -114,6 +115,11 @@ class Mailbox:
         """Whether some rank, active or not, has agreed to an epoch that this rank has not. Any thread."""
         epoch = self._epoch
         return any(page[_AGREED_AT] > epoch for page in self._pages)
+
+    def watched(self) -> list[tuple[int, int]]:
+        """(address of a word, the most that it says) of each rank: `is_ahead` where one says more. Good until `forsake`
+        and as long as this object."""
+        return [(addressof(c_uint64.from_buffer(page, 8 * _AGREED_AT)), self._epoch) for page in self._pages]
 
     def check_left_out(self, op: str) -> None:
         """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""

@@ -201,7 +201,7 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         return self._tables.aborted
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
         torch.cuda.current_stream(self._device).synchronize()
         self._raise_fault()
@@ -216,7 +216,7 @@ class NvlinkMember:
     def barrier(self) -> None:
         """See `base.MemberTransport`. Host and device wait."""
         self._launch(self._barrier_call(0))
-        self._settle()
+        self.settle()
         self._tables.host.relate_clocks()
 
     # Membership, hosts, clock.
