@@ -99,7 +99,7 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 constraints: $(UV) ## Renew the pinned dependencies of the container images, with hashes, in deploy/constraints
 	@for part in control worker; do \
 	  $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
-	    --no-annotate --extra $$part --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
+	    --no-annotate --extra $$part $$([ $$part = control ] || echo --extra otlp) --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
 
 test-deploy: $(DEV) ## The chart against a real API server and kubelet, our images as containers and pods (builds both; root)
 	-$(PY) -m tests.deploy.bed.tools

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ep_kernels import quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, HandleError
 from ep_kernels.types import DispatchHandle, Mode
@@ -140,6 +141,14 @@ def resolve_mode(config: MoEConfig, tokens: int, ll_max_tokens: int) -> Mode:
     if config.mode is not Mode.AUTO:
         return config.mode
     return Mode.LL if tokens <= ll_max_tokens else Mode.HT
+
+
+def row_bytes(config: MoEConfig) -> int:
+    """Bytes of one token's row as dispatch moves it, scales included."""
+    scales = config.scale_columns * config.scale_dtype.itemsize
+    if config.quantize:  # float32, or four exponents to an int32
+        scales = 4 * quant.scale_columns(config.hidden_size, config.scale_format)
+    return int(config.hidden_size * config.payload_dtype.itemsize + scales)
 
 
 def active_mask(mask: object, epoch: int, rank: int, size: int, current_epoch: int) -> tuple[bool, ...]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, ops, quant
+from ep_kernels import bringup, checks, ops
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError, TransportError
 from ep_kernels.membership import GroupMember
@@ -95,11 +95,11 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's row as dispatch moves it, scales included."""
-        c = self._config
-        scales = c.scale_columns * c.scale_dtype.itemsize
-        if c.quantize:
-            scales = 4 * quant.scale_columns(c.hidden_size, c.scale_format)  # float32, or four exponents to an int32
-        return int(c.hidden_size * c.payload_dtype.itemsize + scales)
+        return checks.row_bytes(self._config)
+
+    def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
 
     def dispatch(
         self,

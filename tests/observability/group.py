@@ -23,7 +23,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import expert_pb2
 from tests.services.cluster import ANSWER_S, FORM_S, Caller
 
-E, H, INNER, K = 16, 256, 512, 2
+E, H, INNER, K = 16, 256, 1024, 2
 LEASE_S = 3.0
 TOKENS, PERIOD_S = 96, 0.1
 
