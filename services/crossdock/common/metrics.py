@@ -171,11 +171,7 @@ class WorkerMetrics(GuardedMetrics):
             "transport",
         )
         self.wire_bytes_total = self._counter(
-            "wire_bytes_total",
-            "bytes",
-            "The same rows as they travel: with scales, routing, padding",
-            "op",
-            "transport",
+            "wire_bytes_total", "bytes", "The same as it travels: with scales, routing, padding", "op", "transport"
         )
         self.samples_dropped_total = self._counter(
             "samples_dropped_total", "samples", "Samples of operations lost because their ring was full", "op"
