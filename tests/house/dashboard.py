@@ -287,6 +287,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Inside vLLM and other engines": (
         Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_operation_duration_seconds", "op, mode, phase")),
         Panel("Tokens", "cps", _rate("crossdock_ep_tokens_total", "rank")),
+        Panel("Samples dropped", "ops", _rate("crossdock_ep_samples_dropped_total", "rank")),
         Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
         Panel(
             "Tokens received, largest rank to mean",

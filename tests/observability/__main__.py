@@ -77,6 +77,13 @@ def calm(where: Group, server: Prometheus, seconds: float) -> Iterator[str]:
     print(f"tokens in {window_s} s: {own} by the clients, {counted:.0f} by Prometheus", flush=True)
     if abs(counted / own - 1) > AGREES:
         yield f"calm: {own} tokens were answered, Prometheus says {counted:.0f}"
+    classic, native = (
+        server.value(f"histogram_quantile(0.5, sum{by} (rate(crossdock_request_duration_seconds{at}[{window_s}s])))")
+        for by, at in ((" by (le)", "_bucket"), ("", ""))
+    )
+    print(f"median of a request: {classic:.4f} s by buckets, {native:.4f} s by a native histogram", flush=True)
+    if not abs(native / classic - 1) < AGREES:
+        yield f"calm: median of a request {classic} s by buckets, {native} s by a native histogram"
 
 
 def expected_of(fault: str, rank: int, num_ranks: int) -> tuple[tuple[str, str], list[int]]:

@@ -372,6 +372,9 @@ class FrameworkMetrics(_Metrics):
             "mode",
             "phase",
         )
+        self.ep_samples_dropped_total = self._counter(
+            "ep_samples_dropped_total", "samples", "Samples lost because their ring was full", "rank", "op"
+        )
         self.ep_tokens_total = self._counter(
             "ep_tokens_total", "tokens", "Tokens of this rank in an operation", "rank", "op", "mode"
         )

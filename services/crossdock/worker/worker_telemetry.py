@@ -24,6 +24,7 @@ from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.latency_report import LatencySums
 from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
+from ep_kernels.telemetry import lost
 
 _log = log.get(__name__)
 
@@ -275,13 +276,11 @@ class WorkerTelemetry:
     def _count_samples(self, samples: Sequence[LatencySample]) -> None:
         """Count the samples of one communicator."""
         self._latency.add_samples(samples)
+        for op, number in lost(samples, self._next_seq).items():
+            self._metrics.samples_dropped_total.labels(op).inc(number)
         kinds: dict[tuple[str, str], list[LatencySample]] = {}
         for sample in samples:
             kinds.setdefault((sample.op, sample.mode), []).append(sample)
-            expected = self._next_seq.get(sample.op, 0)
-            if 0 < expected < sample.seq:
-                self._metrics.samples_dropped_total.labels(sample.op).inc(sample.seq - expected)
-            self._next_seq[sample.op] = sample.seq + 1
         for (op, mode), chosen in kinds.items():
             send, wait, total = self._histograms(op, mode)
             send.observe_many(one.send_ns * 1e-9 for one in chosen)
