@@ -100,6 +100,11 @@ def draw(answers: Answers, path: Path) -> None:
     top, maps, middle, low = figure.subfigures(4, 1, height_ratios=(1.5, 2.7, 2.6, 2.6))
     for part in (top, maps, middle, low):
         part.set_facecolor(GROUND)
+    figure.suptitle(
+        "Crossdock: a group under load, faults injected one after the other; the panels of its dashboard, as Prometheus"
+        " answered them",
+        x=0.008, ha="left", fontsize=12, color=INK,
+    )  # fmt: skip
     _epochs(top.subplots(), answers)
     _matrices(maps, answers)
     left, centre, right = middle.subplots(1, 3)
@@ -120,6 +125,8 @@ def _since(answers: Answers, points: list[tuple[float, str]]) -> tuple[list[floa
 
 def _shade(axes: Any, answers: Answers) -> None:
     """Faults, and the time axis."""
+    from matplotlib.ticker import MultipleLocator
+
     for fault in answers["faults"]:
         axes.axvspan(
             fault["begin_s"] - answers["begin_s"],
@@ -129,12 +136,13 @@ def _shade(axes: Any, answers: Answers) -> None:
             lw=0,
         )
     axes.set_xlim(0, answers["end_s"] - answers["begin_s"])
+    axes.xaxis.set_major_locator(MultipleLocator(60))
     axes.xaxis.set_major_formatter(lambda value, _: f"{int(value) // 60}:{int(value) % 60:02d}")
 
 
 def _epochs(axes: Any, answers: Answers) -> None:
     """A bar of states, a bar of epochs, and what was injected when, with the moment at which the alert fired."""
-    axes.set_title("Epochs, and what was injected (bar) and named by the alert (bell)", pad=8)
+    axes.set_title("Epochs; what was injected, and when the alert CrossdockSlow named it (triangle)", pad=8)
     _shade(axes, answers)
     for one in answers["panels"]["Epochs"]:
         times, values = _since(answers, one["points"])
@@ -207,7 +215,7 @@ def _lines(
         if fill:
             axes.fill_between(*gaps, color=COLOURS[number % len(COLOURS)], alpha=0.25, lw=0)
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
     if chosen:
         axes.legend(loc="upper left", ncols=2)
 

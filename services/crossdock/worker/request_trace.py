@@ -19,7 +19,7 @@ def begin(
         return None
     own = parse_traceparent(request.traceparent) if request.traceparent else parent
     # An id may be larger than the integers of a span.
-    attributes = {**_CALL, "crossdock.request": str(request.id), "crossdock.layer": request.layer}
+    attributes: dict[str, str | int] = {**_CALL, "crossdock.request": str(request.id), "crossdock.layer": request.layer}
     return tracer.begin(f"{_SERVICE}/Forward", own, received_ns, attributes)
 
 
