@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import msgspec
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
+from crossdock.common import tracing
 from crossdock.common.settings import TracingConfig
 from crossdock.common.tracing import TraceContext, TracingError, current_traceparent, parse_traceparent, tracer_of
 
@@ -80,6 +83,20 @@ def test_a_program_without_traces_imports_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_so_many_requests_are_traced_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ended one, or one that is released, makes room."""
+    monkeypatch.setattr(tracing, "_MAX_OPEN", 2)
+    tracer = tracing.Tracer(TracerProvider(), 1.0)
+    first, second, third = (tracer.begin("request", None, 0, {}) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is None
+    first.end(grpc.StatusCode.OK, "", 1)
+    second.release()
+    assert [tracer.begin("request", None, 0, {}) is not None for _ in range(3)] == [True, True, False]
+    assert tracer.begin("request", TraceContext(TRACE, SPAN, False), 0, {}) is None
 
 
 def test_no_span_is_no_context() -> None:

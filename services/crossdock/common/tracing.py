@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 _MAX_CHARS = 512
 _DELAY_MS = 1000.0
 """Spans of so long leave together."""
+_MAX_OPEN = 1024
+"""Traced requests at a time; further ones are not traced, so that callers cannot fill the queue of the telemetry."""
 _EXPORT_S, _CLOSE_S = 5.0, 3.0
 """Time limit of one export, and of the last one at the end of the process."""
 
@@ -104,10 +106,11 @@ class RequestTrace:
     Attributes:
         trace_id: 32 hexadecimal digits.
         exemplar: labels of an exemplar that names the request's span.
+        release: makes room for another; called by `end`, or alone if there will be no spans.
     """
 
-    def __init__(self, tracer: Any, span: Any, offset_ns: int) -> None:
-        self._tracer, self._span, self._offset_ns = tracer, span, offset_ns
+    def __init__(self, tracer: Any, span: Any, offset_ns: int, release: Callable[[], None]) -> None:
+        self._tracer, self._span, self._offset_ns, self.release = tracer, span, offset_ns, release
         context = span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}"
         self.exemplar = {"trace_id": self.trace_id, "span_id": f"{context.span_id:016x}"}
@@ -117,6 +120,7 @@ class RequestTrace:
         """Make the spans; they are exported by a thread of the SDK."""
         from opentelemetry import trace
 
+        self.release()
         for phase in self.phases:
             self._make(phase, self._span)
         self._span.set_attribute("rpc.grpc.status_code", code.value[0])
@@ -145,12 +149,14 @@ class Tracer:
     def __init__(self, provider: Any, ratio: float) -> None:
         self._provider, self._ratio = provider, ratio
         self._tracer = provider.get_tracer("crossdock")
+        self._room = threading.Semaphore(_MAX_OPEN)
 
     def begin(
         self, name: str, parent: TraceContext | None, start_ns: int, attributes: Attributes
     ) -> RequestTrace | None:
-        """Of a request that came at monotonic `start_ns`; None: it is not traced."""
-        if not (parent.sampled if parent is not None else random.random() < self._ratio):
+        """Of a request that came at monotonic `start_ns`; None: it is not traced. Ends by `end` or `release`."""
+        wanted = parent.sampled if parent is not None else random.random() < self._ratio
+        if not wanted or not self._room.acquire(blocking=False):
             return None
         from opentelemetry import trace
 
@@ -158,7 +164,7 @@ class Tracer:
         span = self._tracer.start_span(
             name, _within(parent), trace.SpanKind.SERVER, attributes, start_time=start_ns + offset_ns
         )
-        return RequestTrace(self._tracer, span, offset_ns)
+        return RequestTrace(self._tracer, span, offset_ns, self._room.release)
 
     def close(self) -> None:
         """Export what is left, as far as the collector takes it in time."""

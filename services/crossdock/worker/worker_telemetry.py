@@ -182,8 +182,8 @@ class WorkerTelemetry:
         if seconds:
             self._metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
         self._metrics.requests_total.labels(code.name).inc()
-        if trace is not None:
-            self._put(_EndedTrace(trace, code, why, time.monotonic_ns()))
+        if trace is not None and not self._put(_EndedTrace(trace, code, why, time.monotonic_ns())):
+            trace.release()
 
     def dropped_stream(self) -> None:
         """Count a stream that was closed because its client does not read (service)."""
@@ -217,12 +217,14 @@ class WorkerTelemetry:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def _put(self, record: _Record) -> None:
-        """Queue a record, or drop it if the queue is full."""
+    def _put(self, record: _Record) -> bool:
+        """Queue a record, or drop it if the queue is full: False."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self._metrics.telemetry_records_dropped_total.inc()
+            return False
+        return True
 
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
