@@ -35,7 +35,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak test-observability bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak test-observability bench-overhead bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -101,7 +101,7 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 constraints: $(UV) ## Renew the pinned dependencies of the container images, with hashes, in deploy/constraints
 	@for part in control worker; do \
 	  $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
-	    --no-annotate --extra $$part --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
+	    --no-annotate --extra $$part $$([ $$part = control ] || echo --extra otlp) --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
 
 test-deploy: $(DEV) ## The chart against a real API server and kubelet, our images as containers and pods (builds both; root)
 	-$(PY) -m tests.deploy.bed.tools
@@ -131,6 +131,10 @@ attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compa
 
 test-observability: $(DEV) ## A real Prometheus scrapes a real group of 8; faults must be named, silence must be silent (15 minutes; Go)
 	$(PY) -m tests.observability --out docs/results/$$(date +%F)-observability $(ARGS)
+	$(PY) -m tests.observability --hosts 2 --ranks 4 --calm 60 --out docs/results/$$(date +%F)-observability-hosts $(ARGS)
+
+bench-overhead: $(DEV) ## What latency records cost an operation: with and without, in turn (ARGS="--device cuda" on a GPU)
+	$(PY) -m tests.observability.overhead --out docs/results/$$(date +%F)-overhead $(ARGS)
 
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)

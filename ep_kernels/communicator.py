@@ -97,6 +97,10 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """Bytes of one token's row as dispatch moves it, scales included."""
         return quant.row_bytes(self._config)
 
+    def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
+
     def dispatch(
         self,
         x: Payload,

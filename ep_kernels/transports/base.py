@@ -257,6 +257,10 @@ class Transport(MemberTransport, Protocol):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
 
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """Bytes of one row between two ranks, in dispatch and in combine (of one partial): with scales, routing and
+        padding, as that algorithm sends it."""
+
     def ll_max_tokens(self) -> int:
         """Crossover for AUTO where this machine has not measured one: most tokens per rank at which LL wins."""
 

@@ -91,6 +91,7 @@ RESERVED: dict[str, set[str]] = {
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
     "docker": {"crossdock.host"},
+    "opentelemetry": {"crossdock.common"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

@@ -45,6 +45,9 @@ def test_a_record_holds_what_the_error_and_the_last_second_say() -> None:
 
 def test_without_samples_and_of_other_errors() -> None:
     assert record_of(TIMEOUT, [], 0)["last_good"] is None
+    assert "block" not in record_of(TIMEOUT, [], 0)
+    of_kernel = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, block=131)
+    assert record_of(of_kernel, [], 0)["block"] == 131
     found = record_of(ValueError("x" * 5000), [], 0)
     assert set(found) == {"reason", "last_good", "waits_s"}
     assert len(str(found["reason"])) == 1000
@@ -60,6 +63,7 @@ def test_words_say_who_waited_for_whom_since_when() -> None:
     assert "rank 0 in epoch 7: dispatch 812 waited 3.000 s for rank 2 (payload), which was last seen at 811" in said
     assert "last operation that ended well was combine 811, 2.900 s before" in said
     assert "waited 0.125 s for rank 2 in combine" in said
+    assert "for rank 2 (payload, block 131), which" in words(record(0, 2, block=131))
     assert "its process is gone" in words(record(0, 2, gone=True))
     assert words({"rank": 1, "epoch": 2, "reason": "no"}) == "rank 1 in epoch 2: no"
     assert words({"rank": 1, "epoch": 2, "peer": 0, "waits_s": "x", "waited_s": None}), "whatever a log may hold"

@@ -24,7 +24,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
-from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
+from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, Mode, PeerTraffic
@@ -284,6 +284,10 @@ class CpuTransport(CpuMember[NativeComm]):
             for rank, one in enumerate(by_rank)
             if rank in self._remote
         ]
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
+        return wire_bytes(self.config, self.geometry)
 
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`."""

@@ -117,7 +117,7 @@ class HostPage:
         return PeerTimeout(
             peer=record.peer, op=op, phase=phase, expected=record.expected, seen=record.seen,
             waited_s=record.waited_ns / 1e9, gone=stop == "GONE" and self.is_gone(record.peer),
-            given_up=stop == "GONE" and not self.is_gone(record.peer),
+            given_up=stop == "GONE" and not self.is_gone(record.peer), block=record.block,
         )  # fmt: skip
 
     def mismatch(self) -> Mismatch | None:

@@ -240,7 +240,8 @@ class NvlinkMember:
         self._epoch = epoch
         self._leave_out(mask, epoch)
         mailbox.leave(mask, epoch)
-        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+        # Nobody sends before all have restarted.
+        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s, sampled=False)
 
     def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
         def tell() -> None:
@@ -267,7 +268,8 @@ class NvlinkMember:
 
     def samples(self) -> list[LatencySample]:
         """See `base.MemberTransport`."""
-        return self._tables.samples()
+        found = [*self._domain.mailbox.samples(), *self._tables.samples()]
+        return sorted(found, key=lambda sample: sample.start_ns)
 
     def traffic(self) -> list[PeerTraffic]:
         """See `base.MemberTransport`. What kernels send; nothing in one NVLink domain."""

@@ -17,7 +17,7 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import launch, links, plan, remote
+from ep_kernels.transports.nvlink import launch, links, plan, remote, tables
 from ep_kernels.transports.nvlink.domain import needs_boxes
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
@@ -200,6 +200,10 @@ class NvlinkTransport(NvlinkMember):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `base.Transport`."""
         return restored(handle)
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """See `base.Transport`."""
+        return tables.wire_bytes(self._config, mode)
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""

@@ -108,9 +108,10 @@ def words(record: Record) -> str:
         return f"{who}: {record.get('reason')}"
     peer = record["peer"]
     end = "its process is gone" if record.get("gone") else "it was given up" if record.get("given_up") else ""
+    phase = record.get("phase") if record.get("block") is None else f"{record.get('phase')}, block {record['block']}"
     parts = [
         f"{who}: {record.get('op')} {record.get('expected')} waited {_number(record.get('waited_s')):.3f} s for rank"
-        f" {peer} ({record.get('phase')}), which was last seen at {record.get('seen')}" + (f": {end}" if end else "")
+        f" {peer} ({phase}), which was last seen at {record.get('seen')}" + (f": {end}" if end else "")
     ]
     good = record.get("last_good")
     if isinstance(good, dict):

@@ -30,6 +30,7 @@ from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.tracing import current_traceparent
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2
 
@@ -239,6 +240,7 @@ class AsyncClient:
             topk_weights=topk_weights,
             timeout_ms=max(1, int(left_s * 1000)),
             model=self._model,
+            traceparent=current_traceparent(),
         )
 
     async def _service(self, left_s: float) -> ServingWorkers:

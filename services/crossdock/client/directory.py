@@ -99,8 +99,8 @@ class Directory:
                 self.recheck()
 
     def recheck(self) -> None:
-        """Check the control plane after a worker of the newest view did not answer, or while no view says that the group
-        serves: a stopped or unreachable leader breaks no connection. If it is silent, follow another one."""
+        """Check the control plane after a worker of the newest view did not answer, or while the group does not serve:
+        a stopped or unreachable leader breaks no connection. If it is silent, follow another one."""
         if not self._task.done() and (self._check is None or self._check.done()):
             self._check = background(self._check_leader(), "the check of the leader")
 
