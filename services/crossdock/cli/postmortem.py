@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
-from crossdock.common.log import printable
 from crossdock.common.postmortem_record import is_number, parse
 
 Record = Mapping[str, Any]
@@ -146,6 +145,8 @@ def conclusion(records: Sequence[Record]) -> str:
 
 def story(events: Sequence[Event]) -> list[str]:
     """A line for each event, printable, and the conclusion. Times are those of the hosts' own clocks."""
+    from crossdock.common.log import printable
+
     records = [event.record for event in events if event.record is not None]
     lines = [f"{_clock(event.unix_s)}  {printable(event.text)}" for event in events]
     return [*lines, "", conclusion(records)]

@@ -158,13 +158,14 @@ class ModelConfig:
         """Of compressed-tensors: one group, its weights fp8."""
         groups = found.get("config_groups")
         each_group = groups.values() if isinstance(groups, dict) else ()
-        weights = [group.get("weights") if isinstance(group, dict) else None for group in each_group]
-        if not weights or not all(isinstance(each, dict) and each == weights[0] for each in weights):
+        all_weights = [group.get("weights") if isinstance(group, dict) else None for group in each_group]
+        weights = all_weights[0] if all_weights else None
+        if not isinstance(weights, dict) or any(each != weights for each in all_weights):
             raise CheckpointError(f"{self.path}: config_groups: expected groups with equal weights, got {groups!r}")
-        kind = weights[0].get("type"), weights[0].get("num_bits")
-        strategy = weights[0].get("strategy")
+        kind = weights.get("type"), weights.get("num_bits")
+        strategy = weights.get("strategy")
         if kind != ("float", 8) or strategy not in ("channel", "tensor", "block"):
             got = f"{kind[1]}-bit {kind[0]} by {strategy}"
             raise CheckpointError(f"{self.path}: expected 8-bit float by channel, block or tensor, got {got}: {HINT}")
-        block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy) or self._block(weights[0].get("block_structure"))
+        block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy) or self._block(weights.get("block_structure"))
         return Format("fp8", block, "_scale")
