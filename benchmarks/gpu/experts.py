@@ -234,11 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _shown(rows: Iterator[Row]) -> Iterator[Row]:
     for row in rows:
-        print(
-            f"{row.format:15} {row.rows:6} rows {row.p50_us:9.1f} us, p90 {row.p90_us:9.1f}, "
-            f"{row.rows_per_s:10,} rows/s, {row.ratio:6.3f} of bf16, bound {row.bound_us:8.1f} us ({row.of_bound:5.3f}), error {row.error:.5f}",
-            flush=True,
-        )
+        taken = f"{row.p50_us:9.1f} us, p90 {row.p90_us:9.1f}, {row.rows_per_s:10,} rows/s, {row.ratio:6.3f} of bf16"
+        bound = f"bound {row.bound_us:8.1f} us ({row.of_bound:5.3f}), error {row.error:.5f}"
+        print(f"{row.format:15} {row.rows:6} rows {taken}, {bound}", flush=True)
         yield row
 
 

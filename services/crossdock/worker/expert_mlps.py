@@ -182,11 +182,7 @@ class ExpertMLPs:
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
         hidden = inner.new_empty(inner.shape[0], down.columns)
         self._gating(inner[:num_rows], hidden[:num_rows])
-        rows = self._grouped_product(hidden, down, offsets, slots)
-        if out is None:
-            return rows.to(tokens.dtype)
-        out[:num_rows].copy_(rows[:num_rows])
-        return out
+        return _given(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
 
     def _quantised(
         self,
@@ -199,12 +195,9 @@ class ExpertMLPs:
     ) -> torch.Tensor:
         assert self._products is not None
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
-        rows = tokens.new_empty(tokens.shape, dtype=self.dtype) if rows is None else rows
+        rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
         self._products.forward(self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
-        if out is None or rows is out:
-            return rows.to(tokens.dtype)
-        out[:num_rows].copy_(rows[:num_rows])
-        return out
+        return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
     def _grouped_product(
@@ -298,6 +291,14 @@ def has_products(dtype: torch.dtype) -> bool:
 def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool = False) -> int:
     """Bytes of one expert of one layer, as held."""
     return sum(stack.num_bytes for stack in checkpoint.stacks(1, dtype, "meta", widen=widen))
+
+
+def _given(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
+    """The first num_rows rows copied into `out`; without one, the rows in that dtype."""
+    if out is None:
+        return rows.to(dtype)
+    out[:num_rows].copy_(rows[:num_rows])
+    return out
 
 
 def _slots(offsets: torch.Tensor, num_rows: int) -> torch.Tensor:

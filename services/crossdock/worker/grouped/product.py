@@ -1,7 +1,12 @@
 """The kernel: a grouped GEMM over quantised weights, and what follows a product. Triton.
 
-Persistent: each program takes every num_programs-th tile, found from the groups' offsets on the device. The host knows
-no count and waits for nothing; a launch without tiles reads the counts and ends.
+`GroupedProducts` in products.py launches it. Persistent: each program takes every num_programs-th tile, found from the
+groups' offsets on the device. The host knows no count and waits for nothing; a launch without tiles reads the counts
+and ends.
+
+Arguments, beside those of `sums.py`: bias [L, weight_rows] or None; out [N, out_columns]; out_scales, of e4m3 rows for
+the next product; least, most: rows of the experts that this launch computes; scale_rows: rows of scales of an expert;
+scales_apart: from a half's to the other's. `experts`: a power of two, at least their number.
 """
 
 from __future__ import annotations
@@ -21,10 +26,7 @@ def grouped_product(
     weight_rows: tl.constexpr, out_columns: tl.constexpr, scale_rows: tl.constexpr, scales_apart: tl.constexpr,
     swap: tl.constexpr, tile_rows: tl.constexpr, experts: tl.constexpr,
 ):  # fmt: skip
-    """out = rows of each expert times its weights transposed; with a rule other than "plain", the activation of it.
-
-    Args: see `Product` in products.py, which launches it.
-    """
+    """out = rows of each expert times its weights transposed; with a rule other than "plain", the activation of it."""
     gated: tl.constexpr = rule != "plain"
     step: tl.constexpr = HALF if gated else 2 * HALF
     apart: tl.constexpr = out_columns if gated else HALF

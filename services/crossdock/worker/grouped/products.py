@@ -60,7 +60,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ProductRows:
     """Input of a product: [N, A] in e4m3 and scales [ceil(A / 128), N], or bf16 and None."""
 
     values: torch.Tensor
@@ -112,19 +112,19 @@ class GroupedProducts:
         rows = self._rows(tokens, first, offsets)
         if rule == "plain":
             inner = tokens.new_empty(tokens.shape[0], first.rows, dtype=torch.bfloat16)
-            self._product(first, rows, groups, Rows(inner, None), rule)
+            self._product(first, rows, groups, ProductRows(inner, None), rule)
             hidden = self._gating(inner, inner.new_empty(inner.shape[0], down.columns))
             rows = self._rows(hidden, down, offsets)
         else:
             hidden_rows = _empty(tokens, tokens.shape[0], down)
             self._product(first, rows, groups, hidden_rows, rule)
             rows = hidden_rows
-        self._product(down, rows, groups, Rows(out, None), "plain")
+        self._product(down, rows, groups, ProductRows(out, None), "plain")
 
-    def _rows(self, tokens: torch.Tensor, stack: Stack, offsets: torch.Tensor) -> Rows:
+    def _rows(self, tokens: torch.Tensor, stack: Stack, offsets: torch.Tensor) -> ProductRows:
         """Input of a product, as its format takes it."""
         if stack.format.kind == "mxfp4":
-            return Rows(tokens.to(torch.bfloat16).contiguous(), None)
+            return ProductRows(tokens.to(torch.bfloat16).contiguous(), None)
         rows = _empty(tokens, tokens.shape[0], stack)
         quantise_rows[(self._num_processors * _QUANTISER_PROGRAMS,)](
             tokens, rows.values, rows.scales, offsets, offsets.shape[0] - 1, tokens.shape[0], tokens.stride(0),
@@ -132,7 +132,9 @@ class GroupedProducts:
         )  # fmt: skip
         return rows
 
-    def _product(self, stack: Stack, rows: Rows, groups: Sequence[torch.Tensor], out: Rows, rule: str) -> None:
+    def _product(
+        self, stack: Stack, rows: ProductRows, groups: Sequence[torch.Tensor], out: ProductRows, rule: str
+    ) -> None:
         least, (offsets, counts) = 1, groups
         limit = math.inf if self._gating.limit is None else self._gating.limit
         data = stack.data.view(-1, stack.data.shape[-1])
@@ -154,12 +156,12 @@ class GroupedProducts:
             least = tile.most + 1
 
 
-def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> Rows:
+def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
     """Room for the input of a product."""
     if stack.format.kind == "mxfp4":
-        return Rows(like.new_empty(num_rows, stack.columns, dtype=torch.bfloat16), None)
+        return ProductRows(like.new_empty(num_rows, stack.columns, dtype=torch.bfloat16), None)
     values = like.new_empty(num_rows, stack.columns, dtype=torch.float8_e4m3fn)
-    return Rows(values, like.new_empty(-(-stack.columns // BLOCK), num_rows, dtype=torch.float32))
+    return ProductRows(values, like.new_empty(-(-stack.columns // BLOCK), num_rows, dtype=torch.float32))
 
 
 def _scales(stack: Stack, gated: bool) -> tuple[str, torch.Tensor, int, int]:
