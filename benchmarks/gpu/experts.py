@@ -130,7 +130,7 @@ def times_us(call: Callable[[], object], calls: int) -> list[float]:
     for _ in range(WARMUP):
         call()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # the host queues everything meanwhile
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # the host queues everything meanwhile
     for begin, end in marks:
         begin.record()
         call()

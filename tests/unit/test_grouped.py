@@ -9,13 +9,14 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.gating import Gating
-from crossdock.worker.grouped.support import reason_against, reason_in_shapes
+from crossdock.worker.grouped.support import compile_into, reason_against, reason_in_shapes
 from crossdock.worker.weights import Format, Stack
 from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
 
@@ -93,6 +94,15 @@ def test_when_they_are_not_taken(
     ]
     found = reason_in_shapes(stacks[0], stacks[1], Gating(), dtype)
     assert reason in found if reason else found == ""
+
+
+@needs_triton
+def test_compiled_kernels_go_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", knobs.cache.dir)
+    compile_into(str(tmp_path))
+    assert knobs.cache.dir == str(tmp_path / "triton")
 
 
 def test_on_a_cpu_the_loop_serves() -> None:

@@ -14,7 +14,7 @@ and the others end at once, since the host knows no count.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,8 @@ class Tile:
 
 
 TILES: dict[str, tuple[Tile, ...]] = {
-    "fp8": (Tile(16, 16, True, 4, 4, 2), Tile(64, 64, True, 4, 4, 1), Tile(_MOST, 128, False, 8, 4, 1)),
-    "mxfp4": (Tile(16, 16, True, 4, 4, 2), Tile(64, 64, True, 4, 4, 1), Tile(_MOST, 128, True, 8, 3, 1)),
+    "fp8": (Tile(64, 32, True, 4, 3, 2), Tile(_MOST, 128, False, 8, 4, 1)),
+    "mxfp4": (Tile(16, 16, True, 4, 4, 2), Tile(_MOST, 128, True, 8, 3, 1)),
 }
 """By kind of format, in ascending order of rows."""
 
@@ -84,8 +84,10 @@ class GroupedProducts:
         """For rows of that dtype on the weights' GPU, its kernels compiled (seconds, or from Triton's cache)."""
         device, columns = weights[0].data.device, weights[0].columns
         made = GroupedProducts(gating, torch.cuda.get_device_properties(device).multi_processor_count)
-        rows = torch.zeros(max(tile.most for tile in TILES["fp8"][:-1]) + 1, columns, dtype=dtype, device=device)
-        none = torch.zeros(weights[0].data.shape[0] + 1, dtype=torch.int32, device=device)
+        num_experts = weights[0].data.shape[0]
+        most = max(tile.most for tile in TILES[weights[0].format.kind][:-1]) * num_experts
+        rows = torch.zeros(most + 1, columns, dtype=dtype, device=device)
+        none = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
         made.forward(weights, rows, none, none[1:], torch.empty_like(rows))
         return made
 
@@ -141,19 +143,26 @@ class GroupedProducts:
         columns = BLOCK if stack.format.kind == "fp8" else BLOCK // 2
         weights = TensorDescriptor.from_tensor(data, [BLOCK, columns])
         format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
-        for tile in self._tiles[stack.format.kind]:
-            if least > rows.values.shape[0]:
-                break
+        for tile, most in self._launches(stack.format.kind, rows.values.shape[0], stack.data.shape[0]):
             grouped_product[(self._num_processors * tile.programs,)](
                 TensorDescriptor.from_tensor(rows.values, [tile.rows, BLOCK]), rows.scales, weights, scales,
                 stack.bias, out.values, out.scales, offsets, counts, stack.data.shape[0], rows.values.shape[0],
-                least, tile.most, limit, self._gating.alpha,
+                least, most, limit, self._gating.alpha,
                 format=format, rule=rule, has_bias=stack.bias is not None, columns=stack.columns,
                 weight_rows=stack.rows, out_columns=out.values.shape[1], scale_rows=scale_rows, scales_apart=apart,
                 swap=tile.swap, tile_rows=tile.rows, experts=max(2, triton.next_power_of_2(stack.data.shape[0])),
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-            least = tile.most + 1
+            least = most + 1
+
+    def _launches(self, kind: str, num_rows: int, num_experts: int) -> Iterator[tuple[Tile, int]]:
+        """Tiles, and the most rows of an expert that each computes. Rows that on average fit a kind of tile take that
+        one, whatever single experts have: a launch that finds nothing costs the host as much as another."""
+        for tile in self._tiles[kind]:
+            last = num_rows <= tile.most * num_experts
+            yield tile, _MOST if last else tile.most
+            if last:
+                break
 
 
 def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:

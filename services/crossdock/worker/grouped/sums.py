@@ -18,13 +18,22 @@ MX_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
-def _add_block(sums, rows, weights, scale, swap: tl.constexpr):
+def _add_block(sums, rows, weights, row_scale, scale, swap: tl.constexpr):
     """Add one block's product: summed by the tensor cores, then scaled and added in fp32."""
     if swap:
-        product, factor = tl.dot(weights, rows.T), scale[None, :]
+        product, factor = tl.dot(weights, rows.T), (row_scale * scale)[None, :]
     else:
-        product, factor = tl.dot(rows, weights.T), scale[:, None]
+        product, factor = tl.dot(rows, weights.T), (row_scale * scale)[:, None]
     return tl.fma(product, tl.broadcast_to(factor, product.shape), sums)
+
+
+@triton.jit
+def _scales(row_scales, scales_0, scales_1, row, num_rows, k, steps: tl.constexpr, blocks: tl.constexpr):
+    """Of the rows and of both halves' weights in block k; 1 for weights where blocks have none, 0 past the last."""
+    of_rows = tl.load(row_scales + k * num_rows + row, mask=(row < num_rows) & (k < steps), other=0)
+    if blocks:
+        return of_rows, tl.load(scales_0 + k, mask=k < steps, other=0), tl.load(scales_1 + k, mask=k < steps, other=0)
+    return of_rows, 1.0, 1.0
 
 
 @triton.jit
@@ -40,6 +49,8 @@ def sums_fp8(
     The tensor cores add with 14 bits: no more than 128 products at once. Few rows are bound by the weights' bytes;
     then the weights take the side that is 64 wide at least, and rows the other (swap).
 
+    Scales are asked for one block ahead: the tensor cores do not wait for them.
+
     Args:
         rows, weights: descriptors of e4m3 [N, columns], and of all experts' matrices, one below the other.
         row_scales: [columns / BLOCK, num_rows].
@@ -48,15 +59,14 @@ def sums_fp8(
     """
     sums_0 = tl.zeros((HALF, tile_rows) if swap else (tile_rows, HALF), tl.float32)
     sums_1 = tl.zeros((HALF, tile_rows) if swap else (tile_rows, HALF), tl.float32)
-    for k in tl.range(0, columns, BLOCK):
-        scale = tl.load(row_scales + k // BLOCK * num_rows + row, mask=row < num_rows, other=0)
-        scale_0, scale_1 = scale, scale
-        if blocks:
-            scale_0 = scale * tl.load(scales_0 + k // BLOCK)
-            scale_1 = scale * tl.load(scales_1 + k // BLOCK)
-        some = rows.load([first, k])
-        sums_0 = _add_block(sums_0, some, weights.load([row_0, k]), scale_0, swap)
-        sums_1 = _add_block(sums_1, some, weights.load([row_1, k]), scale_1, swap)
+    steps: tl.constexpr = (columns + BLOCK - 1) // BLOCK
+    scale, scale_0, scale_1 = _scales(row_scales, scales_0, scales_1, row, num_rows, 0, steps, blocks)
+    for k in tl.range(0, steps):
+        later = _scales(row_scales, scales_0, scales_1, row, num_rows, k + 1, steps, blocks)
+        some = rows.load([first, k * BLOCK])
+        sums_0 = _add_block(sums_0, some, weights.load([row_0, k * BLOCK]), scale, scale_0, swap)
+        sums_1 = _add_block(sums_1, some, weights.load([row_1, k * BLOCK]), scale, scale_1, swap)
+        scale, scale_0, scale_1 = later
     if swap:
         sums_0, sums_1 = sums_0.T, sums_1.T
     return sums_0, sums_1
@@ -76,7 +86,7 @@ def sums_mxfp4(
     tile_rows: tl.constexpr,
 ):  # fmt: skip
     """Both halves, [tile_rows, HALF] each. Weights become bf16 in registers, exactly, and are the side of the product
-    that may lie there.
+    that may lie there. A scale of 255, MX's NaN, gives Inf or NaN.
 
     Args:
         rows, weights: descriptors of bf16 [N, columns] and of uint8 [all experts' rows, columns / 2].
@@ -90,6 +100,6 @@ def sums_mxfp4(
         scale_0 = _mx_scales(scales, row_0 + line, end, k, columns)
         scale_1 = _mx_scales(scales, row_1 + line, end, k, columns)
         weights_0, weights_1 = weights.load([row_0, k // 2]), weights.load([row_1, k // 2])
-        sums_0 = tl.dot_scaled(weights_0, scale_0, "e2m1", some, None, "bf16", sums_0)
-        sums_1 = tl.dot_scaled(weights_1, scale_1, "e2m1", some, None, "bf16", sums_1)
+        sums_0 = tl.dot_scaled(weights_0, scale_0, "e2m1", some, None, "bf16", sums_0, fast_math=True)
+        sums_1 = tl.dot_scaled(weights_1, scale_1, "e2m1", some, None, "bf16", sums_1, fast_math=True)
     return sums_0.T, sums_1.T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,14 @@ from crossdock.worker.gating import Gating
 from crossdock.worker.weights import MX_BLOCK, Stack
 
 _BLOCK = 128
+
+
+def compile_into(folder: str) -> None:
+    """Keep compiled kernels in this folder of `kernel_cache_dir`, not in the user's home. Nothing without Triton."""
+    if importlib.util.find_spec("triton") is not None:
+        from triton import knobs
+
+        knobs.cache.dir = str(Path(folder) / "triton")
 
 
 def reason_against(first: Stack, down: Stack, gating: Gating, dtype: torch.dtype) -> str:
