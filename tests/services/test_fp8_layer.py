@@ -139,8 +139,11 @@ def test_four_ranks_serve_it(layer: Layer, told: dict[str, int], tmp_path: Path)
         with Client(supervisor.control_address, min_tokens_per_worker=1) as client:
             x, weights = torch.randn(RANKS, layer.hidden).bfloat16(), torch.rand(RANKS, TOPK)
             ids = torch.rand(RANKS, EXPERTS).argsort(-1)[:, :TOPK]
-            z = client.forward(0, x, ids, weights, timeout_s=ANSWER_S)
-            answered = time.monotonic()
+            took = []
+            for _ in range(2):
+                asked = time.monotonic()
+                z = client.forward(0, x, ids, weights, timeout_s=ANSWER_S)
+                took.append(time.monotonic() - asked)
         held = [anonymous_bytes(pid) for pid in supervisor.worker_pids()]
     right = expected(layer, x, ids, weights)
     error = float((z.float() - right).norm() / right.norm())
@@ -148,7 +151,7 @@ def test_four_ranks_serve_it(layer: Layer, told: dict[str, int], tmp_path: Path)
     print(
         f"\n{EXPERTS} experts of {layer.hidden} x {layer.inner}: {layer.expert_bytes:,} bytes in files, "
         f"{told['model_bytes']:,} told, {told['rank_bytes'] >> 20:,} MiB a rank; workers hold {mib} MiB; "
-        f"serving after {formed - began:.1f} s, {RANKS} tokens in {answered - formed:.2f} s, error {error:.5f}"
+        f"serving after {formed - began:.1f} s, {RANKS} tokens in {took[0]:.2f} and {took[1]:.2f} s, error {error:.5f}"
     )
     assert error < 0.01
     base = 1 << 30

@@ -28,6 +28,8 @@ from crossdock.worker.grouped.support import fused_rule
 from crossdock.worker.weights import Stack
 
 BLOCK = 128
+_STEP = {"fp8": (BLOCK, 1), "mxfp4": (64, 2)}
+"""Columns of a step by kind of format, as in `sums.py`; how many are in a byte."""
 _QUANTISER_ROWS, _QUANTISER_PROGRAMS = 32, 8
 _MOST = 2**31 - 1
 
@@ -54,7 +56,7 @@ class Tile:
 
 TILES: dict[str, tuple[Tile, ...]] = {
     "fp8": (Tile(64, 32, True, 4, 3, 2), Tile(_MOST, 128, False, 8, 4, 1)),
-    "mxfp4": (Tile(16, 16, True, 4, 4, 2), Tile(_MOST, 128, True, 8, 3, 1)),
+    "mxfp4": (Tile(16, 16, True, 4, 4, 3), Tile(64, 32, True, 4, 4, 2), Tile(_MOST, 128, True, 8, 4, 1)),
 }
 """By kind of format, in ascending order of rows."""
 
@@ -140,12 +142,12 @@ class GroupedProducts:
         least, (offsets, counts) = 1, groups
         limit = math.inf if self._gating.limit is None else self._gating.limit
         data = stack.data.view(-1, stack.data.shape[-1])
-        columns = BLOCK if stack.format.kind == "fp8" else BLOCK // 2
-        weights = TensorDescriptor.from_tensor(data, [BLOCK, columns])
+        step, packed = _STEP[stack.format.kind]
+        weights = TensorDescriptor.from_tensor(data, [BLOCK, step // packed])
         format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
         for tile, most in self._launches(stack.format.kind, rows.values.shape[0], stack.data.shape[0]):
             grouped_product[(self._num_processors * tile.programs,)](
-                TensorDescriptor.from_tensor(rows.values, [tile.rows, BLOCK]), rows.scales, weights, scales,
+                TensorDescriptor.from_tensor(rows.values, [tile.rows, step]), rows.scales, weights, scales,
                 stack.bias, out.values, out.scales, offsets, counts, stack.data.shape[0], rows.values.shape[0],
                 least, most, limit, self._gating.alpha,
                 format=format, rule=rule, has_bias=stack.bias is not None, columns=stack.columns,

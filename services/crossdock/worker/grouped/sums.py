@@ -13,6 +13,8 @@ from crossdock.worker.grouped.tiles import HALF
 
 BLOCK = tl.constexpr(128)
 """Columns of a step: in fp8 they share a scale."""
+MX_STEP = tl.constexpr(64)
+"""Columns of a step in MXFP4: with more, a program's registers leave no room for others."""
 MX_BLOCK = tl.constexpr(32)
 """Columns that share a scale in MXFP4."""
 
@@ -74,8 +76,8 @@ def sums_fp8(
 
 @triton.jit
 def _mx_scales(scales, row, end, k, columns: tl.constexpr):
-    """uint8 [HALF, BLOCK / MX_BLOCK] of one step."""
-    number = k // MX_BLOCK + tl.arange(0, BLOCK // MX_BLOCK)
+    """uint8 [HALF, MX_STEP / MX_BLOCK] of one step."""
+    number = k // MX_BLOCK + tl.arange(0, MX_STEP // MX_BLOCK)
     inside = (row < end)[:, None] & (number < columns // MX_BLOCK)[None, :]
     return tl.load(scales + row[:, None].to(tl.int64) * (columns // MX_BLOCK) + number[None, :], mask=inside, other=0)
 
@@ -95,7 +97,7 @@ def sums_mxfp4(
     sums_0 = tl.zeros((HALF, tile_rows), tl.float32)
     sums_1 = tl.zeros((HALF, tile_rows), tl.float32)
     line = tl.arange(0, HALF)
-    for k in tl.range(0, columns, BLOCK):
+    for k in tl.range(0, columns, MX_STEP):
         some = rows.load([first, k]).T
         scale_0 = _mx_scales(scales, row_0 + line, end, k, columns)
         scale_1 = _mx_scales(scales, row_1 + line, end, k, columns)
