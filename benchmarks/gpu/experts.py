@@ -1,10 +1,11 @@
 """What quantised experts take on one GPU, beside bfloat16: microseconds of a rank's expert MLPs, as a worker runs them.
 
-    python -m benchmarks.gpu.experts [--out DIR] [--rows 256 512 1024 4096 16384] [--calls 20]
+    python -m benchmarks.gpu.experts [--out DIR] [--experts 32] [--rows 256 512 1024 4096 16384] [--calls 20]
 
-The shape is a DeepSeek-V3 rank's: 32 experts of 7168 x 2048. Rows are routed at random, the same for all formats, and
-fresh for each number of rows. `bf16` is torch's grouped GEMM with the activation between; `torch fp8 rows` are torch's
-scaled grouped GEMMs alone, for comparison: their input is quantised outside the time, and there is no activation.
+The shape is a DeepSeek-V3 rank's of 8: 32 experts of 7168 x 2048; with `--experts 256` the whole layer. Rows are routed
+at random, the same for all formats, and fresh for each number of rows. `bf16` is torch's grouped GEMM with the
+activation between; `torch fp8 rows` are torch's scaled grouped GEMMs alone, for comparison: their input is quantised
+outside the time, and there is no activation.
 
 `bound_us`: bytes of the touched experts' weights, of rows in, between and out, over the bandwidth of a large copy in
 the same run. Each format is checked first: `error` is the distance to the dequantised computation in float32, over its
@@ -68,24 +69,24 @@ class Groups:
     known: tuple[int, ...]
 
     @staticmethod
-    def drawn(rows: int) -> Groups:
+    def drawn(rows: int, experts: int) -> Groups:
         """Each row's expert at random."""
-        known = torch.randint(EXPERTS, (rows,)).bincount(minlength=EXPERTS)
+        known = torch.randint(experts, (rows,)).bincount(minlength=experts)
         counts = known.int().cuda()
         offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         return Groups(torch.randn(rows, HIDDEN, device="cuda").bfloat16(), offsets, counts, tuple(known.tolist()))
 
 
-def drawn_stack(format: Format, rows: int, columns: int, parts: int) -> Stack:
+def drawn_stack(format: Format, num: int, rows: int, columns: int, parts: int) -> Stack:
     """Random weights of about 1 / sqrt(columns)."""
-    stack = Stack.empty(format, (EXPERTS, rows, columns), torch.bfloat16, "cuda", parts=parts)
+    stack = Stack.empty(format, (num, rows, columns), torch.bfloat16, "cuda", parts=parts)
     size = columns**-0.5
     if format.kind == "mxfp4":
         assert stack.scales is not None
         stack.data.random_(0, 256)
         stack.scales.random_(119, 122)
         return stack
-    for expert in range(EXPERTS):
+    for expert in range(num):
         weights = torch.randn(rows, columns, device="cuda")
         stack.data[expert].copy_(weights if format.kind == "fp8" else weights * size)
     if stack.scales is not None:
@@ -93,9 +94,9 @@ def drawn_stack(format: Format, rows: int, columns: int, parts: int) -> Stack:
     return stack
 
 
-def drawn_experts(format: Format) -> tuple[ExpertMLPs, tuple[Stack, Stack]]:
+def drawn_experts(format: Format, num: int) -> tuple[ExpertMLPs, tuple[Stack, Stack]]:
     """One layer."""
-    weights = drawn_stack(format, 2 * INNER, HIDDEN, 2), drawn_stack(format, HIDDEN, INNER, 1)
+    weights = drawn_stack(format, num, 2 * INNER, HIDDEN, 2), drawn_stack(format, num, HIDDEN, INNER, 1)
     return ExpertMLPs({0: weights}, Gating(), torch.bfloat16), weights
 
 
@@ -148,7 +149,7 @@ def bandwidth() -> float:
 
 def bound_bytes(weights: tuple[Stack, Stack], groups: Groups) -> float:
     """Weights of the experts that have rows; rows in, between and out in bfloat16, or e4m3 where products take that."""
-    of_one = sum(stack.num_bytes for stack in weights) / EXPERTS
+    of_one = sum(stack.num_bytes for stack in weights) / weights[0].data.shape[0]
     item = 1 if weights[0].format.kind == "fp8" else 2
     moved = HIDDEN * 2 + 2 * INNER * item + HIDDEN * 2
     return of_one * sum(1 for count in groups.known if count) + moved * sum(groups.known)
@@ -158,18 +159,20 @@ class Bench:
     """Measures formats one after the other, with the same groups.
 
     Args:
+        experts: L.
         sizes: numbers of rows.
         calls: timed.
     """
 
-    def __init__(self, sizes: Sequence[int], calls: int) -> None:
-        self._groups, self._calls = {rows: Groups.drawn(rows) for rows in sizes}, calls
+    def __init__(self, experts: int, sizes: Sequence[int], calls: int) -> None:
+        self._groups, self._calls = {rows: Groups.drawn(rows, experts) for rows in sizes}, calls
+        self._experts = experts
         self._per_us = bandwidth()
         self._plain: dict[int, float] = {}
 
     def format(self, name: str) -> Iterator[Row]:
         """A format's rows; "bf16" first."""
-        experts, weights = drawn_experts(FORMATS[name])
+        experts, weights = drawn_experts(FORMATS[name], self._experts)
         for rows, groups in self._groups.items():
             given = 0, groups.tokens, groups.offsets, groups.counts
             error = error_of(weights, groups, experts.forward(*given))
@@ -180,12 +183,14 @@ class Bench:
     def torch_products(self) -> Iterator[Row]:
         """torch's own scaled products, with a scale per row of each side."""
         matrices = [
-            torch.randn(EXPERTS, rows, columns, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+            torch.randint(0, 120, (self._experts, rows, columns), device="cuda", dtype=torch.uint8).view(
+                torch.float8_e4m3fn
+            )
             for rows, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
         ]
         for rows, groups in self._groups.items():
             inputs = [torch.randn(rows, m.shape[2], device="cuda").to(torch.float8_e4m3fn) for m in matrices]
-            scales = [torch.ones(EXPERTS, m.shape[1], device="cuda") for m in matrices]
+            scales = [torch.ones(self._experts, m.shape[1], device="cuda") for m in matrices]
             ones, ends = torch.ones(rows, device="cuda"), groups.offsets[1:]
 
             def products(inputs=inputs, scales=scales, ones=ones, ends=ends) -> None:  # type: ignore[no-untyped-def]
@@ -221,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where a goal was missed."""
     options = _parse(arguments)
     torch.manual_seed(options.seed)
-    bench, rows = Bench(options.rows, options.calls), list[Row]()
+    bench, rows = Bench(options.experts, options.rows, options.calls), list[Row]()
     for name in FORMATS:
         rows += _shown(bench.format(name))
         torch.cuda.empty_cache()
     rows += _shown(bench.torch_products())
-    config: dict[str, object] = {"experts": EXPERTS, "hidden": HIDDEN, "inner": INNER, "seed": options.seed}
+    config: dict[str, object] = {"experts": options.experts, "hidden": HIDDEN, "inner": INNER, "seed": options.seed}
     facts.keep(options.out, "experts", Row, rows, facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1))
     print(*missed(rows), f"written to {options.out}", sep="\n")
     return 1 if missed(rows) else 0
@@ -244,6 +249,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(f"out/{datetime.date.today().isoformat()}-experts"))
     parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
+    parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--seed", type=int, default=torch.seed() % 2**31)
