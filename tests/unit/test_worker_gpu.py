@@ -74,7 +74,7 @@ def test_gpt_oss(tmp_path: Path, widen: bool) -> None:
     _assert_as_on_a_cpu(tmp_path, "grouped GEMM" if widen else "grouped products", 0.02)
 
 
-@pytest.mark.parametrize(("inner", "computes", "limit"), [(144, "grouped products", 0.06), (136, "loop", 0.02)])
+@pytest.mark.parametrize(("inner", "computes", "limit"), [(144, "grouped products", 0.08), (136, "loop", 0.02)])
 def test_fp8_blocks(tmp_path: Path, inner: int, computes: str, limit: float) -> None:
     """The grouped products quantise rows too: a wider limit."""
     sizes = Sizes(num_experts=3, hidden=256, inner=inner, layers=1)

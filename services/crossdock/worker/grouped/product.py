@@ -74,17 +74,13 @@ def _fp8(
 ):  # fmt: skip
     """Both halves, scaled: per block of 128 x 128, or per row of weights."""
     blocks: tl.constexpr = format == "fp8 blocks"
+    grid: tl.constexpr = (columns + BLOCK - 1) // BLOCK
+    number, of_tile = column // HALF, scales
     if blocks:
-        grid: tl.constexpr = (columns + BLOCK - 1) // BLOCK
-        number = column // HALF
-        last = scale_rows - 1
-        scales_0 = scales + (expert * scale_rows + number) * grid
-        scales_1 = scales + (expert * scale_rows + tl.minimum(number + scales_apart, last)) * grid
-    else:
-        scales_0, scales_1 = scales, scales
+        of_tile += (expert * scale_rows + number) * grid
     left, right = sums_fp8(
-        rows, row_scales, weights, scales_0, scales_1, row, row_0, row_0 + apart, first, num_rows, columns, blocks,
-        swap, tile_rows,
+        rows, row_scales, weights, of_tile, number + scales_apart < scale_rows, row, row_0, row_0 + apart, first,
+        num_rows, columns, scales_apart * grid, blocks, swap, tile_rows,
     )  # fmt: skip
     if not blocks:
         left *= _along(scales + row_0, weight_rows - column)

@@ -20,28 +20,31 @@ MX_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
-def _add_block(sums, rows, weights, row_scale, scale, swap: tl.constexpr):
+def _add_block(sums, rows, weights, factor, swap: tl.constexpr):
     """Add one block's product: summed by the tensor cores, then scaled and added in fp32."""
     if swap:
-        product, factor = tl.dot(weights, rows.T), (row_scale * scale)[None, :]
+        product, factors = tl.dot(weights, rows.T), factor[None, :]
     else:
-        product, factor = tl.dot(rows, weights.T), (row_scale * scale)[:, None]
-    return tl.fma(product, tl.broadcast_to(factor, product.shape), sums)
+        product, factors = tl.dot(rows, weights.T), factor[:, None]
+    return tl.fma(product, tl.broadcast_to(factors, product.shape), sums)
 
 
 @triton.jit
-def _scales(row_scales, scales_0, scales_1, row, num_rows, k, steps: tl.constexpr, blocks: tl.constexpr):
-    """Of the rows and of both halves' weights in block k; 1 for weights where blocks have none, 0 past the last."""
+def _scales(
+    row_scales, scales, has_second, row, num_rows, k, steps: tl.constexpr, apart: tl.constexpr, blocks: tl.constexpr
+):  # fmt: skip
+    """Of the rows and of both halves' weights in block k: 1 for weights without blocks, anything past the last."""
     of_rows = tl.load(row_scales + k * num_rows + row, mask=(row < num_rows) & (k < steps), other=0)
     if blocks:
-        return of_rows, tl.load(scales_0 + k, mask=k < steps, other=0), tl.load(scales_1 + k, mask=k < steps, other=0)
+        inside = k < steps
+        return of_rows, tl.load(scales + k, mask=inside), tl.load(scales + apart + k, mask=inside & has_second)
     return of_rows, 1.0, 1.0
 
 
 @triton.jit
 def sums_fp8(
-    rows, row_scales, weights, scales_0, scales_1, row, row_0, row_1,
-    first, num_rows, columns: tl.constexpr, blocks: tl.constexpr, swap: tl.constexpr,
+    rows, row_scales, weights, scales, has_second, row, row_0, row_1,
+    first, num_rows, columns: tl.constexpr, apart: tl.constexpr, blocks: tl.constexpr, swap: tl.constexpr,
     tile_rows: tl.constexpr,
 ):  # fmt: skip
     """Both halves, [tile_rows, HALF] each.
@@ -51,24 +54,26 @@ def sums_fp8(
     The tensor cores add with 14 bits: no more than 128 products at once. Few rows are bound by the weights' bytes;
     then the weights take the side that is 64 wide at least, and rows the other (swap).
 
-    Scales are asked for one block ahead: the tensor cores do not wait for them.
+    Scales are asked for before a block's product and used after it: the tensor cores do not wait for them.
 
     Args:
         rows, weights: descriptors of e4m3 [N, columns], and of all experts' matrices, one below the other.
         row_scales: [columns / BLOCK, num_rows].
-        scales_0, scales_1: of the halves' weights, one per block of columns (blocks), else unused.
+        scales: of the first half's weights, one per block of columns (blocks), else unused; `apart` further are the
+            second half's, if it has any (has_second).
         row: numbers of the rows. row_0, row_1: first rows of weights of the halves.
     """
     sums_0 = tl.zeros((HALF, tile_rows) if swap else (tile_rows, HALF), tl.float32)
     sums_1 = tl.zeros((HALF, tile_rows) if swap else (tile_rows, HALF), tl.float32)
     steps: tl.constexpr = (columns + BLOCK - 1) // BLOCK
-    scale, scale_0, scale_1 = _scales(row_scales, scales_0, scales_1, row, num_rows, 0, steps, blocks)
+    scale, scale_0, scale_1 = _scales(row_scales, scales, has_second, row, num_rows, 0, steps, apart, blocks)
+    factor_0, factor_1 = scale * scale_0, scale * scale_1
     for k in tl.range(0, steps):
-        later = _scales(row_scales, scales_0, scales_1, row, num_rows, k + 1, steps, blocks)
+        scale, scale_0, scale_1 = _scales(row_scales, scales, has_second, row, num_rows, k + 1, steps, apart, blocks)
         some = rows.load([first, k * BLOCK])
-        sums_0 = _add_block(sums_0, some, weights.load([row_0, k * BLOCK]), scale, scale_0, swap)
-        sums_1 = _add_block(sums_1, some, weights.load([row_1, k * BLOCK]), scale, scale_1, swap)
-        scale, scale_0, scale_1 = later
+        sums_0 = _add_block(sums_0, some, weights.load([row_0, k * BLOCK]), factor_0, swap)
+        sums_1 = _add_block(sums_1, some, weights.load([row_1, k * BLOCK]), factor_1, swap)
+        factor_0, factor_1 = scale * scale_0, scale * scale_1
     if swap:
         sums_0, sums_1 = sums_0.T, sums_1.T
     return sums_0, sums_1
