@@ -55,7 +55,7 @@ def test_interpreted_products(name: str) -> None:
 def test_compiled_for_hopper() -> None:
     """Without a GPU: the tensor cores' instructions, registers that hold the sums, nothing compiled while serving."""
     found = run("grouped_compiled")
-    kinds = {(kind.split(".")[3], kind.split(".f32.")[1]) for kind in found["wgmma"]}
+    kinds = {(kind.split(".")[4], kind.split(".f32.")[1]) for kind in found["wgmma"]}
     assert kinds == {("m64n32k32", "e4m3.e4m3"), ("m64n128k32", "e4m3.e4m3"), ("m64n16k16", "bf16.bf16"),
                      ("m64n64k16", "bf16.bf16")}  # fmt: skip
     assert found["stack"] <= 160, "bytes of local memory: an inner loop spills"
