@@ -66,10 +66,15 @@ def test_compiled_for_hopper() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_products_on_a_gpu(name: str) -> None:
     """Of the dequantised model within e4m3's rounding of rows, or bf16's; the host waits for nothing."""
-    counts = [3, 0, 130, 16, 70, 1, 300]
-    weights, gating = layer(name, len(counts))
-    tokens = tokens_of(counts, 2, weights[0].columns, more=9)
-    begins, end = groups(counts, 2)
+    weights, gating = layer(name, 7)
+    assert_right(weights, gating, [3, 0, 130, 16, 70, 1, 300], 2)
+    assert_right(weights, gating, [0, 0, 0, 1, 0, 0, 0], 0)
+
+
+def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int], padding: int) -> None:
+    """For groups of so many rows, and `padding` rows of nobody behind each."""
+    tokens = tokens_of(counts, padding, weights[0].columns, more=4 * padding)
+    begins, end = groups(counts, padding)
     there = tuple(Stack(s.format, *(None if t is None else t.cuda() for t in (s.data, s.scales, s.bias)), s.parts)
                   for s in weights)  # fmt: skip
     experts = ExpertMLPs({0: (there[0], there[1])}, gating, torch.bfloat16)
@@ -78,7 +83,7 @@ def test_products_on_a_gpu(name: str) -> None:
     out = torch.full(tokens.shape, 7.0, dtype=torch.bfloat16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        experts.forward(0, *sent, out=out, num_rows=end + 2)
+        experts.forward(0, *sent, out=out, num_rows=end + padding)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     limit = 0.01 if weights[0].format.kind == "mxfp4" else 0.08
@@ -89,7 +94,7 @@ def test_products_on_a_gpu(name: str) -> None:
         hidden = gating(inner, torch.empty(count, down.columns))
         expected = hidden @ floats(down).t() + (0 if down.bias is None else down.bias.float())
         assert not count or float((found - expected).norm() / expected.norm()) < limit
-        assert bool((out[begin + count : begin + count + 2] == 7).all()), "a row of nobody was written"
+        assert bool((out[begin + count : begin + count + padding] == 7).all()), "a row of nobody was written"
 
 
 @pytest.mark.parametrize(

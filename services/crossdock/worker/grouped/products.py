@@ -77,22 +77,30 @@ class GroupedProducts:
         gating: between the products.
         num_processors: multiprocessors of the GPU.
         tiles: by kind of format.
+        every_tile: launch all of them, whatever the number of rows.
     """
 
-    def __init__(self, gating: Gating, num_processors: int, tiles: dict[str, tuple[Tile, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        gating: Gating,
+        num_processors: int,
+        tiles: dict[str, tuple[Tile, ...]] | None = None,
+        *,
+        every_tile: bool = False,
+    ) -> None:
         self._gating, self._num_processors, self._tiles = gating, num_processors, tiles or TILES
+        self._every_tile = every_tile
 
     @staticmethod
     def compiled(weights: tuple[Stack, Stack], gating: Gating, dtype: torch.dtype) -> GroupedProducts:
         """For rows of that dtype on the weights' GPU, its kernels compiled (seconds, or from Triton's cache)."""
         device, columns = weights[0].data.device, weights[0].columns
-        made = GroupedProducts(gating, torch.cuda.get_device_properties(device).multi_processor_count)
-        num_experts = weights[0].data.shape[0]
-        most = max(tile.most for tile in TILES[weights[0].format.kind][:-1]) * num_experts
-        rows = torch.zeros(most + 1, columns, dtype=dtype, device=device)
-        none = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        made = GroupedProducts(gating, num_processors, every_tile=True)
+        rows = torch.zeros(BLOCK, columns, dtype=dtype, device=device)
+        none = torch.zeros(weights[0].data.shape[0] + 1, dtype=torch.int32, device=device)
         made.forward(weights, rows, none, none[1:], torch.empty_like(rows))
-        return made
+        return GroupedProducts(gating, num_processors)
 
     def forward(
         self,
@@ -162,7 +170,7 @@ class GroupedProducts:
         experts have; with rows for the last one, every tile, each for its experts: `num_rows` may be a bound."""
         *few, last = self._tiles[kind]
         for tile in few:
-            if num_rows <= tile.most * num_experts:
+            if num_rows <= tile.most * num_experts and not self._every_tile:
                 return [(1, _MOST, tile)]
         begins = [1, *(tile.most + 1 for tile in few)]
         return [(begin, tile.most, tile) for begin, tile in zip(begins, (*few, last), strict=True)]
