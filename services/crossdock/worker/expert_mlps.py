@@ -6,7 +6,7 @@ over the experts that have rows. On a GPU the grouped GEMM reads the groups' off
 and rows past the last group cost nothing. The loop needs the offsets on the host.
 
 Quantised weights stay as they are stored (`weights.py`). GPUs multiply them by grouped GEMMs of our own, in Triton
-(`grouped/`), since no library that installs has them for all formats; where these do not serve, and on CPUs, the loop
+(`grouped/`), since torch has none for blocks on Hopper, nor for MXFP4; where these do not serve, and on CPUs, the loop
 makes floats of one tile of rows at a time, in the dtype that products are computed in, and multiplies it in the cache.
 
 Precision. Sums inside a product are fp32. What a product is rounded to depends on where it is computed:
