@@ -76,6 +76,7 @@ RESERVED: dict[str, set[str]] = {
     },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo"},
+    "triton": {"crossdock.worker"},
     "transformers": {"crossdock.client", "crossdock.demo"},
     "vllm": {"crossdock.vllm_plugin", "benchmarks.vllm"},
     "grpc": {
