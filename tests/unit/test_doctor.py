@@ -263,6 +263,14 @@ def test_it_is_shown_with_cause_and_cure() -> None:
     assert run.as_dict(findings, strict=True)["ok"] is False
 
 
+def test_what_another_host_says_moves_no_cursor() -> None:
+    answers = [{"rank": 0, "failed": "x\x1b[2J\x9b1A"}, {"rank": 1, "failed": "y"}]
+    out = io.StringIO()
+    run.show(trial.judge_trial("cpu", answers, 0.0, name="network"), Console(file=out, width=100))
+    assert "x\\u001b[2J" in out.getvalue()
+    assert all(line.isprintable() for line in out.getvalue().splitlines())
+
+
 def test_a_real_pass_on_this_host() -> None:
     """Two processes over shared memory: right answers, and exit status 0 where nothing fails."""
     done = CliRunner().invoke(cli.app, ["doctor", "--json", "--transport", "cpu"])
