@@ -88,6 +88,16 @@ def test_garbage(port: Port) -> None:
     port.counted("no hello")
 
 
+def test_refused_connections_are_logged_and_do_not_fill_the_log(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(12):
+        with port.dial() as connection:
+            connection.sendall(b"\x1b" * handshake.HELLO_BYTES)
+            assert is_closed(connection)
+    port.counted("no hello", 12)
+    where = "{}:{}".format(*port.listener.address)
+    assert caplog.messages == [f"data port {where}: refused {number} connections: no hello" for number in (1, 10)]
+
+
 @pytest.mark.parametrize("said", [0, 1, handshake.HELLO_BYTES - 1])
 def test_silence_ends(port: Port, said: int) -> None:
     begun = time.monotonic()
