@@ -66,7 +66,8 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
     host = host_facts(facts=facts)
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
-    yield from rdma.judge_nics(facts, rdma.look(), data_port.rdma_devices(request.network))
+    chosen = data_port.rdma_devices(request.network), data_port.rdma_gid_index(request.network)
+    yield from rdma.judge_nics(facts, rdma.look(), *chosen)
     seen = system.look()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
