@@ -353,9 +353,9 @@ class Channel:
             self._require_open()
             try:
                 connection = socket.create_connection(place, max(0.001, left), source)
-            except OSError as error:
-                if left <= _RETRY_S:
-                    why = error.strerror or str(error)
+            except (OSError, UnicodeError, OverflowError) as error:  # of a name or a port that cannot be
+                if left <= _RETRY_S or not isinstance(error, OSError):
+                    why = getattr(error, "strerror", None) or str(error)
                     text = (
                         f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
                         "or set network.advertise on that rank to an address of it"

@@ -248,6 +248,15 @@ def test_a_peer_that_is_not_there_is_named() -> None:
         assert f"127.0.0.1:{ticket.port}" in str(error.value)
 
 
+def test_an_address_that_cannot_be_is_named_at_once() -> None:
+    """As network.advertise of another rank may be."""
+    with End(0) as one:
+        begun, name = time.monotonic(), "a" * 70
+        with pytest.raises(TransportError, match=f"{name}:1 is not reached .*label too long"):
+            one.channel.connect({1: NetworkTicket("tcp", name, 1, 5, SECRET.hex())}, WAIT_S)
+        assert time.monotonic() - begun < WAIT_S / 2
+
+
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:
     with End(0) as one, End(1) as two:
         old = NetworkTicket("tcp", "127.0.0.1", two.network.listener.address[1], 5, SECRET.hex())
