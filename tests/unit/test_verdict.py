@@ -247,6 +247,21 @@ def test_the_largest_reports_that_are_accepted_add_up() -> None:
     assert watch.total("a").rows == latency.MAX_REPORTS * most
 
 
+def test_fields_that_are_not_known_are_not_kept() -> None:
+    """A megabyte of them in each of 256 reports of each member."""
+    group, watch = members(1), latency.LatencyWatch(ControlMetrics())
+    watch.tick(group, 0.0)
+    field_99 = b"\x9a\x06\x80\x80\x04" + b"x" * (1 << 16)
+    nested = pb.OperationLatency.FromString(pb.OperationLatency(op="combine").SerializeToString() + field_99)
+    large = pb.LatencyReport.FromString(report(operations=[nested]).SerializeToString() + field_99)
+    assert large.ByteSize() > 2 << 16
+    stats = pb.WorkerStats(latency=large)
+    watch.record(group, pb.HeartbeatRequest(worker=pb.WorkerId(uid="a"), epoch=3, stats=stats), 1.0)
+    ((_, kept),) = watch._reports["a"]
+    assert kept.ByteSize() < 1000
+    assert kept.steps == 5
+
+
 def test_views_add_reports_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any client may ask for views, as often as its rate allows; 64 ranks' reports take 30 ms of the event loop."""
     group, added = members(2), []

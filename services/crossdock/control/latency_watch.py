@@ -82,6 +82,7 @@ class LatencyWatch:
         report, uid = request.stats.latency, request.worker.uid
         member = group.member(uid)
         if member is not None and report.interval_s and request.epoch == group.epoch:
+            report.DiscardUnknownFields()  # they may be as large as a message
             kept = self._reports.setdefault(uid, deque(maxlen=MAX_REPORTS))
             kept.append((now, pb.LatencyReport.FromString(report.SerializeToString())))
             self._totals.pop(uid, None)
