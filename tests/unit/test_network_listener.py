@@ -257,6 +257,14 @@ def test_an_address_that_cannot_be_is_named_at_once() -> None:
         assert time.monotonic() - begun < WAIT_S / 2
 
 
+def test_a_rank_behind_an_address_of_another_machine_dials_from_its_own() -> None:
+    """As behind NAT: what it advertises is no address that it could bind."""
+    with End(0, devices=("lo",), advertise="192.0.2.7") as one, End(1) as two:
+        assert one.ticket().address == "192.0.2.7"
+        one.channel.connect({1: two.ticket()}, 5.0)
+        assert one.channel.up() == 2
+
+
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:
     with End(0) as one, End(1) as two:
         old = NetworkTicket("tcp", "127.0.0.1", two.network.listener.address[1], 5, SECRET.hex())
