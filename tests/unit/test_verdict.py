@@ -220,6 +220,22 @@ def test_words_name_what_was_found() -> None:
     assert set(latency.KINDS) == {one.kind for one in cases.values()}
 
 
+def test_hosts_are_named_as_people_know_them() -> None:
+    """A memory domain is made of the host's boot id, unless it is configured."""
+
+    def place(rank: int, hostname: str, domain: str) -> Any:
+        worker = SimpleNamespace(place=SimpleNamespace(memory_domain=domain, hostname=hostname))
+        return SimpleNamespace(rank=rank, worker=worker)
+
+    two = [place(0, "node-a", "9f1c/40/0"), place(1, "node-a", "9f1c/40/0"), place(2, "node-b", "77aa/40/0")]
+    assert latency.host_names(two) == {0: "node-a", 1: "node-a", 2: "node-b"}
+    pods = [place(0, "node-a", "9f1c/40/0"), place(1, "node-a", "9f1c/41/0"), place(2, "node-b", "77aa/40/0")]
+    assert latency.host_names(pods) == {0: "node-a (9f1c/40/0)", 1: "node-a (9f1c/41/0)", 2: "node-b"}
+    shared = [place(0, "pod-0", "d"), place(1, "pod-1", "d")]
+    assert latency.host_names(shared) == {0: "pod-0", 1: "pod-0"}
+    assert latency.host_names([place(0, "alone", "")]) == {0: "alone"}
+
+
 def test_reports_add_up() -> None:
     total = pb.LatencyReport()
     for one in (report(), report(), report(hot_expert=9, hot_rows=1)):
