@@ -33,7 +33,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak test-observability bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network bench-service chaos attack soak test-observability bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -117,6 +117,9 @@ bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside g
 
 bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
 	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
+
+bench-service: $(DEV) ## Measure the expert service beside its experts in one process and a bare gRPC echo; csv and run.json
+	$(PY) -m benchmarks.service --out docs/results/$$(date +%F)-service $(ARGS)
 
 bench-network: $(DEV) ## Measure ring, proxy and providers on the loop-back device, and gloo beside them; table, csv and run.json
 	$(PY) -m benchmarks.network --out docs/results/$$(date +%F)-network $(ARGS)

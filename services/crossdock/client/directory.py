@@ -87,6 +87,11 @@ class Directory:
             raise Unavailable(str(trouble), trouble.lost_ranks, trouble.epoch)
         return self._service
 
+    @property
+    def now(self) -> ServingWorkers | None:
+        """The workers to send requests to; None: the group does not serve, as far as is known. Any thread."""
+        return self._service
+
     def recheck(self) -> None:
         """Check the control plane after a worker of the newest view did not answer: a stopped or unreachable one breaks
         no connection. If it is silent, follow another one."""

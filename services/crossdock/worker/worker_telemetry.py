@@ -85,7 +85,7 @@ class WorkerTelemetry:
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
-        self._rows_lock = threading.Lock()
+        self._rows_lock, self._answers_lock = threading.Lock(), threading.Lock()
         self._scattered = self._failed = False
         self._phases = [
             metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
@@ -147,10 +147,11 @@ class WorkerTelemetry:
         return self._latency.recent()
 
     def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float, queue_s: float = 0.0) -> None:
-        """Count a request that was answered, or refused after 0 seconds (service)."""
-        self._num_requests += 1
+        """Count a request that was answered, or refused after 0 seconds. Any thread."""
+        with self._answers_lock:
+            self._num_requests += 1
+            self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
         if code is grpc.StatusCode.OK:
-            self._num_tokens += num_tokens
             self._metrics.tokens_total.inc(num_tokens)
             self._metrics.queue_duration_seconds.observe(queue_s)
         if seconds:
