@@ -54,7 +54,7 @@ async def _echo(pipe: Connection) -> None:
 
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     handler = grpc.stream_stream_rpc_method_handler(echo)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"Echo": handler}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bench", {"Echo": handler}),))
     pipe.send(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
     await server.wait_for_termination()

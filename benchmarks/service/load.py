@@ -24,7 +24,7 @@ import torch
 from crossdock.client import AsyncClient, Client
 
 DEADLINE_S = 120.0
-ECHO = "/bench/Echo"
+ECHO = "/Bench/Echo"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,14 @@ import grpc
 import pytest
 import torch
 
-from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Unavailable
-from crossdock.client import request_buffers as client_buffers
+from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Unavailable, direct
 from crossdock.common import rpc
 from crossdock.common.access import METHODS, RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.protocol.request_buffer import Memory, Places, described, host_identity
+from crossdock.protocol.request_buffer import Places, SharedMemory, described, host_identity
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker import request_buffers as worker_buffers
+from crossdock.worker import buffer_server
 from crossdock.worker.admission import RequestValidator
 from crossdock.worker.backend import Backend
 from crossdock.worker.budget import Budget
@@ -132,7 +131,7 @@ class Guest:
         if not fds:
             raise OSError("no memory")
         self.fd = fds[0]
-        self.memory = Memory(self.fd, self.offer.num_bytes)
+        self.memory = SharedMemory(self.fd, self.offer.num_bytes)
         return self
 
     @staticmethod
@@ -214,7 +213,7 @@ async def test_threads_share_one_client(tmp_path: Path) -> None:
         client = await asyncio.to_thread(Client, made.address)
         await asyncio.gather(*(asyncio.to_thread(ask, client) for _ in range(4)))
         assert 1 <= len(made.buffers) <= 4
-        assert any(isinstance(work.stream, worker_buffers._Buffer) for work in made.engine.seen)
+        assert any(isinstance(work.stream, buffer_server._Buffer) for work in made.engine.seen)
         await asyncio.to_thread(client.close)
 
 
@@ -275,7 +274,7 @@ async def test_a_ticket_is_good_once_and_only_while_its_call_is_open(tmp_path: P
 
 
 async def test_a_ticket_that_nobody_redeems_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_buffers, "_REDEEM_S", 0.1)
+    monkeypatch.setattr(buffer_server, "_REDEEM_S", 0.1)
     async with world(tmp_path) as made, Guest(made) as guest:
         offer = await guest.call.read()
         with guest.dial(offer.socket) as stranger:
@@ -394,7 +393,7 @@ async def test_a_dead_worker_hangs_no_client(tmp_path: Path) -> None:
 
 
 async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_buffers, "QUIET_S", 0.1)
+    monkeypatch.setattr(direct, "QUIET_S", 0.1)
     async with world(tmp_path) as made, AsyncClient(made.address, retry=False) as client:
         await warm(client, made)
         made.engine.go.clear()

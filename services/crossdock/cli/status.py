@@ -60,7 +60,8 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    notes = [*left_out, *_ways(view), *_clients(view), *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
+    ways = [*_ways(view), *_clients(view)]
+    notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 

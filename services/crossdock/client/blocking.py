@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from crossdock.client.client import MIN_TOKENS_PER_WORKER, AsyncClient
+from crossdock.client.direct import QUIET_S, DirectCall
 from crossdock.client.errors import ClientError, Overloaded, Unavailable
-from crossdock.client.request_buffers import QUIET_S, DirectCall
 from crossdock.client.shares import check, on_host
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.v1 import expert_pb2

@@ -4,7 +4,7 @@
     y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
 
 A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. Streams to the
-workers stay open; with a worker of this host the tensors go through shared memory (request_buffers.py), without any
+workers stay open; with a worker of this host the tensors go through shared memory (direct.py), without any
 setting. Views are followed: requests in flight to a lost rank are retried until their deadline (forward is
 idempotent). A request that a worker refuses for lack of resources is retried alone at the next worker, within a budget
 (retry.py).
@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import tenacity
 import torch
 
+from crossdock.client.direct import BufferPool, DirectCall
 from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, Overloaded, Unavailable
-from crossdock.client.request_buffers import BufferPool, DirectCall
 from crossdock.client.retry import RetryBudget
-from crossdock.client.shares import Batch, Parts, Response, Share, check, most_tokens, on_host, read_rows, split
+from crossdock.client.shares import ForwardCall, Parts, Response, Share, check, most_tokens, on_host, read_rows, split
 from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
@@ -141,11 +141,11 @@ class AsyncClient:
             out = await self.by_stream(batch)
         return out.to(x.device)
 
-    def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> Batch:
+    def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> ForwardCall:
         """One call; its shares begin at the next worker."""
-        return Batch(layer, parts, time.monotonic() + timeout_s, next(self._turns))
+        return ForwardCall(layer, parts, time.monotonic() + timeout_s, next(self._turns))
 
-    def begin(self, batch: Batch) -> DirectCall | None:
+    def begin(self, batch: ForwardCall) -> DirectCall | None:
         """Send a batch through request buffers, if there is one for each share now. Any thread."""
         service = self._directory.now if self._directory is not None else None
         if self._pool is None or service is None or not service.workers or self._closed:
@@ -175,7 +175,7 @@ class AsyncClient:
         self._budget.answered()
         return call.out
 
-    async def by_stream(self, batch: Batch) -> torch.Tensor:
+    async def by_stream(self, batch: ForwardCall) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries."""
         parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
         service, out = await self._until(self._service, left_s), torch.empty_like(parts[0])
@@ -226,7 +226,7 @@ class AsyncClient:
         )
         return await policy(once)
 
-    async def _share(self, batch: Batch, share: Share, out: torch.Tensor) -> None:
+    async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor) -> None:
         """Compute some rows; each retry goes to the next worker."""
         rows, tries = slice(share.start, share.stop), 0
 

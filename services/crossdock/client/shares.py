@@ -27,7 +27,7 @@ _INTS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ForwardCall:
     """One call of `forward`.
 
     Attributes:

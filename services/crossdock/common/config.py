@@ -1,7 +1,6 @@
 """One typed, frozen config per program: a YAML file, then `--set path=value`, then the checks of the types. The only
 readers of the environment in the repository are `Identity.from_env` and `FrameworkConfig.from_env`, and nothing writes
-it. Unknown keys are refused with their path. The chart's schema is generated from these types.
-"""
+it. Unknown keys are refused with their path. The chart's schema is generated from these types."""
 
 from __future__ import annotations
 

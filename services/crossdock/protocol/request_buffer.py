@@ -61,7 +61,7 @@ class Places:
         return Places(0, rows, rows + few, rows + 2 * few, 2 * rows + 2 * few)
 
 
-class Memory:
+class SharedMemory:
     """One mapping of a request buffer; it lives until the last tensor made of it dies.
 
     Args:
@@ -79,13 +79,13 @@ class Memory:
         self.num_bytes = num_bytes
 
     @staticmethod
-    def make(num_bytes: int) -> tuple[Memory, int]:
+    def make(num_bytes: int) -> tuple[SharedMemory, int]:
         """New memory, and its descriptor, which the caller closes. Raises OSError."""
         fd = os.memfd_create("crossdock-request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return Memory(fd, num_bytes), fd
+            return SharedMemory(fd, num_bytes), fd
         except BaseException:
             os.close(fd)
             raise

@@ -13,7 +13,7 @@ import grpc
 import torch
 
 from crossdock.protocol import wire
-from crossdock.protocol.request_buffer import Memory, Places
+from crossdock.protocol.request_buffer import Places, SharedMemory
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
@@ -47,7 +47,7 @@ class RequestValidator:
         self,
         request: expert_pb2.ForwardRequest,
         data: Mapping[str, memoryview] | None = None,
-        memory: Memory | None = None,
+        memory: SharedMemory | None = None,
     ) -> Tokens:
         """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model.
 
@@ -83,7 +83,7 @@ class RequestValidator:
         self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
         return x, ids, weights
 
-    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: Memory) -> tuple[torch.Tensor, ...]:
+    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> tuple[torch.Tensor, ...]:
         _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
         _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
         _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)

@@ -34,8 +34,8 @@ from crossdock.worker.admission import REQUEST_BYTES, Tokens
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
 from crossdock.worker.budget import BudgetExceeded
+from crossdock.worker.buffer_server import RequestBuffers
 from crossdock.worker.operations import trace_of
-from crossdock.worker.request_buffers import RequestBuffers
 from crossdock.worker.work import Done, Failure, Refused, Work
 
 Request = tensor_messages.Received[expert_pb2.ForwardRequest]

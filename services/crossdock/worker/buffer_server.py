@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 
 from crossdock.common import log, rpc
 from crossdock.common.tasks import call_in_loop
-from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, MAX_PACKET_BYTES, Memory, host_identity
+from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, MAX_PACKET_BYTES, SharedMemory, host_identity
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
@@ -180,7 +180,7 @@ class RequestBuffers:
             offer = self._offers.pop(sock.recv(64), None)
             if offer is None or self._closed:
                 raise OSError("no such ticket")
-            memory, fd = Memory.make(offer.num_bytes)
+            memory, fd = SharedMemory.make(offer.num_bytes)
             socket.send_fds(sock, [b"."], [fd])
         except OSError as error:
             _log.info("no request buffer", why=str(error))
@@ -223,7 +223,7 @@ class _Buffer:
         backend: Backend,
         offer: _Offer,
         sock: socket.socket,
-        memory: Memory,
+        memory: SharedMemory,
         drop: Callable[[_Buffer], None],
     ) -> None:
         self.offer, self.sock = offer, sock

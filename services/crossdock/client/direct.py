@@ -27,8 +27,8 @@ from crossdock.common.tasks import background, call_in_loop
 from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
-    Memory,
     Places,
+    SharedMemory,
     described,
     host_identity,
 )
@@ -51,7 +51,7 @@ class RequestBuffer:
         end: called once when it is closed.
     """
 
-    def __init__(self, address: str, sock: socket.socket, memory: Memory, end: Callable[[], None]) -> None:
+    def __init__(self, address: str, sock: socket.socket, memory: SharedMemory, end: Callable[[], None]) -> None:
         self.address, self.num_bytes, self.used_at = address, memory.num_bytes, time.monotonic()
         self._sock, self._memory, self._end = sock, memory, end
         self._poll = select.poll()
@@ -200,7 +200,7 @@ class BufferPool:
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not fds:
                 raise OSError("no memory came")
-            memory = Memory(fds[0], num_bytes)
+            memory = SharedMemory(fds[0], num_bytes)
         except BaseException:
             sock.close()
             call.cancel()
@@ -210,7 +210,7 @@ class BufferPool:
                 socket.close(fd)
         background(self._until_ended(stream.address, sock, memory, call), "a request buffer")
 
-    async def _until_ended(self, address: str, sock: socket.socket, memory: Memory, call: Any) -> None:
+    async def _until_ended(self, address: str, sock: socket.socket, memory: SharedMemory, call: Any) -> None:
         """The life of a buffer: as long as its call."""
         ended = asyncio.Event()
         buffer = RequestBuffer(address, sock, memory, lambda: call_in_loop(self.loop, ended.set))
