@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import torch
 
-from crossdock.client.errors import DeadlineExceeded, Unavailable, from_answer
+from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_answer
 from crossdock.client.shares import Parts, Share
 from crossdock.client.stream import WorkerStream
 from crossdock.common.tasks import background, call_in_loop
@@ -243,9 +243,13 @@ class DirectCall:
         pool: of the buffers.
         out: [T, H], filled.
         deadline: monotonic seconds.
+
+    Attributes:
+        refused: the worker had no room for it.
     """
 
     def __init__(self, pool: BufferPool, out: torch.Tensor, deadline: float) -> None:
+        self.refused: Overloaded | None = None
         self._pool, self.out, self._deadline = pool, out, deadline
         self._waiting: list[tuple[Share, RequestBuffer]] = []
 
@@ -282,7 +286,8 @@ class DirectCall:
                     return False
                 self._waiting.pop()
                 self._pool.give_back(buffer)
-        except BaseException:
+        except BaseException as error:
+            self.refused = error if isinstance(error, Overloaded) else None
             self.abandon()
             raise
         return True
