@@ -167,7 +167,7 @@ class BufferPool:
             async with asyncio.timeout(_OPEN_S):
                 await self._open(stream, min(size, MAX_BUFFER_BYTES))
         except (OSError, TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
-            code = error.code() if isinstance(error, grpc.RpcError) else None  # type: ignore[attr-defined]
+            code = error.code() if isinstance(error, grpc.RpcError) else None
             never = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
             self._not_before[address] = float("inf") if code in never else time.monotonic() + _AGAIN_S
         finally:
@@ -222,6 +222,8 @@ class BufferPool:
         finally:
             self._all.discard(buffer)
             buffer.close()
+            with contextlib.suppress(ValueError, IndexError):  # not idle, or taken meanwhile
+                self._idle[address].remove(buffer)
             call.cancel()
 
 
@@ -229,11 +231,17 @@ async def readable(sock: Any) -> None:
     """Wait until a socket has something to read, or is at its end."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock.fileno(), lambda: ready.done() or ready.set_result(None))
+    number = sock.fileno()
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(number, set_ready)
     try:
         await ready
     finally:
-        loop.remove_reader(sock.fileno())
+        loop.remove_reader(number)
 
 
 class DirectCall:
