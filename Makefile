@@ -123,6 +123,9 @@ bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside g
 bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
 	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
 
+bench-service: $(DEV) ## Measure the expert service beside its experts in one process and a bare gRPC echo; csv and run.json
+	$(PY) -m benchmarks.service --out docs/results/$$(date +%F)-service $(ARGS)
+
 bench-network: $(DEV) ## Measure ring, proxy and providers on the loop-back device, and gloo beside them; table, csv and run.json
 	$(PY) -m benchmarks.network --out docs/results/$$(date +%F)-network $(ARGS)
 
