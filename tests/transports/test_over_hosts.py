@@ -154,19 +154,20 @@ def test_a_second_hand_stops_with_its_operation(world: Worlds) -> None:
 def run_until_dropped(rank: int, size: int, store: Any, case: RoutingCase) -> int:
     """Steps until one fails; how many hands there are after it."""
     network = NetworkConfig(
-        provider="shuffle(tcp)", listen="127.0.0.1:0", domain=f"{rank}", seed=draw_seed(), drop_after=40
+        provider="shuffle(tcp)", listen="127.0.0.1:0", domain=f"{rank}", seed=draw_seed(), drop_after=60
     )
     options = {"mode": Mode.HT, "layout": Layout.FLAT, "network": network, "timeout_s": 3.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_transport, "THREADS", 0)
-        until_lost(Place(rank, size, store, "cpu"), case, options)
+        faults.lose(lambda: steps_with_hand(Place(rank, size, store, "cpu"), case, options))
     return hands()
 
 
-def until_lost(place: Place, case: RoutingCase, options: dict[str, Any]) -> None:
+def steps_with_hand(place: Place, case: RoutingCase, options: dict[str, Any]) -> None:
     with place.communicator(case, **options) as comm:
         assert hands() == 1
-        faults.lose(lambda: [check_step(comm, next_case(case, turn)) for turn in range(100)])
+        for turn in range(100):
+            check_step(comm, next_case(case, turn))
 
 
 def hands() -> int:
