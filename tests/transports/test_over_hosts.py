@@ -5,6 +5,7 @@ Most of it over two hosts with a network that delays and reorders, the rest over
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import transport as cpu_transport
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 from ep_kernels.types import Layout, Mode, ScaleFormat
@@ -20,7 +22,16 @@ from tests.cases import RoutingCase, cases, draw_seed
 from tests.hosts import SHORT
 from tests.transports import calls, deep_ep_steps, faults, forks, gradients, lives, sleepers
 from tests.transports.faults import SLACK_S, silent_case
-from tests.transports.steps import Place, check_combine, check_dispatch, check_step, run_cases, run_story, start
+from tests.transports.steps import (
+    Place,
+    check_combine,
+    check_dispatch,
+    check_step,
+    next_case,
+    run_cases,
+    run_story,
+    start,
+)
 from tests.transports.test_contract_calls import case_of
 from tests.worlds import RankDied, World
 
@@ -135,8 +146,33 @@ def run_with_hand(
     return alive, hands()
 
 
+def test_a_second_hand_stops_with_its_operation(world: Worlds) -> None:
+    """Connections are dropped while rows are under way."""
+    assert world(3).run(run_until_dropped, many_chunks()[0]) == [0, 0, 0]
+
+
+def run_until_dropped(rank: int, size: int, store: Any, case: RoutingCase) -> int:
+    """Steps until one fails; how many hands there are after it."""
+    network = NetworkConfig(
+        provider="shuffle(tcp)", listen="127.0.0.1:0", domain=f"{rank}", seed=draw_seed(), drop_after=60
+    )
+    options = {"mode": Mode.HT, "layout": Layout.FLAT, "network": network, "timeout_s": 3.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_transport, "THREADS", 0)
+        faults.lose(lambda: steps_with_hand(Place(rank, size, store, "cpu"), case, options))
+    return hands()
+
+
+def steps_with_hand(place: Place, case: RoutingCase, options: dict[str, Any]) -> None:
+    with place.communicator(case, **options) as comm:
+        assert hands() == 1
+        for turn in range(100):
+            check_step(comm, next_case(case, turn))
+
+
 def hands() -> int:
-    """Threads of this process that are a second hand of a rank."""
+    """Threads of this process that are a second hand of a rank that lives."""
+    gc.collect()
     return sum(path.read_text() == "crossdock-hand\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import multiprocessing as mp
@@ -9,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import struct
 import threading
 import time
@@ -314,3 +316,44 @@ def test_a_closed_channel_takes_no_more_connections(ends: tuple[End, End]) -> No
     assert one.network.lib.cn_join(pointer, 1, 0, lanes, 1) == errno.ECANCELED
     one.network.lib.cn_leave(pointer, 1, 2)
     assert one.network.lib.cn_up(pointer) == 0
+
+
+class Held(End):
+    """The proxy stands still at each message that has come until it may go on."""
+
+    def __init__(self, rank: int, **fields: Any) -> None:
+        self.may_go_on = threading.Semaphore(0)
+        super().__init__(rank, **fields)
+
+    def _on_event(self, context: Any, rank: int, kind: int, value: int) -> None:
+        super()._on_event(context, rank, kind, value)
+        if kind == ARRIVED:
+            self.may_go_on.acquire(timeout=WAIT_S)
+
+
+def test_what_comes_is_read_while_much_is_to_be_sent() -> None:
+    """Else a rank would have sent all of its rows before it sees what it needs to place the others'."""
+    with Held(1, size=8 << 20) as end:
+        lane, control = as_member(end.ticket(), 0, 1)
+        with lane, control:
+            End.poll(lambda: end.channel.up() == 1, WAIT_S)
+            lane.settimeout(0.5)
+            lane.sendall(struct.pack("=QII", MARK, 0, 1))
+            end.until(lambda _: end.arrived(0) == [1])
+            for number in range(32):
+                end.push(0, number * STRIPE, STRIPE, number)
+            lane.sendall(struct.pack("=QII", MARK, 0, 2))
+            end.may_go_on.release()
+            end.until(lambda _: end.arrived(0) == [1, 2])
+            sent = drained(lane)
+            end.may_go_on.release()
+            assert 0 < sent <= 4 * STRIPE, "of 32"
+
+
+def drained(connection: socket.socket) -> int:
+    """Bytes that come until there is a pause."""
+    total = 0
+    with contextlib.suppress(TimeoutError):
+        while got := connection.recv(1 << 20):
+            total += len(got)
+    return total

@@ -29,7 +29,7 @@ constexpr size_t kAhead = 1024;           // staged after one
 // Sent to or received from one lane before the others, and the other way, get their turn. What a peer cannot begin
 // without comes first in each way; a rank that sent all of its rows before it read would begin when half of the time
 // is over.
-constexpr uint64_t kTurnBytes = 256 << 10;
+constexpr uint64_t kTurnBytes = 512 << 10;
 constexpr uint64_t kMark = 0xcd17ull << 48;
 
 struct Header {

@@ -68,43 +68,21 @@ uint64_t arrived(const Comm& c, int r, int slot) {
   return c.peer[r].control().combine_arrived[slot].v.load(std::memory_order_acquire);
 }
 
-// The tokens of this rank, home chunk by chunk.
-class Home {
+// Sums tokens of this rank, on one thread. from [R].
+class Adder {
  public:
-  Home(Comm& c, const CombineOp& op, int slot)
-      : c_(c), op_(op), slot_(slot), by_domain_(c.g.by_domain && !c.g.exact) {
-    for (int r = 0; r < c.g.ranks; ++r) {
-      if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
-    }
-  }
+  Adder(const Comm& c, const CombineOp& op, const Contribution* from)
+      : c_(c), op_(op), from_(from), by_domain_(c.g.by_domain && !c.g.exact) {}
 
-  // Sums the tokens of a chunk of which everything is here. False: there is none.
-  bool step() {
-    uint32_t here = missing_;
-    for (uint64_t left = c_.peers() & ~c_.here; left && here; left &= left - 1) {
-      const uint64_t word = arrived(c_, __builtin_ctzll(left), slot_);
-      here &= word >> kChunks == op_.seq ? uint32_t(word) : 0;
-    }
-    if (here) sum_up(__builtin_ctz(here));
-    return here != 0;
-  }
-
-  // When all have published.
-  void finish() {
-    while (missing_) sum_up(__builtin_ctz(missing_));
-  }
-
- private:
-  void sum_up(int chunk) {
-    const Span tokens = chunk_of(op_.routing.tokens, c_.map.c_row_bytes, chunk);
+  void sum_up(Span tokens) {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
       collect(t);
       by_domain_ ? sum_by_domain(op_.z + t * c_.map.y_row_bytes) : sum(op_.z + t * c_.map.y_row_bytes);
       if (op_.weights_home) carry_weights(t);
     }
-    missing_ &= ~(1u << chunk);
   }
 
+ private:
   const int32_t* dest(int64_t t) const { return op_.routing.dest + t * c_.g.topk; }
   int rank_of(int32_t place) const { return place / c_.g.stride; }
 
@@ -234,14 +212,70 @@ class Home {
     }
   }
 
+  const Comm& c_;
+  const CombineOp& op_;
+  const Contribution* from_;
+  const bool by_domain_;
+  Addend addends_[kMaxRanks];
+  int n_ = 0;
+};
+
+// The tokens of this rank, home chunk by chunk. A rank with a hand shares those that are here with it.
+class Home {
+ public:
+  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), slot_(slot) {
+    for (int r = 0; r < c.g.ranks; ++r) {
+      if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
+    }
+    missing_.fill(kChunks);
+    if (c.hand.is_there() && op.routing.tokens * c.map.y_row_bytes > kHandBytes) c.hand.begin(&Home::help, this);
+  }
+  Home(const Home&) = delete;
+  Home& operator=(const Home&) = delete;
+  ~Home() {
+    missing_.drop();  // after a failure nobody shall sum them
+    if (c_.hand.is_there()) c_.hand.finish();
+  }
+
+  // Sums the tokens of a chunk of which everything is here. False: there is none.
+  bool step() { return sum_one(adder_, here()); }
+
+  // When all have published.
+  void finish() {
+    while (sum_one(adder_, ~0u)) {
+    }
+  }
+
+ private:
+  static void help(void* self) {
+    auto& home = *static_cast<Home*>(self);
+    Adder adder(home.c_, home.op_, home.from_);
+    while (home.sum_one(adder, home.here())) {
+    }
+  }
+
+  uint32_t here() const {
+    uint32_t chunks = missing_.left();
+    for (uint64_t left = c_.peers() & ~c_.here; left && chunks; left &= left - 1) {
+      const uint64_t word = arrived(c_, __builtin_ctzll(left), slot_);
+      chunks &= word >> kChunks == op_.seq ? uint32_t(word) : 0;
+    }
+    return chunks;
+  }
+
+  bool sum_one(Adder& adder, uint32_t among) {
+    const int chunk = missing_.take(among);
+    if (chunk < 0) return false;
+    adder.sum_up(chunk_of(op_.routing.tokens, c_.map.c_row_bytes, chunk));
+    return true;
+  }
+
   Comm& c_;
   const CombineOp& op_;
   const int slot_;
-  const bool by_domain_;
-  uint32_t missing_ = (1u << kChunks) - 1;  // chunks
   Contribution from_[kMaxRanks];
-  Addend addends_[kMaxRanks];
-  int n_ = 0;
+  Chunks missing_;
+  Adder adder_{c_, op_, from_};
 };
 
 void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
@@ -268,10 +302,12 @@ Status combine_receive(Comm& c, CombineOp& op) {
   const Status same = c.agree({Op::combine, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].combine_meta(slot)->origin; });
   if (same == kOk) {
-    Home home(c, op, slot);
-    status = c.wait(want, published, [&] { return home.step(); });
-    if (status != kOk) return status;
-    home.finish();
+    {
+      Home home(c, op, slot);
+      status = c.wait(want, published, [&] { return home.step(); });
+      if (status != kOk) return status;
+      home.finish();
+    }
     record(c, op, slot, receive_ns);
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);

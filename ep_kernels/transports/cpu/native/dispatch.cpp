@@ -239,14 +239,14 @@ class Delivery {
   Delivery(Comm& c, const DispatchOp& op, int slot) : c_(c), op_(op), slot_(slot) {
     for (int s = 0; s < c.g.ranks; ++s) {
       const int64_t tokens = op.routing.source_tokens[s], step = chunk_tokens(tokens, c.g.row_bytes);
-      missing_[s].store((1u << (tokens + step - 1) / step) - 1);
+      missing_[s].fill(int((tokens + step - 1) / step));
     }
-    if (c.hand.is_there() && op.num_rows * c.g.row_bytes > kCached) c.hand.begin(&Delivery::help, this);
+    if (c.hand.is_there() && op.num_rows * c.g.row_bytes > kHandBytes) c.hand.begin(&Delivery::help, this);
   }
   Delivery(const Delivery&) = delete;
   Delivery& operator=(const Delivery&) = delete;
   ~Delivery() {
-    for (int s = 0; s < c_.g.ranks; ++s) missing_[s].store(0);  // what is left after a failure nobody shall place
+    for (Chunks& left : missing_) left.drop();  // after a failure nobody shall place them
     if (c_.hand.is_there()) c_.hand.finish();
   }
 
@@ -280,17 +280,13 @@ class Delivery {
     return false;
   }
 
-  // Of the chunks in `among`, one that nobody has placed. False: there is none.
+  // A chunk in `among`. False: there is none.
   bool place_one(int s, uint32_t among) {
-    for (;;) {
-      uint32_t missing = missing_[s].load(std::memory_order_relaxed);
-      if (!(missing & among)) return false;
-      const int chunk = __builtin_ctz(missing & among);
-      if (!missing_[s].compare_exchange_weak(missing, missing & ~(1u << chunk))) continue;
-      const Span tokens = chunk_of(op_.routing.source_tokens[s], c_.g.row_bytes, chunk);
-      deliver(c_, op_, slot_, s, tokens.begin, tokens.end);
-      return true;
-    }
+    const int chunk = missing_[s].take(among);
+    if (chunk < 0) return false;
+    const Span tokens = chunk_of(op_.routing.source_tokens[s], c_.g.row_bytes, chunk);
+    deliver(c_, op_, slot_, s, tokens.begin, tokens.end);
+    return true;
   }
 
   uint32_t arrived(int s) const {
@@ -301,7 +297,7 @@ class Delivery {
   Comm& c_;
   const DispatchOp& op_;
   const int slot_;
-  std::atomic<uint32_t> missing_[kMaxRanks];  // chunks that nobody has begun to place
+  Chunks missing_[kMaxRanks];
 };
 
 uint64_t published(const Comm& c, int r, int slot) {
