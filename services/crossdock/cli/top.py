@@ -17,7 +17,6 @@ from rich.text import Text
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, console, security_of, show_json
 from crossdock.cli.latency_view import verdict_dict, verdict_line, waits
-from crossdock.common.log import printable
 from crossdock.host.group_table import headline
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, LatencyReport, Member
 
@@ -106,6 +105,8 @@ def _rank(member: Member, shares: dict[int, float]) -> dict[str, object]:
 
 def as_screen(view: GroupView, target: str, width: int = 120, trouble: str = "") -> RenderableType:
     """The headline, a row per rank, the heat map, the verdict. `trouble`: why there is no newer view."""
+    from crossdock.common.log import printable
+
     verdict = verdict_line(view.verdict) or [Text(f"latency: {view.verdict.text}", style="dim")]
     old = [Text(f"no answer, this is the last view: {printable(trouble)}", style="red")] if trouble else []
     return Group(headline(view, target), *old, Text(), _ranks(view), Text(), *_heat(view, width), Text(), *verdict)

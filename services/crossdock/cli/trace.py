@@ -15,7 +15,6 @@ import typer
 
 from crossdock.cli.clock_offsets import Offset, Trace, offsets
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
-from crossdock.common.log import printable
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
 
@@ -34,6 +33,7 @@ def trace(
     """Write the last steps of all ranks to a file that Perfetto opens (operators only)."""
     from crossdock.cli.top import fetch
     from crossdock.common.config import ConfigFileError
+    from crossdock.common.log import printable
 
     guards = security_of(security)
     members = fetch(target, timeout_s, security).members
