@@ -31,7 +31,7 @@ DRIVER = """
 #include <cstring>
 extern "C" {
 int launches = 0, answer = 0, capturing = 0, record_bytes = 0, busy = 0;
-int64_t brought = 0;  // what copies bring: two int32; -1 = nothing
+int64_t brought = 0;  // what copies of 8 bytes bring: two int32; -1 = nothing
 void* context = nullptr;
 unsigned char record[4096];
 int cuLaunchKernelEx(const void*, void*, void** arguments, void**) {
@@ -42,8 +42,9 @@ int cuLaunchKernelEx(const void*, void*, void** arguments, void**) {
 int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
 int cuCtxGetCurrent(void** found) { return *found = context, 0; }
 int cuStreamQuery(void*) { return busy ? 600 : 0; }
-int cuMemcpyAsync(uint64_t to, uint64_t, size_t, void*) {
-  if (brought != -1) memcpy(reinterpret_cast<void*>(to), &brought, 8);
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t num_bytes, void*) {
+  if (num_bytes != 8) memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), num_bytes);
+  else if (brought != -1) memcpy(reinterpret_cast<void*>(to), &brought, 8);
   return 0;
 }
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_LAUNCH_FAILED", 0; }

@@ -129,7 +129,8 @@ class LaunchEngine:
             for mode in modes
         }
         self._memory: Memory | None = None
-        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes)
+        kept = config.max_tokens_per_rank * config.topk * 4 if config.exact_combine else 0
+        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes, kept)
         byte = torch.empty(1, dtype=torch.uint8, device=device)
         self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""

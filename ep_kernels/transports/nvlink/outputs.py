@@ -4,6 +4,7 @@ numbers of a call and its routing, and a tensor is made when its field is first 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -190,8 +191,9 @@ class Outputs:
 
 def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A view of a byte buffer as a tensor."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return block[offset : offset + num_bytes].view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    found = block[offset : offset + num_bytes].view(dtype)
+    return found if len(shape) == 1 else found.view(shape)
 
 
 def round_up(value: int, unit: int) -> int:

@@ -91,6 +91,9 @@ class _PlanWords(ctypes.Structure):
         ("was_captured", c_uint32),
         ("numbers", c_void_p),
         ("numbers_from", _PlaceWords),
+        ("copy_from", _PlaceWords),
+        ("copy_to", _PlaceWords),
+        ("copy_token_bytes", c_uint64),
     )
 
 
@@ -132,6 +135,8 @@ class OperationPlan:
         state: gives the addresses of the state that the call makes, as `places`; None: makes none.
         takes_state: a former state is given, whose T and rows hold.
         numbers_from: where num_rows and num_dropped are, as `places`; they are waited for. None: nothing is read.
+        not_captured: not plain while a CUDA graph captures the stream.
+        copied: (from, to) as `places`, and bytes of each token; copied behind the launch.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class OperationPlan:
         takes_state: bool = False,
         numbers_from: Callable[[Mapping[str, int]], int] | None = None,
         not_captured: bool = False,
+        copied: Callable[[Mapping[str, int]], tuple[int, int, int]] | None = None,
     ) -> None:
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
@@ -162,6 +168,9 @@ class OperationPlan:
             context=around.context, stream=addressof(around.stream), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
+        if copied is not None:
+            source, to, self._plan.copy_token_bytes = copied(marks)
+            self._plan.copy_from, self._plan.copy_to = _place(source), _place(to)
         self.numbers: torch.Tensor | None = None
         if numbers_from is not None:
             self.numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)

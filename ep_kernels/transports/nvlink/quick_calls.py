@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ep_kernels import jit
+from ep_kernels import checks, jit
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import LaunchEngine, Operation
@@ -106,6 +106,9 @@ class NvlinkQuickCalls:
             carried = a["block"] + at[1]
             return (a["routing"], a["routing_id"], carried) if again else (a["block"] + at[0], carried, carried)
 
+        def kept(a: Any) -> int:
+            return a["block"] + addresses.kept_at if self._weighs else a["topk_weights"]  # type: ignore[no-any-return]
+
         return OperationPlan(
             self._around,
             self._prepared(operation),
@@ -117,10 +120,11 @@ class NvlinkQuickCalls:
             ),
             most,
             -1 if self._exact else self._fixed[0],
-            state=lambda a: (*routing(a), a["kept"]),
+            state=lambda a: (*routing(a), kept(a)),
             takes_state=again,
             numbers_from=(lambda a: a["block"] + engine.addresses.num_rows_at) if read else None,
             not_captured=read or self._exact,
+            copied=(lambda a: (a["topk_weights"], kept(a), 4 * config.topk)) if self._weighs else None,
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
@@ -132,7 +136,6 @@ class NvlinkQuickCalls:
             "topk_ids": ExpectedTensor(torch.int32, routed),
             "topk_weights": ExpectedTensor(torch.float32, routed),
             "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
-            "kept": ExpectedTensor(torch.float32, routed),
             "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
             "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
@@ -190,21 +193,19 @@ class NvlinkQuickCalls:
     def _dispatch(
         self, by: OperationPlan, mode: Mode, former: QuickState | None, x: Any, ids: Any, weights: Any
     ) -> Delivered | None:
-        engine, outputs, x_scales, scales, kept = self._engine, self._outputs, None, None, weights
+        engine, outputs, x_scales, scales = self._engine, self._outputs, None, None
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
         begun = engine.num_dispatches
         slot = begun % self._slots[0]
-        if self._weighs:
-            if type(weights) is not torch.Tensor:
-                return None
-            kept = weights.clone()
+        if type(ids) is torch.Tensor and ids.dtype is torch.int64:
+            ids = checks.narrowed(ids)
         if self._allocates_scales:
             scales = outputs.scales(slot, engine.config.exact_shapes)[0]
         block = torch.empty_like(engine.blanks[former is None])
-        words = by.call(slot, former and former.words, x, ids, weights, block, kept, x_scales, scales)
+        words = by.call(slot, former and former.words, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
             return None
@@ -213,6 +214,7 @@ class NvlinkQuickCalls:
         dropped = 0
         if by.numbers is not None:
             rows, dropped = self._read(rows, by, block)
+        kept = (tokens, engine.config.topk) if self._weighs else weights
         state = QuickState(words, block, former, engine.addresses, kept, rows if self._exact else None)
         out = outputs.output(block, slot, scales, tokens, rows)
         shape = (rows,) if self._exact else self._fixed

@@ -68,7 +68,8 @@ struct Plan {
   int32_t device_type, device_id;
   uint32_t not_captured, was_captured;
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
-  Place numbers_from;
+  Place numbers_from, copy_from, copy_to;
+  uint64_t copy_token_bytes;  // copied behind the launch
 };
 
 bool is_quiet(const Plan* plan) {
@@ -128,6 +129,8 @@ int start(Plan* plan, const uint64_t* bases, void* stream, State* op) {
   if (plan->numbers) plan->numbers[0] = plan->numbers[1] = -1;
   int status = cd_launch_one(&plan->launch, stream, plan->record);
   if (status == kCaptured) plan->was_captured = 1, status = 0;
+  if (const uint64_t num_bytes = plan->copy_token_bytes * op->tokens; num_bytes && !status)
+    status = cd::copy(at(bases, plan->copy_to), at(bases, plan->copy_from), num_bytes, stream);
   if (status || !plan->numbers) return status;
   const auto to = reinterpret_cast<uint64_t>(plan->numbers);
   const auto from = at(bases, plan->numbers_from);
