@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from ep_kernels import ArgumentError, CapacityError, HandleError, MoECommunicato
 from ep_kernels.errors import AbortedError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import quick
+from ep_kernels.transports.nvlink.engine import RECEIVE, SEND
 from ep_kernels.transports.nvlink.routing_state import DispatchState, QuickState
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 from tests.cases import RoutingCase
@@ -80,6 +82,7 @@ class Way:
         self.driver, self.comm, self.transport = driver, comm, transport
         self.is_quick, self.quick = is_quick, comm._quick
         self.records: list[bytes] = []
+        self.buffers: list[Any] = []
 
     def call(self, record: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.comm._quick = self.quick if self.is_quick else None
@@ -90,26 +93,39 @@ class Way:
         self.comm._quick = self.quick
         return result
 
+    def call_async(self, kind: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Both halves, a launch each."""
+        request = self.call(kind, function, *args, **kwargs)
+        if kind is abi.DispatchArgs and not self.comm.config.exact_shapes:
+            self.buffers.append(told(request.buffers()))
+        return self.call(kind, request.wait)
+
     def _comparable(self, kind: Any) -> bytes:
-        """The copy of weights that an exact combine reads is the only thing that lies elsewhere."""
+        """The copy of weights that an exact combine reads is the only thing that lies elsewhere; z is known at the end
+        at the latest."""
         record = kind.from_buffer_copy(self.driver.record())
         if kind is abi.CombineArgs and self.comm.config.exact_combine:
             record.topk_weights = 0
+        if kind is abi.CombineArgs and record.work.phases == SEND:
+            record.z = 0
         return bytes(record)
 
-    def run(self, tokens: int, inputs: Any, home: bool, out: bool) -> list[Any]:
+    def run(self, tokens: int, inputs: Any, home: bool, out: bool, apart: bool) -> list[Any]:
         comm = self.comm
+        call, dispatch, combine = self.call, comm.dispatch, comm.combine
+        if apart:
+            call, dispatch, combine = self.call_async, comm.dispatch_async, comm.combine_async
         self.transport._engine.restart_slots()
         x, ids, weights, others = inputs
-        first = self.call(abi.DispatchArgs, comm.dispatch, x, ids, weights)
-        again = self.call(abi.DispatchArgs, comm.dispatch, x, None, None, previous_handle=first[1])
-        third = self.call(abi.DispatchArgs, comm.dispatch, x, None, others, previous_handle=again[1])
+        first = call(abi.DispatchArgs, dispatch, x, ids, weights)
+        again = call(abi.DispatchArgs, dispatch, x, None, None, previous_handle=first[1])
+        third = call(abi.DispatchArgs, dispatch, x, None, others, previous_handle=again[1])
         results = [first, again, third]
         for made, handle in (first, again, third, first):
             y = torch.empty(made.tokens.shape, dtype=comm.config.resolved_output_dtype)
             options: dict[str, Any] = {"topk_weights": weights} if home else {}
             z = torch.empty((tokens, WIDTH), dtype=y.dtype) if out else None
-            results.append(self.call(abi.CombineArgs, comm.combine, y, handle, out=z, **options))
+            results.append(call(abi.CombineArgs, combine, y, handle, out=z, **options))
         return results
 
 
@@ -141,17 +157,19 @@ def test_both_ways_are_the_same(
         driver.brought.value = ROWS
         comm._reads_dropped = False
         same_memory(monkeypatch)
-        for tokens, home, out in ((5, False, False), (0, form == "home", True), (MOST, False, True)):
+        cases = ((5, False, False), (0, form == "home", True), (MOST, False, True))
+        for apart, (tokens, home, out) in itertools.product((False, True), cases):
             ways = [Way(driver, comm, transport, is_quick) for is_quick in (True, False)]
             seen, inputs = [], (*given(comm.config, tokens), torch.zeros(tokens, TOPK))
             for way in ways:
-                results = way.run(tokens, inputs, home, out)
+                results = way.run(tokens, inputs, home, out, apart)
                 assert isinstance(results[0][1].state, QuickState) == way.is_quick
                 for result in results[:3]:  # numbers of operations go on
                     object.__setattr__(result[1], "seq", 0)
                 seen.append(told(results))
             assert seen[0] == seen[1]
             assert ways[0].records == ways[1].records
+            assert ways[0].buffers == ways[1].buffers
 
 
 def long_way(driver: SilentDriver, comm: MoECommunicator, *args: Any, **kwargs: Any) -> bool:
@@ -350,6 +368,51 @@ def test_dropped_rows_are_raised_with_output_and_handle(driver: SilentDriver) ->
         assert isinstance(raised.value.handle.state, QuickState)
         driver.brought.value = ROWS
         assert not long_way(driver, comm, *given(comm.config))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_left_takes_the_long_way_where_something_came_between(
+    driver: SilentDriver, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another stream, say: the second launch has the record of the first, whatever was begun meanwhile."""
+    fields: dict[str, Any] = {"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": exact, "max_in_flight": 2}
+    with silent_rank(driver, CASE, **fields) as (comm, transport):
+        driver.brought.value = ROWS
+        same_memory(monkeypatch)
+        driver.record_bytes.value = ctypes.sizeof(abi.DispatchArgs)
+        first = comm.dispatch_async(*given(comm.config))
+        sent = abi.DispatchArgs.from_buffer_copy(driver.record())
+        second = comm.dispatch_async(*given(comm.config, 2))
+        transport._streams.alone.value = -1
+        out, handle = first.wait()
+        received = abi.DispatchArgs.from_buffer_copy(driver.record())
+        assert (sent.work.phases, received.work.phases) == (SEND, RECEIVE)
+        received.work.phases = SEND
+        assert bytes(sent) == bytes(received)
+        assert first.wait()[1] is handle
+        assert (handle.num_tokens, out.tokens.shape[0]) == (5, ROWS if exact else transport._engine.outputs.rows[0])
+        transport._streams.alone.value = 0
+        assert second.wait()[1].num_tokens == 2
+        driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
+        request = comm.combine_async(torch.zeros(out.tokens.shape, dtype=torch.bfloat16), handle)
+        transport._streams.alone.value = -1
+        z, done = request.wait(), driver.launches.value
+        received = abi.CombineArgs.from_buffer_copy(driver.record())
+        assert (received.work.phases, received.z, received.num_tokens) == (RECEIVE, z.data_ptr(), 5)
+        assert (request.wait() is z, driver.launches.value) == (True, done)
+
+
+def test_requests_are_counted(driver: SilentDriver) -> None:
+    """Whatever way they take."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, max_in_flight=1) as (comm, _):
+        request = comm.dispatch_async(*given(comm.config))
+        for begin in (comm.dispatch, comm.dispatch_async):
+            with pytest.raises(HandleError, match="dispatch: expected every request waited for before max_in_flight"):
+                begin(*given(comm.config))
+        handle = request.wait()[1]
+        assert comm.is_current(handle)
+        comm.dispatch(*given(comm.config))
+        assert not comm.is_current(handle)
 
 
 def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver) -> None:
