@@ -5,17 +5,16 @@ numbers of a call and its routing, and a tensor is made when its field is first 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.nvlink.plan import Sizes
 from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
 
-_FIELDS = frozenset(DispatchOutput.__dataclass_fields__)
 _ALIGN = 16
 
 
@@ -43,27 +42,6 @@ class Strides(NamedTuple):
 
 
 ROW_MAJOR = Strides(0, 0, 0)
-
-
-class LazyOutput(DispatchOutput):
-    """A `DispatchOutput` whose fields are made when they are first read."""
-
-    __slots__ = ("_field",)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:
-            raise AttributeError(name)
-        value = self._field(name)
-        object.__setattr__(self, name, value)
-        return value
-
-
-def lazy_output(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
-    """An output of that layout whose other fields `field(name)` makes."""
-    made: DispatchOutput = object.__new__(LazyOutput)
-    object.__setattr__(made, "layout", layout)
-    object.__setattr__(made, "_field", field)
-    return made
 
 
 class Outputs:
