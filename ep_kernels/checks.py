@@ -79,12 +79,7 @@ def topk_ids(value: object, rows: int, config: MoEConfig, device_type: str) -> t
     if config.validate and ((ids < -1) | (ids >= config.num_experts)).any():
         bad = ids[(ids < -1) | (ids >= config.num_experts)][0].item()
         raise ArgumentError("topk_ids", f"-1 or 0..{config.num_experts - 1}", bad)
-    return ids if ids.dtype == torch.int32 else narrowed(ids)
-
-
-def narrowed(ids: torch.Tensor) -> torch.Tensor:
-    """int64 -> int32; clamped, not wrapped."""
-    return ids.clamp(_INT32.min, _INT32.max).int()
+    return ids if ids.dtype == torch.int32 else ids.clamp(_INT32.min, _INT32.max).int()
 
 
 def topk_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:

@@ -415,6 +415,24 @@ def test_requests_are_counted(driver: SilentDriver) -> None:
         assert not comm.is_current(handle)
 
 
+def test_wide_ids_are_narrowed_in_the_memory_of_the_dispatch(driver: SilentDriver) -> None:
+    """By a kernel before it; a dispatch that uses the routing again does the same."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        ids = torch.randint(-1, EXPERTS, ids.shape)
+        driver.record_bytes.value, before = ctypes.sizeof(abi.DispatchArgs), driver.narrowed.value
+        for tokens, previous in ((5, False), (5, True), (0, False)):
+            former = comm.dispatch(x, ids, weights)[1] if previous else None
+            _, handle = comm.dispatch(x[:tokens], ids[:tokens], weights[:tokens], previous_handle=former)
+            at = abi.DispatchArgs.from_buffer_copy(driver.record()).topk_ids
+            block = handle.state.block
+            seen = block[at - block.data_ptr() :][: tokens * TOPK * 4].view(torch.int32).view(tokens, TOPK)
+            assert torch.equal(seen.long(), ids[:tokens])
+        assert driver.narrowed.value == before + 3
+        assert not long_way(driver, comm, x, ids.int(), weights)
+        assert driver.narrowed.value == before + 3
+
+
 def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver) -> None:
     """Callers may overwrite theirs."""
     with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):

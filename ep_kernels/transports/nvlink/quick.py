@@ -22,7 +22,7 @@ from ep_kernels.transports.nvlink import launch
 _MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES = 3, 7, 24
 TOKENS, ROWS = -1, -2
 """Instead of a length: T of the operation, its received rows."""
-_OPTIONAL, _ALIGNED = 1, 2
+_OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
 _MARK = 48
 """Bits of an offset below the number of its base."""
 STATE_BASES = ("routing", "routing_id", "carried", "weights")
@@ -39,12 +39,14 @@ _CODES = {
 
 
 class ExpectedTensor(NamedTuple):
-    """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned."""
+    """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned,
+    whether int64 will do instead of int32."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     optional: bool = False
     aligned: bool = False
+    may_be_wide: bool = False
 
 
 class _ExpectedWords(ctypes.Structure):
@@ -97,6 +99,9 @@ class _PlanWords(ctypes.Structure):
         ("copy_from", _PlaceWords),
         ("copy_to", _PlaceWords),
         ("copy_token_bytes", c_uint64),
+        ("narrow", launch.Prepared),
+        ("narrow_to", _PlaceWords),
+        ("narrow_length", c_uint64),
     )
 
 
@@ -141,6 +146,7 @@ class OperationPlan:
         split: two launches, one that sends and one that receives.
         not_captured: not plain while a CUDA graph captures the stream.
         copied: (from, to) as `places`, and bytes of each token; copied behind the launch.
+        narrowed: launch of the kernel `narrow`, where it writes, as `places`, and numbers of each token.
     """
 
     def __init__(
@@ -159,6 +165,7 @@ class OperationPlan:
         split: bool = False,
         not_captured: bool = False,
         copied: Callable[[Mapping[str, int]], tuple[int, int, int]] | None = None,
+        narrowed: tuple[launch.Prepared, Callable[[Mapping[str, int]], int], int] | None = None,
     ) -> None:
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
@@ -177,6 +184,9 @@ class OperationPlan:
         if copied is not None:
             source, to, self._plan.copy_token_bytes = copied(marks)
             self._plan.copy_from, self._plan.copy_to = _place(source), _place(to)
+        if narrowed is not None:
+            self._plan.narrow, self._plan.narrow_length = narrowed[0], narrowed[2]
+            self._plan.narrow_to = _place(narrowed[1](marks))
         self.numbers: torch.Tensor | None = None
         if reads:
             self.numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
@@ -203,7 +213,7 @@ def _place(mark: int) -> _PlaceWords:
 
 def _expected(want: ExpectedTensor) -> _ExpectedWords:
     code, bits = _CODES[want.dtype]
-    flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED
+    flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED | want.may_be_wide * _MAY_BE_WIDE
     return _ExpectedWords(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ep_kernels import checks, jit
+from ep_kernels import jit
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
@@ -93,6 +93,7 @@ class NvlinkQuickCalls:
         self._allocates_scales = engine.sizes.scale_columns > 0
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._strides = self._outputs.strides(config.exact_shapes)
+        self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
         modes = engine.dispatch_operations
         self._plans = {mode: self._planned(mode, False) for mode in modes}
         self._split = {mode: self._planned(mode, True) for mode in modes}
@@ -112,10 +113,9 @@ class NvlinkQuickCalls:
             self._combine_plan(mode, True, split) if self._weighs else None,
         )
 
-    def _prepared(self, operation: Operation) -> launch.Prepared:
-        to = operation.launch
-        prepared: launch.Prepared = self._functions[operation.variant].prepared(
-            to.num_blocks, operation.variant.num_threads, cooperative=to.cooperative, overlapped=to.overlapped
+    def _prepared(self, variant: jit.Variant, to: plan.Launch) -> launch.Prepared:
+        prepared: launch.Prepared = self._functions[variant].prepared(
+            to.num_blocks, variant.num_threads, cooperative=to.cooperative, overlapped=to.overlapped
         )
         return prepared
 
@@ -135,7 +135,7 @@ class NvlinkQuickCalls:
 
         return OperationPlan(
             self._around,
-            self._prepared(operation),
+            self._prepared(operation.variant, operation.launch),
             operation.records.record((0, 0, *self._strides, engine.power_of_two, again), (0,) * 21),
             _RUNS,
             self._dispatch_tensors(again),
@@ -150,6 +150,7 @@ class NvlinkQuickCalls:
             split=split,
             not_captured=read or self._exact,
             copied=(lambda a: (a["topk_weights"], kept(a), 4 * config.topk)) if self._weighs else None,
+            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at, config.topk),
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
@@ -158,7 +159,7 @@ class NvlinkQuickCalls:
         none = ExpectedTensor(torch.uint8, (), optional=True)
         return {
             "x": ExpectedTensor(config.dtype, (TOKENS, config.hidden_size), aligned=True),
-            "topk_ids": ExpectedTensor(torch.int32, routed),
+            "topk_ids": ExpectedTensor(torch.int32, routed, may_be_wide=True),
             "topk_weights": ExpectedTensor(torch.float32, routed),
             "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
             "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
@@ -178,7 +179,7 @@ class NvlinkQuickCalls:
             tensors["given"] = ExpectedTensor(torch.float32, (TOKENS, config.topk))
         return OperationPlan(
             self._around,
-            self._prepared(operation),
+            self._prepared(operation.variant, operation.launch),
             operation.records.record((0, 0, True, is_ht, engine.positional), (0,) * 12),
             _RUNS,
             tensors,
@@ -236,8 +237,6 @@ class NvlinkQuickCalls:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
-        if type(ids) is torch.Tensor and ids.dtype is torch.int64:
-            ids = checks.narrowed(ids)
         seq = engine.num_dispatches + 1
         slot = (seq - 1) % self._slots[0]
         if self._allocates_scales:

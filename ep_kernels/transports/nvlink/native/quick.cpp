@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kMostDims = 3, kMostTensors = 7, kMostAddresses = 24, kMostRecordBytes = 4096;
 constexpr int64_t kTokens = -1, kRows = -2;  // instead of a length: that of the operation
-constexpr uint32_t kOptional = 1, kAligned = 2;
+constexpr uint32_t kOptional = 1, kAligned = 2, kMayBeWide = 4;  // wide: int64 instead of int32
+constexpr uint32_t kInt64 = 0 | 64 << 8 | 1 << 16;
 constexpr uint64_t kAlignment = 16;  // bytes, as the copy engine requires
 constexpr int kLook = 256;           // spins between two looks at the watched words
 constexpr int kLookFar = 1 << 16;    // and between two at the stream
@@ -73,6 +74,9 @@ struct Plan {
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
   Place copy_from, copy_to;
   uint64_t copy_token_bytes;  // copied behind the first launch
+  Prepared narrow;            // for a tensor that is wide
+  Place narrow_to;
+  uint64_t narrow_length;  // numbers of each token
 };
 enum Phases : uint32_t { kSend = 1, kReceive = 2 };
 
@@ -93,8 +97,9 @@ bool is_contiguous(const python::Tensor& t) {
   return is_dense;
 }
 
-// Whether an argument is what it must be; then its address.
-bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address) {
+// Whether an argument is what it must be; then its address, of a wide one `*wide`, too.
+bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address,
+                 uint64_t* wide) {
   *address = 0;
   if (given == py.none) return want.flags & kOptional;
   python::Object* type = py.type_of(given);
@@ -102,7 +107,8 @@ bool is_expected(const Plan* plan, const Expected& want, python::Object* given, 
   if (type != tensor_type) return false;
   python::Tensor t;
   if (exchange->view(given, &t)) return py.clear_error(), false;
-  if (t.dtype != want.dtype || t.ndim != want.ndim || t.device_type != plan->device_type ||
+  const bool is_wide = (want.flags & kMayBeWide) && t.dtype == kInt64;
+  if ((t.dtype != want.dtype && !is_wide) || t.ndim != want.ndim || t.device_type != plan->device_type ||
       t.device_id != plan->device_id)
     return false;
   if (op->tokens < 0 && want.shape[0] == kTokens) op->tokens = t.shape[0];  // the first tensor of a new routing
@@ -111,6 +117,7 @@ bool is_expected(const Plan* plan, const Expected& want, python::Object* given, 
     if (t.shape[d] != (length == kTokens ? op->tokens : length == kRows ? op->rows : length)) return false;
   }
   *address = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
+  if (is_wide) *wide = *address;
   return is_contiguous(t) && !((want.flags & kAligned) && *address % kAlignment);
 }
 
@@ -164,8 +171,16 @@ int launch_last(Plan* plan, void* stream, State* op) {
   return 0;
 }
 
-int start(Plan* plan, const uint64_t* bases, void* stream, State* op) {
+int narrow(const Plan* plan, uint64_t wide, uint64_t to, void* stream, const State* op) {
+  int32_t count = static_cast<int32_t>(op->tokens * plan->narrow_length);
+  void* arguments[] = {&wide, &to, &count};
+  return count ? cd_launch(&plan->narrow, stream, arguments) : 0;
+}
+
+int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, State* op) {
   set_phases(plan, kSend);
+  if (wide)
+    if (const int status = narrow(plan, wide, at(bases, plan->narrow_to), stream, op)) return status;
   int status = plan->phases_at ? launch(plan, stream) : launch_last(plan, stream, op);
   if (const uint64_t num_bytes = plan->copy_token_bytes * op->tokens; num_bytes && !status)
     status = cd::copy(at(bases, plan->copy_to), at(bases, plan->copy_from), num_bytes, stream);
@@ -197,8 +212,13 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
     memcpy(&op, former, sizeof(op));
     memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
   }
-  for (uint32_t i = 0; i < plan->num_tensors; ++i)
-    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i])) return none;
+  uint64_t wide = 0, wide_base = 0;
+  for (uint32_t i = 0; i < plan->num_tensors; ++i) {
+    const uint64_t before = wide;
+    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i], &wide)) return none;
+    if (wide != before) wide_base = kTensors + i;
+  }
+  if (wide) bases[wide_base] = at(bases, plan->narrow_to);
   if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
   const int32_t numbers[2] = {static_cast<int32_t>(op.tokens), static_cast<int32_t>(py.as_integer(given[0]))};
   memcpy(plan->record + plan->num_tokens_at, numbers, sizeof(numbers));
@@ -206,7 +226,7 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
   for (uint32_t i = 0; i < plan->num_addresses; ++i) addresses[i] = at(bases, plan->addresses[i]);
   memcpy(plan->record + plan->addresses_at, addresses, plan->num_addresses * sizeof(uint64_t));
   void* thread = py.leave();
-  const int status = start(plan, bases, stream, &op);
+  const int status = start(plan, bases, wide, stream, &op);
   py.enter(thread);
   py.drop(none);
   if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
