@@ -38,6 +38,10 @@ _CODES = {
 """DLPack's code and bits."""
 
 
+Marks = Mapping[str, int]
+"""By name of a tensor, or of STATE_BASES: a number that stands for its address."""
+
+
 class ExpectedTensor(NamedTuple):
     """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned,
     whether int64 will do instead of int32."""
@@ -150,23 +154,13 @@ class OperationPlan:
     """
 
     def __init__(
-        self,
-        around: Surroundings,
-        prepared: Any,
-        record: Any,
-        runs: tuple[str, str],
-        tensors: Mapping[str, ExpectedTensor],
-        places: Callable[[Mapping[str, int]], Sequence[int]],
-        most_tokens: int,
-        rows: int,
-        state: Callable[[Mapping[str, int]], Sequence[int]] | None = None,
-        takes_state: bool = False,
-        reads: bool = False,
-        split: bool = False,
-        not_captured: bool = False,
-        copied: Callable[[Mapping[str, int]], tuple[int, int, int]] | None = None,
-        narrowed: tuple[launch.Prepared, Callable[[Mapping[str, int]], int], int] | None = None,
-    ) -> None:
+        self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
+        tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
+        state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
+        split: bool = False, not_captured: bool = False,
+        copied: Callable[[Marks], tuple[int, int, int]] | None = None,
+        narrowed: tuple[launch.Prepared, Callable[[Marks], int], int] | None = None,
+    ) -> None:  # fmt: skip
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
@@ -187,12 +181,9 @@ class OperationPlan:
         if narrowed is not None:
             self._plan.narrow, self._plan.narrow_length = narrowed[0], narrowed[2]
             self._plan.narrow_to = _place(narrowed[1](marks))
-        self.numbers: torch.Tensor | None = None
-        if reads:
-            self.numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-            self._plan.numbers, self._plan.num_rows_at = self.numbers.data_ptr(), type(record).num_rows.offset
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
+        self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
         self._kept = around, record, words
         make = _maker(around.library)
         self.call = make(addressof(self._plan), False)
@@ -200,6 +191,11 @@ class OperationPlan:
         where there is neither; the driver's status, which is greater; None: nothing has begun."""
         self.receive = make(addressof(self._plan), True)
         """receive(what `call` gave): the state; the driver's status; None: nothing was launched."""
+
+    def _read_numbers(self, at: int) -> torch.Tensor:
+        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
+        return numbers
 
     @property
     def was_captured(self) -> bool:
