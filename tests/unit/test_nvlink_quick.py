@@ -112,9 +112,8 @@ class Way:
 
     def run(self, tokens: int, inputs: Any, home: bool, out: bool, apart: bool) -> list[Any]:
         comm = self.comm
-        call, dispatch, combine = self.call, comm.dispatch, comm.combine
-        if apart:
-            call, dispatch, combine = self.call_async, comm.dispatch_async, comm.combine_async
+        together: tuple[Any, ...] = (self.call, comm.dispatch, comm.combine)
+        call, dispatch, combine = (self.call_async, comm.dispatch_async, comm.combine_async) if apart else together
         self.transport._engine.restart_slots()
         x, ids, weights, others = inputs
         first = call(abi.DispatchArgs, dispatch, x, ids, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,7 +85,8 @@ class NvlinkQuickCalls:
     ) -> None:  # fmt: skip
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
-        self._reader, self._number, self._epoch = reader, number, epoch
+        self._reader = weakref.proxy(reader)  # it holds this object
+        self._number, self._epoch = number, epoch
         self._mode, self._reads = mode, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
