@@ -167,14 +167,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
     def _dispatch_args(
-        self,
-        x: Payload,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        previous: DispatchHandle | None,
-        step_tokens: int | None,
-        at_once: bool,
-    ) -> base.DispatchArgs:
+        self, x: Payload, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None,
+        previous: DispatchHandle | None, step_tokens: int | None, at_once: bool,
+    ) -> base.DispatchArgs:  # fmt: skip
         self._ready("dispatch")
         config, device = self._config, self._device
         body, scales = checks.payload(x, config, device)
