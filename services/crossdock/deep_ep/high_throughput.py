@@ -121,7 +121,7 @@ class HighThroughput:
             arrived = torch.arange(len(ids), device=ids.device) < out.num_rows
             ids = torch.where(arrived[:, None], ids, -1)
         else:
-            counts = _rows_per_expert(out.topk_ids, comm.num_local_experts, alignment)
+            counts = _rows_per_expert(ids, comm.num_local_experts, alignment)
         x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
         return Delivered(x, scales, ids, out.topk_weights, counts, handle)
 
@@ -194,11 +194,7 @@ def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _rows_per_expert(ids: torch.Tensor, num_local: int, alignment: int) -> list[int]:
-    """Of local ids int32 [N, K], -1 = not here."""
-    if ids.is_cuda:  # one kernel instead of five
-        counts: list[int] = torch.histc(ids, num_local, 0, num_local).tolist()
-    else:
-        counts = _histogram(torch.where(ids >= 0, ids, num_local).long(), num_local).tolist()
+    counts: list[int] = _histogram(torch.where(ids >= 0, ids, num_local), num_local).tolist()
     return [-(-count // alignment) * alignment for count in counts]
 
 
