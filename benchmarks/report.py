@@ -369,7 +369,7 @@ def ratio(result: Result, ours: str, baseline: str, op: str) -> float:
 def lines(result: Result, ours: str, baseline: str) -> list[str]:
     """The screen's lines of one case on processors; each ends with `ratio <x>`."""
     case = result.case
-    name = f"{case.mode.value:3} {case.layout.value:13}"
+    name = f"{case.mode.value:3} {case.layout.value:13} T={case.tokens:<4}"
     return [
         f"{name} {op:9} {ours} {result.p50(ours, op) / 1e3:7.2f} ms p50 {result.p99(ours, op) / 1e3:7.2f} p99"
         f"   {baseline} {result.p50(baseline, op) / 1e3:7.2f} p50 {result.p99(baseline, op) / 1e3:7.2f} p99"

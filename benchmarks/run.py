@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -25,6 +26,8 @@ from benchmarks.measure import measure
 BACKENDS = ("crossdock", "gloo")
 """Ours, then the baseline that ratios refer to."""
 PROMISE = 3.0
+SMALL = (1, 8)
+"""Tokens per rank of further rows, which show what a call costs; the promise is not about them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,8 +47,8 @@ def _on_processors(options: argparse.Namespace) -> int:
         f"{options.rounds} rounds, {ours} and {baseline} in turn; slowest of the ranks; one thread per rank", flush=True
     )
     results = []
-    for case in CPU_CASES:
-        sized = replace(case, tokens=options.tokens, ranks=options.ranks)
+    for tokens, case in itertools.product((options.tokens, *SMALL), CPU_CASES):
+        sized = replace(case, tokens=tokens, ranks=options.ranks)
         results.append(measure(sized, BACKENDS, options.rounds, options.seed))
         print("\n".join(report.lines(results[-1], ours, baseline)), flush=True)
     out = options.out or Path(f"docs/results/{datetime.date.today().isoformat()}-cpux{options.ranks}")
@@ -54,7 +57,8 @@ def _on_processors(options: argparse.Namespace) -> int:
     config: dict[str, object] = {"rounds": options.rounds, "seed": options.seed, "device": "cpu"}
     facts.write(out, facts.of_this_run(config, options.commit) | {"load_average_before": load})
     print(f"written to {out}")
-    worst = min(report.ratio(result, ours, baseline, op) for result in results for op in report.OPS)
+    held = [result for result in results if result.case.tokens == options.tokens]
+    worst = min(report.ratio(result, ours, baseline, op) for result in held for op in report.OPS)
     if worst < options.promise:
         print(f"worst ratio {worst:.2f} is below {options.promise}", file=sys.stderr)
         return 1

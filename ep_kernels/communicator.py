@@ -154,6 +154,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if torch.compiler.is_compiling():
             done = ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
             return DispatchRequest(lambda: done, lambda: (done[0].tokens, done[0].scales, done[0].counts))
+        if self._quick is not None and step_tokens is None and self._is_free(self._dispatches):
+            quick = self._run(self._quick.dispatch_async, x, topk_ids, topk_weights, previous_handle)
+            if quick is not None:
+                begun = self._dispatches.begin()
+                ended = self._finisher(self._dispatches, begun, quick.wait)
+                return DispatchRequest(lambda: self._noted(begun, *ended()), lambda: self._buffers(quick))
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=False)
         pending = self._run(self._transport.dispatch, args)
         number = self._dispatches.begin()
@@ -161,14 +167,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
     def _dispatch_args(
-        self,
-        x: Payload,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        previous: DispatchHandle | None,
-        step_tokens: int | None,
-        at_once: bool,
-    ) -> base.DispatchArgs:
+        self, x: Payload, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None,
+        previous: DispatchHandle | None, step_tokens: int | None, at_once: bool,
+    ) -> base.DispatchArgs:  # fmt: skip
         self._ready("dispatch")
         config, device = self._config, self._device
         body, scales = checks.payload(x, config, device)
@@ -246,8 +247,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             z, home = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, home))
-        args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
-        pending = self._run(self._transport.combine, args)
+        pending: base.PendingCombine | None = None
+        if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):
+            pending = self._run(self._quick.combine_async, y, handle, out, topk_weights)
+        if pending is None:
+            args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
+            pending = self._run(self._transport.combine, args)
         number = self._combines.begin()
         return CombineRequest(self._finisher(self._combines, number, lambda: pending.wait(out)))
 
@@ -261,15 +266,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._run(pending.wait)
 
     def _combine_args(
-        self,
-        y: torch.Tensor,
-        handle: DispatchHandle,
-        out: torch.Tensor | None,
-        row_weights: torch.Tensor | None,
-        apply_weights: bool,
-        topk_weights: torch.Tensor | None,
-        at_once: bool,
-    ) -> base.CombineArgs:
+        self, y: torch.Tensor, handle: DispatchHandle, out: torch.Tensor | None, row_weights: torch.Tensor | None,
+        apply_weights: bool, topk_weights: torch.Tensor | None, at_once: bool,
+    ) -> base.CombineArgs:  # fmt: skip
         self._ready("combine")
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
@@ -338,7 +337,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     # Inside.
 
-    def _buffers(self, pending: base.PendingDispatch) -> Buffers:
+    def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
         compact = self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
         if compact and self._config.exact_shapes:
             raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
@@ -364,7 +363,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def _is_free(self, kind: InFlight) -> bool:
         """Whether nothing of this rank's own stands against an operation."""
-        return self._fault is None and not self._closed and not kind.pending
+        return self._fault is None and not self._closed and kind.has_room()
 
     def _finisher(self, kind: InFlight, number: int, wait: Callable[[], T]) -> Callable[[], T]:
         """The request of that operation is pending from now on; what its `wait()` has to call, once."""

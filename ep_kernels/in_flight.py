@@ -22,14 +22,16 @@ class InFlight:
         self.num_begun = 0
         self.pending: set[int] = set()
 
+    def has_room(self) -> bool:
+        """Whether one more may begin."""
+        return not self.pending or min(self.pending) > self.num_begun - self._most
+
     def check(self) -> None:
         """The operation that is to begin may take the buffers of the `max_in_flight`-th before it, or let peers do so
         before this rank begins another: whoever still waits for that one would get the rows of somebody else. Raises
         HandleError."""
-        if not self.pending:
-            return
-        oldest = min(self.pending)
-        if oldest <= self.num_begun - self._most:
+        if not self.has_room():
+            oldest = min(self.pending)
             raise HandleError(
                 f"{self.kind}: expected every request waited for before max_in_flight = {self._most} later ones begin, "
                 f"got one that was begun {self.num_begun - oldest} before this and is pending; wait() for it first"

@@ -41,6 +41,7 @@ KERNELS: Mapping[str, str] = {
     "ht_dispatch": "ht/dispatch.cuh",
     "ht_combine": "ht/combine.cuh",
     "barrier": "barrier.cuh",
+    "narrow": "narrow.cuh",
     "all_gather": "collectives/all_gather.cuh",
     "reduce_scatter": "collectives/reduce_scatter.cuh",
     "all_reduce": "collectives/all_reduce.cuh",
@@ -78,13 +79,18 @@ class Variant:
         """Threads of a block."""
         if self.kernel == "copy_wait":
             return FEW_THREADS
-        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier") else WIDE_THREADS
+        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow") else WIDE_THREADS
 
     @property
     def name(self) -> str:
         """Readable and unique: kernel and the values of its constants."""
         parts = [self.kernel, *(value for _, value in self.constants)]
         return "-".join([*parts, *(["network"] if self.network else []), *(["loopback"] if self.loopback else [])])
+
+
+NARROW = Variant("narrow")
+GENERAL = Variant("barrier"), NARROW
+"""Those that every configuration launches."""
 
 
 def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
@@ -109,7 +115,7 @@ def shipped_variants() -> Iterator[Variant]:
             yield combine_variant(mode, kind, "bf16", "bf16")
         for kind in (0, 1):
             yield combine_variant(mode, kind, "bf16", "e4m3")
-    yield Variant("barrier")
+    yield from GENERAL
     yield from collective_variants(("bf16",))
 
 
@@ -134,7 +140,7 @@ def all_variants() -> Iterator[Variant]:
                 yield combine_variant(mode, kind, output, output)
             for kind in (0, 1):
                 yield combine_variant(mode, kind, output, "e4m3")
-    yield Variant("barrier")
+    yield from GENERAL
     yield from collective_variants()
 
 

@@ -125,7 +125,7 @@ class DispatchHandle:
         epoch: membership under which the routing was made; a handle of an older epoch is refused.
         state: what the transport needs to find its rows again.
         rows_shape: leading shape of `DispatchOutput.tokens` (all but H).
-        topk_ids: int32 [T, K] and
+        topk_ids: int32 or int64 [T, K] and
         topk_weights: float32 [T, K], as dispatched; used when the handle is a `previous_handle`. Not copies: the caller
             must not overwrite them while the handle lives. Set by the communicator, as is `owner`.
     """

@@ -120,6 +120,16 @@ Delivered = tuple[DispatchOutput, DispatchHandle, int]
 """Output, complete handle, rows dropped where the host reads their number (else 0)."""
 
 
+class QuickPending(Protocol):
+    """As `PendingDispatch`, but what `wait` gives is complete."""
+
+    def wait(self) -> Delivered:
+        """See `PendingDispatch`."""
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `PendingDispatch`."""
+
+
 class QuickCalls(Protocol):
     """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
     takes the long way; so it is wherever an argument is wrong or anything has to be told."""
@@ -127,8 +137,14 @@ class QuickCalls(Protocol):
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
 
+    def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickPending | None:
+        """The send phase of the same."""
+
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """Both phases; z."""
+
+    def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> PendingCombine | None:
+        """The send phase of the same."""
 
 
 class HandleState(Protocol):

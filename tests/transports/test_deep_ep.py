@@ -18,7 +18,7 @@ import torch
 import crossdock
 from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
-from crossdock.deep_ep.exporter import FrameworkTelemetry, _WatchedCommunicator, counting_timeouts, telemetry
+from crossdock.deep_ep.exporter import CountingTimeouts, FrameworkTelemetry, _WatchedCommunicator, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
 from ep_kernels import ArgumentError, PeerTimeout
 from ep_kernels.types import LatencySample, ScaleFormat
@@ -280,6 +280,6 @@ def test_a_silent_peer_is_counted(counted: bool) -> None:
 
     before = value()
     lost = PeerTimeout(peer=2, op="dispatch", phase="counts", expected=2, seen=1, waited_s=1.0)
-    with pytest.raises(PeerTimeout), counting_timeouts(1, FrameworkConfig(metrics=counted)):
+    with pytest.raises(PeerTimeout), CountingTimeouts(1, FrameworkConfig(metrics=counted)):
         raise lost
     assert value() - before == counted

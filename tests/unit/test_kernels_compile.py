@@ -150,7 +150,7 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
         engine.config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         wanted |= {make(mode) for make in (engine._combine_variant, engine._dispatch_variant) for mode in modes}
-    assert wanted | {jit.Variant("barrier"), *jit.collective_variants()} == set(jit.all_variants())
+    assert wanted | {*jit.GENERAL, *jit.collective_variants()} == set(jit.all_variants())
 
 
 def test_all_collective_variants_are_all_that_can_be_launched() -> None:
@@ -165,7 +165,7 @@ def test_all_collective_variants_are_all_that_can_be_launched() -> None:
 def test_what_is_shipped_can_be_launched() -> None:
     assert set(jit.shipped_variants()) <= set(jit.all_variants())
     for variant in jit.all_variants():
-        if variant.kernel != "barrier" and variant not in jit.collective_variants():
+        if variant not in jit.GENERAL and variant not in jit.collective_variants():
             engine = LaunchEngine.__new__(LaunchEngine)
             engine.config = config = inspection.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))

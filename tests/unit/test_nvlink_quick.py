@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from ep_kernels import ArgumentError, CapacityError, HandleError, MoECommunicato
 from ep_kernels.errors import AbortedError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import quick
+from ep_kernels.transports.nvlink.engine import RECEIVE, SEND
 from ep_kernels.transports.nvlink.routing_state import DispatchState, QuickState
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 from tests.cases import RoutingCase
@@ -80,29 +82,49 @@ class Way:
         self.driver, self.comm, self.transport = driver, comm, transport
         self.is_quick, self.quick = is_quick, comm._quick
         self.records: list[bytes] = []
+        self.buffers: list[Any] = []
 
     def call(self, record: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.comm._quick = self.quick if self.is_quick else None
         before, self.driver.record_bytes.value = self.driver.launches.value, ctypes.sizeof(record)
         result = function(*args, **kwargs)
         assert self.driver.launches.value == before + 1
-        self.records.append(self.driver.record())
+        self.records.append(self._comparable(record))
         self.comm._quick = self.quick
         return result
 
-    def run(self, tokens: int, inputs: Any, home: bool, out: bool) -> list[Any]:
+    def call_async(self, kind: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Both halves, a launch each."""
+        request = self.call(kind, function, *args, **kwargs)
+        if kind is abi.DispatchArgs and not self.comm.config.exact_shapes:
+            self.buffers.append(told(request.buffers()))
+        return self.call(kind, request.wait)
+
+    def _comparable(self, kind: Any) -> bytes:
+        """The copy of weights that an exact combine reads is the only thing that lies elsewhere; z is known at the end
+        at the latest."""
+        record = kind.from_buffer_copy(self.driver.record())
+        if kind is abi.CombineArgs and self.comm.config.exact_combine:
+            record.topk_weights = 0
+        if kind is abi.CombineArgs and record.work.phases == SEND:
+            record.z = 0
+        return bytes(record)
+
+    def run(self, tokens: int, inputs: Any, home: bool, out: bool, apart: bool) -> list[Any]:
         comm = self.comm
+        together: tuple[Any, ...] = (self.call, comm.dispatch, comm.combine)
+        call, dispatch, combine = (self.call_async, comm.dispatch_async, comm.combine_async) if apart else together
         self.transport._engine.restart_slots()
         x, ids, weights, others = inputs
-        first = self.call(abi.DispatchArgs, comm.dispatch, x, ids, weights)
-        again = self.call(abi.DispatchArgs, comm.dispatch, x, None, None, previous_handle=first[1])
-        third = self.call(abi.DispatchArgs, comm.dispatch, x, None, others, previous_handle=again[1])
+        first = call(abi.DispatchArgs, dispatch, x, ids, weights)
+        again = call(abi.DispatchArgs, dispatch, x, None, None, previous_handle=first[1])
+        third = call(abi.DispatchArgs, dispatch, x, None, others, previous_handle=again[1])
         results = [first, again, third]
         for made, handle in (first, again, third, first):
             y = torch.empty(made.tokens.shape, dtype=comm.config.resolved_output_dtype)
             options: dict[str, Any] = {"topk_weights": weights} if home else {}
             z = torch.empty((tokens, WIDTH), dtype=y.dtype) if out else None
-            results.append(self.call(abi.CombineArgs, comm.combine, y, handle, out=z, **options))
+            results.append(call(abi.CombineArgs, combine, y, handle, out=z, **options))
         return results
 
 
@@ -116,8 +138,8 @@ def told(result: Any) -> Any:
         values = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "state"}
         return told(list(values.values())), told(result.state)
     if isinstance(result, DispatchState):
-        spans = [span[1:] for span in (result.routing, result.routing_id, result.carried)]
-        return spans, told(result.flatten()), result.num_rows
+        spans = [(span.num_bytes, span.address) for span in (result.routing, result.routing_id, result.carried)]
+        return spans, told(result.flatten()[:3]), told(result.topk_weights)[:3], result.num_rows
     return [told(each) for each in result] if isinstance(result, list | tuple) else result
 
 
@@ -134,17 +156,19 @@ def test_both_ways_are_the_same(
         driver.brought.value = ROWS
         comm._reads_dropped = False
         same_memory(monkeypatch)
-        for tokens, home, out in ((5, False, False), (0, form == "home", True), (MOST, False, True)):
+        cases = ((5, False, False), (0, form == "home", True), (MOST, False, True))
+        for apart, (tokens, home, out) in itertools.product((False, True), cases):
             ways = [Way(driver, comm, transport, is_quick) for is_quick in (True, False)]
             seen, inputs = [], (*given(comm.config, tokens), torch.zeros(tokens, TOPK))
             for way in ways:
-                results = way.run(tokens, inputs, home, out)
+                results = way.run(tokens, inputs, home, out, apart)
                 assert isinstance(results[0][1].state, QuickState) == way.is_quick
                 for result in results[:3]:  # numbers of operations go on
                     object.__setattr__(result[1], "seq", 0)
                 seen.append(told(results))
             assert seen[0] == seen[1]
             assert ways[0].records == ways[1].records
+            assert ways[0].buffers == ways[1].buffers
 
 
 def long_way(driver: SilentDriver, comm: MoECommunicator, *args: Any, **kwargs: Any) -> bool:
@@ -229,7 +253,7 @@ def test_what_is_legal_but_not_plain_takes_the_long_way(driver: SilentDriver) ->
         x, ids, weights = given(comm.config)
         shifted = torch.zeros(5 * WIDTH + 1, dtype=torch.bfloat16)[1:].view(5, WIDTH)
         assert shifted.data_ptr() % 16
-        assert long_way(driver, comm, x, ids.long(), weights)
+        assert not long_way(driver, comm, x, ids.long(), weights)
         assert long_way(driver, comm, shifted, ids, weights)
         assert long_way(driver, comm, x.as_subclass(Rows), ids, weights)
         assert long_way(driver, comm, x, ids, weights, step_tokens=5)
@@ -240,7 +264,7 @@ def test_what_is_legal_but_not_plain_takes_the_long_way(driver: SilentDriver) ->
         assert long_way(driver, comm, x, ids, weights)
         transport._streams.alone.value = 0
         assert not long_way(driver, comm, x.requires_grad_(), ids, weights)
-        out, handle = comm.dispatch(x, ids.long(), weights)  # and what it leaves is taken up again
+        out, handle = comm.dispatch(shifted, ids, weights)  # and what it leaves is taken up again
         assert comm.combine(torch.zeros_like(out.tokens), handle).shape == (5, WIDTH)
         assert long_way(driver, comm, x, None, None, previous_handle=handle)
 
@@ -343,6 +367,86 @@ def test_dropped_rows_are_raised_with_output_and_handle(driver: SilentDriver) ->
         assert isinstance(raised.value.handle.state, QuickState)
         driver.brought.value = ROWS
         assert not long_way(driver, comm, *given(comm.config))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_left_takes_the_long_way_where_something_came_between(
+    driver: SilentDriver, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another stream, say: the second launch has the record of the first, whatever was begun meanwhile."""
+    fields: dict[str, Any] = {"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": exact, "max_in_flight": 2}
+    with silent_rank(driver, CASE, **fields) as (comm, transport):
+        driver.brought.value = ROWS
+        same_memory(monkeypatch)
+        driver.record_bytes.value = ctypes.sizeof(abi.DispatchArgs)
+        first = comm.dispatch_async(*given(comm.config))
+        sent = abi.DispatchArgs.from_buffer_copy(driver.record())
+        second = comm.dispatch_async(*given(comm.config, 2))
+        transport._streams.alone.value = -1
+        out, handle = first.wait()
+        received = abi.DispatchArgs.from_buffer_copy(driver.record())
+        assert (sent.work.phases, received.work.phases) == (SEND, RECEIVE)
+        received.work.phases = SEND
+        assert bytes(sent) == bytes(received)
+        assert first.wait()[1] is handle
+        assert (handle.num_tokens, out.tokens.shape[0]) == (5, ROWS if exact else transport._engine.outputs.rows[0])
+        transport._streams.alone.value = 0
+        assert second.wait()[1].num_tokens == 2
+        driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
+        request = comm.combine_async(torch.zeros(out.tokens.shape, dtype=torch.bfloat16), handle)
+        transport._streams.alone.value = -1
+        z, done = request.wait(), driver.launches.value
+        received = abi.CombineArgs.from_buffer_copy(driver.record())
+        assert (received.work.phases, received.z, received.num_tokens) == (RECEIVE, z.data_ptr(), 5)
+        assert (request.wait() is z, driver.launches.value) == (True, done)
+
+
+def test_requests_are_counted(driver: SilentDriver) -> None:
+    """Whatever way they take."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, max_in_flight=1) as (comm, _):
+        request = comm.dispatch_async(*given(comm.config))
+        for begin in (comm.dispatch, comm.dispatch_async):
+            with pytest.raises(HandleError, match="dispatch: expected every request waited for before max_in_flight"):
+                begin(*given(comm.config))
+        handle = request.wait()[1]
+        assert comm.is_current(handle)
+        comm.dispatch(*given(comm.config))
+        assert not comm.is_current(handle)
+
+
+def test_wide_ids_are_narrowed_in_the_memory_of_the_dispatch(driver: SilentDriver) -> None:
+    """By a kernel before it; a dispatch that uses the routing again does the same."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        ids = torch.randint(-1, EXPERTS, ids.shape)
+        driver.record_bytes.value, before = ctypes.sizeof(abi.DispatchArgs), driver.narrowed.value
+        for tokens, previous in ((5, False), (5, True), (0, False)):
+            former = comm.dispatch(x, ids, weights)[1] if previous else None
+            _, handle = comm.dispatch(x[:tokens], ids[:tokens], weights[:tokens], previous_handle=former)
+            at = abi.DispatchArgs.from_buffer_copy(driver.record()).topk_ids
+            block = handle.state.block
+            seen = block[at - block.data_ptr() :][: tokens * TOPK * 4].view(torch.int32).view(tokens, TOPK)
+            assert torch.equal(seen.long(), ids[:tokens])
+        assert driver.narrowed.value == before + 3
+        assert not long_way(driver, comm, x, ids.int(), weights)
+        assert driver.narrowed.value == before + 3
+
+
+def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver) -> None:
+    """Callers may overwrite theirs."""
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):
+        x, ids, weights = given(comm.config)
+        weights.copy_(torch.rand(5, TOPK))
+        out, handle = comm.dispatch(x, ids.long(), weights)
+        assert isinstance(handle.state, QuickState)
+        kept, given_weights = handle.state.topk_weights, weights.clone()
+        weights.zero_()
+        assert torch.equal(kept, given_weights)
+        driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
+        comm.combine(torch.zeros_like(out.tokens), handle)
+        assert abi.CombineArgs.from_buffer_copy(driver.record()).topk_weights == kept.data_ptr()
+        comm.combine(torch.zeros_like(out.tokens), handle, topk_weights=weights)
+        assert abi.CombineArgs.from_buffer_copy(driver.record()).topk_weights == weights.data_ptr()
 
 
 def test_python_and_cpp_agree(driver: SilentDriver) -> None:

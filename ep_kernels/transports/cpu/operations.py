@@ -12,15 +12,17 @@ import torch
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import HandleError
+from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 _MODES = (Mode.LL, Mode.HT)
+_TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoutingState:
     """What a handle keeps of a dispatch on this rank. R ranks, M most tokens, W = K for per-expert layouts, else 1.
 
@@ -32,7 +34,7 @@ class RoutingState:
         source_tokens: int32 [R], T_s of each source.
         counts, offsets: int32, as in DispatchOutput (offsets also where it has none).
         valid: bool [T].
-        totals: int32 [3], rows delivered, rows dropped, invalid ids.
+        totals: rows delivered, rows dropped, invalid ids.
         origin: sequence number of the dispatch that made it; 0 until it has been sent.
         rows_shape: leading shape of the tokens that were handed out.
     """
@@ -45,7 +47,7 @@ class RoutingState:
     counts: torch.Tensor
     offsets: torch.Tensor
     valid: torch.Tensor
-    totals: torch.Tensor
+    totals: tuple[int, int, int]
     origin: int
     rows_shape: tuple[int, ...]
 
@@ -64,16 +66,17 @@ class RoutingState:
 
     def flatten(self) -> list[torch.Tensor]:
         """See `base.HandleState`."""
-        numbers = torch.tensor([self.origin])
+        numbers = torch.tensor([*self.totals, self.origin])
         return [
             self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
-            self.counts, self.offsets, self.valid, self.totals, numbers,
+            self.counts, self.offsets, self.valid, numbers,
         ]  # fmt: skip
 
     @classmethod
     def restore(cls, tensors: Sequence[torch.Tensor], rows_shape: tuple[int, ...]) -> RoutingState:
         """What `flatten` was made of."""
-        values: list[Any] = [*tensors[:-1], int(tensors[-1]), rows_shape]
+        *totals, origin = tensors[-1].tolist()
+        values: list[Any] = [*tensors[:-1], tuple(totals), origin, rows_shape]
         return cls(*values)
 
     def weight_of_rows(self) -> torch.Tensor:
@@ -141,7 +144,7 @@ class CpuDispatch:
             offsets=state.offsets.data_ptr(),
         )
         if previous is not None:
-            self._op.num_rows, self._op.num_dropped, self._op.num_invalid = previous.totals.tolist()
+            self._op.num_rows, self._op.num_dropped, self._op.num_invalid = previous.totals
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     def _received_ids(self, geometry: native.Geometry) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -176,26 +179,30 @@ class CpuDispatch:
         return self._result
 
     def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:
-        op, state, buffers = self._op, self._state, self._buffers
-        lead = buffers.lead(op.num_rows)
-        totals = torch.tensor([op.num_rows, op.num_dropped, op.num_invalid], dtype=torch.int32)
-        state = replace(state, totals=totals, origin=op.routing.origin, rows_shape=lead)
-        output = DispatchOutput(
-            layout=buffers.layout,
-            tokens=buffers.tokens()[: lead[0]],
-            scales=buffers.scales(lead, op.packed_stride),
-            counts=state.counts,
-            offsets=state.offsets if buffers.layout is Layout.GROUPED else None,
-            topk_ids=_shaped(self._ids, lead),
-            topk_weights=_shaped(self._weights, lead),
-            num_rows=totals[0:1],
-            valid=state.valid,
-            num_dropped=totals[1:2],
-            num_invalid_ids=totals[2:3],
-        )
-        mode = _MODES[op.routing.mode]
-        rows_shape = tuple(output.tokens.shape[:-1])
-        return output, DispatchHandle(0, op.seq, len(state.dest), mode, self._epoch, state, rows_shape)
+        op, state, buffers, ids, weights = self._op, self._state, self._buffers, self._ids, self._weights
+        lead, packed_stride = buffers.lead(op.num_rows), op.packed_stride
+        state.totals = op.num_rows, op.num_dropped, op.num_invalid
+        state.origin, state.rows_shape = op.routing.origin, lead
+
+        def field(name: str) -> torch.Tensor | None:
+            match name:
+                case "tokens":
+                    return buffers.tokens()[: lead[0]]
+                case "scales":
+                    return buffers.scales(lead, packed_stride)
+                case "counts" | "valid":
+                    return getattr(state, name)  # type: ignore[no-any-return]
+                case "offsets":
+                    return state.offsets if buffers.layout is Layout.GROUPED else None
+                case "topk_ids":
+                    return _shaped(ids, lead)
+                case "topk_weights":
+                    return _shaped(weights, lead)
+                case _:
+                    return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32)
+
+        made = DispatchHandle(0, op.seq, op.routing.tokens, _MODES[op.routing.mode], self._epoch, state, lead)
+        return lazy_output(buffers.layout, field), made
 
 
 class CpuCombine:
@@ -266,7 +273,7 @@ def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
         counts=torch.empty(groups, dtype=torch.int32),
         offsets=torch.empty(groups + 1, dtype=torch.int32),
         valid=torch.empty(tokens, dtype=torch.bool),
-        totals=torch.empty(3, dtype=torch.int32),
+        totals=(0, 0, 0),
         origin=0,
         rows_shape=(),
     )

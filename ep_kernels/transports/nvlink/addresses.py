@@ -31,19 +31,26 @@ class RecordAddresses:
 
     Attributes:
         state: byte map of the routing and of what is carried.
-        carried_at, routing_at, num_bytes: in the memory of one dispatch: its numbers, what it carries, its routing.
+        carried_at, ids_at, kept_at, routing_at, num_bytes: in the memory of one dispatch: its numbers, what it carries,
+            narrowed ids, a copy of its weights, its routing.
         num_rows_at: there, with num_dropped behind it.
 
     Args:
         state: as above.
         numbers: places of the numbers.
         number_bytes: of them all.
+        routed_bytes: of the most ids, and of the most weights.
+        keeps: whether weights are copied.
     """
 
-    def __init__(self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int) -> None:
+    def __init__(
+        self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int, routed_bytes: int, keeps: bool
+    ) -> None:
         self.state = state
         self.carried_at = round_up(number_bytes, _ALIGN)
-        self.routing_at = self.carried_at + round_up(state.carried_bytes, _ALIGN)
+        self.ids_at = self.carried_at + round_up(state.carried_bytes, _ALIGN)
+        self.kept_at = self.ids_at + round_up(routed_bytes, _ALIGN)
+        self.routing_at = self.kept_at + round_up(routed_bytes * keeps, _ALIGN)
         self.num_bytes = self.routing_at + state.routing_bytes
         self.num_rows_at = numbers["num_rows"].offset
         assert numbers["num_dropped"].offset == self.num_rows_at + 4, "they are read together"

@@ -129,7 +129,10 @@ class LaunchEngine:
             for mode in modes
         }
         self._memory: Memory | None = None
-        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes)
+        routed = config.max_tokens_per_rank * config.topk * 4
+        self.addresses = RecordAddresses(
+            self._state_map, self.outputs.places, self.outputs.num_bytes, routed, config.exact_combine
+        )
         byte = torch.empty(1, dtype=torch.uint8, device=device)
         self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
@@ -209,7 +212,8 @@ class LaunchEngine:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         chosen = (*self.dispatch_operations.values(), *self.combine_operations.values())
         barrier = self._of_group(jit.Variant("barrier"))
-        return {each.variant: each.launch for each in chosen} | {barrier: plan.Launch(1, 0, 0, 0)}
+        general = {barrier: plan.Launch(1, 0, 0, 0), jit.NARROW: plan.narrow_launch(self.config)}
+        return {each.variant: each.launch for each in chosen} | general
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
         return replace(variant, network=self.config.network is not None)

@@ -4,17 +4,17 @@ numbers of a call and its routing, and a tensor is made when its field is first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import math
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.nvlink.plan import Sizes
 from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
 
-_FIELDS = frozenset(DispatchOutput.__dataclass_fields__)
 _ALIGN = 16
 
 
@@ -42,27 +42,6 @@ class Strides(NamedTuple):
 
 
 ROW_MAJOR = Strides(0, 0, 0)
-
-
-class LazyOutput(DispatchOutput):
-    """A `DispatchOutput` whose fields are made when they are first read."""
-
-    __slots__ = ("_field",)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:
-            raise AttributeError(name)
-        value = self._field(name)
-        object.__setattr__(self, name, value)
-        return value
-
-
-def lazy_output(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
-    """An output of that layout whose other fields `field(name)` makes."""
-    made: DispatchOutput = object.__new__(LazyOutput)
-    object.__setattr__(made, "layout", layout)
-    object.__setattr__(made, "_field", field)
-    return made
 
 
 class Outputs:
@@ -190,8 +169,9 @@ class Outputs:
 
 def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A view of a byte buffer as a tensor."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return block[offset : offset + num_bytes].view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    found = block[offset : offset + num_bytes].view(dtype)
+    return found if len(shape) == 1 else found.view(shape)
 
 
 def round_up(value: int, unit: int) -> int:

@@ -11,39 +11,46 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import addressof, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch
 
 _MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES = 3, 7, 24
 TOKENS, ROWS = -1, -2
 """Instead of a length: T of the operation, its received rows."""
-_OPTIONAL, _ALIGNED = 1, 2
+_OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
 _MARK = 48
 """Bits of an offset below the number of its base."""
 STATE_BASES = ("routing", "routing_id", "carried", "weights")
 """What a dispatch leaves to later operations: these addresses, then T and rows (`State` of quick.cpp)."""
 _FIRST_TENSOR = 1 + len(STATE_BASES)
-ROWS_AT = 8 * (len(STATE_BASES) + 1)
-"""Where in a state the number of rows is, bytes."""
+STATE_BYTES = 8 * (len(STATE_BASES) + 2)
+"""Of a state; behind it is the record of what is left."""
 _CUDA, _CPU = 2, 1
 _CODES = {
     torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.float8_e4m3fn: (10, 8),
-    torch.uint8: (1, 8), torch.int8: (0, 8), torch.int32: (0, 32), torch.float8_e8m0fnu: (14, 8),
+    torch.uint8: (1, 8), torch.int8: (0, 8), torch.int32: (0, 32), torch.int64: (0, 64), torch.float8_e8m0fnu: (14, 8),
 }  # fmt: skip
 """DLPack's code and bits."""
 
 
+Marks = Mapping[str, int]
+"""By name of a tensor, or of STATE_BASES: a number that stands for its address."""
+
+
 class ExpectedTensor(NamedTuple):
-    """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned."""
+    """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned,
+    whether int64 will do instead of int32."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     optional: bool = False
     aligned: bool = False
+    may_be_wide: bool = False
 
 
 class _ExpectedWords(ctypes.Structure):
@@ -70,8 +77,11 @@ class _PlanWords(ctypes.Structure):
     _fields_ = (
         ("launch", launch.Prepared),
         ("record", c_void_p),
+        ("record_bytes", c_uint64),
         ("num_tokens_at", c_uint64),
         ("addresses_at", c_uint64),
+        ("phases_at", c_uint64),
+        ("num_rows_at", c_uint64),
         ("num_addresses", c_uint32),
         ("num_tensors", c_uint32),
         ("addresses", _PlaceWords * _MOST_ADDRESSES),
@@ -90,7 +100,12 @@ class _PlanWords(ctypes.Structure):
         ("not_captured", c_uint32),
         ("was_captured", c_uint32),
         ("numbers", c_void_p),
-        ("numbers_from", _PlaceWords),
+        ("copy_from", _PlaceWords),
+        ("copy_to", _PlaceWords),
+        ("copy_token_bytes", c_uint64),
+        ("narrow", launch.Prepared),
+        ("narrow_to", _PlaceWords),
+        ("narrow_length", c_uint64),
     )
 
 
@@ -131,30 +146,28 @@ class OperationPlan:
         rows: received, -1: the numbers say, or the former state.
         state: gives the addresses of the state that the call makes, as `places`; None: makes none.
         takes_state: a former state is given, whose T and rows hold.
-        numbers_from: where num_rows and num_dropped are, as `places`; they are waited for. None: nothing is read.
+        reads: num_rows and num_dropped are waited for.
+        split: two launches, one that sends and one that receives.
+        not_captured: not plain while a CUDA graph captures the stream.
+        copied: (from, to) as `places`, and bytes of each token; copied behind the launch.
+        narrowed: launch of the kernel `narrow`, where it writes, as `places`, and numbers of each token.
     """
 
     def __init__(
-        self,
-        around: Surroundings,
-        prepared: Any,
-        record: Any,
-        runs: tuple[str, str],
-        tensors: Mapping[str, ExpectedTensor],
-        places: Callable[[Mapping[str, int]], Sequence[int]],
-        most_tokens: int,
-        rows: int,
-        state: Callable[[Mapping[str, int]], Sequence[int]] | None = None,
-        takes_state: bool = False,
-        numbers_from: Callable[[Mapping[str, int]], int] | None = None,
-        not_captured: bool = False,
-    ) -> None:
+        self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
+        tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
+        state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
+        split: bool = False, not_captured: bool = False,
+        copied: Callable[[Marks], tuple[int, int, int]] | None = None,
+        narrowed: tuple[launch.Prepared, Callable[[Marks], int], int] | None = None,
+    ) -> None:  # fmt: skip
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
         words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
         self._plan = _PlanWords(
-            launch=prepared, record=addressof(record), num_tokens_at=getattr(type(record), runs[0]).offset,
+            launch=prepared, record=addressof(record), record_bytes=ctypes.sizeof(record),
+            num_tokens_at=getattr(type(record), runs[0]).offset,
             addresses_at=getattr(type(record), runs[1]).offset, num_addresses=len(found), num_tensors=len(tensors),
             addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
             state=tuple(map(_place, left)), makes_state=state is not None, takes_state=takes_state,
@@ -162,14 +175,27 @@ class OperationPlan:
             context=around.context, stream=addressof(around.stream), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
-        self.numbers: torch.Tensor | None = None
-        if numbers_from is not None:
-            self.numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-            self._plan.numbers, self._plan.numbers_from = self.numbers.data_ptr(), _place(numbers_from(marks))
+        if copied is not None:
+            source, to, self._plan.copy_token_bytes = copied(marks)
+            self._plan.copy_from, self._plan.copy_to = _place(source), _place(to)
+        if narrowed is not None:
+            self._plan.narrow, self._plan.narrow_length = narrowed[0], narrowed[2]
+            self._plan.narrow_to = _place(narrowed[1](marks))
+        if split:
+            self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
+        self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
         self._kept = around, record, words
-        self.call = _maker(around.library)(addressof(self._plan))
-        """call(slot, former state or None, *tensors): the state, or 0 where none is made; the driver's status, which
-        is greater; None: nothing has begun."""
+        make = _maker(around.library)
+        self.call = make(addressof(self._plan), False)
+        """call(slot, former state or None, *tensors): the state (and what is left, where that is another launch), or 0
+        where there is neither; the driver's status, which is greater; None: nothing has begun."""
+        self.receive = make(addressof(self._plan), True)
+        """receive(what `call` gave): the state; the driver's status; None: nothing was launched."""
+
+    def _read_numbers(self, at: int) -> torch.Tensor:
+        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
+        return numbers
 
     @property
     def was_captured(self) -> bool:
@@ -183,7 +209,7 @@ def _place(mark: int) -> _PlaceWords:
 
 def _expected(want: ExpectedTensor) -> _ExpectedWords:
     code, bits = _CODES[want.dtype]
-    flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED
+    flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED | want.may_be_wide * _MAY_BE_WIDE
     return _ExpectedWords(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
 
 
@@ -204,4 +230,4 @@ def _maker(library: ctypes.CDLL) -> Any:
         return None
     if library.cd_quick_open(exchange, id(torch.Tensor)) != 0:
         return None
-    return ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p)(("cd_quick", library))
+    return ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_int)(("cd_quick", library))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,10 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels import jit
+from ep_kernels.kernels import abi
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
-from ep_kernels.transports.nvlink.engine import LaunchEngine, Operation
-from ep_kernels.transports.nvlink.quick import ROWS, TOKENS, ExpectedTensor, OperationPlan, Surroundings
+from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
+from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
 from ep_kernels.transports.nvlink.routing_state import QuickState
 from ep_kernels.types import DispatchHandle, Mode
 
@@ -27,12 +29,28 @@ _RUNS = ("num_tokens", "op")
 
 @dataclass(frozen=True, slots=True)
 class _PlansOfMode:
-    """Of one algorithm. `home`: combine with weights that are given to it."""
+    """Of one algorithm, in one launch or in two. `home`: combine with weights that are given to it."""
 
     fresh: OperationPlan
     again: OperationPlan
     combine: OperationPlan
     home: OperationPlan | None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A dispatch whose launch, or first launch, is under way."""
+
+    by: OperationPlan
+    mode: Mode
+    words: bytes
+    former: QuickState | None
+    slot: int
+    seq: int
+    block: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
 
 
 class NumberReader(Protocol):
@@ -43,6 +61,9 @@ class NumberReader(Protocol):
 
     def check_results(self) -> None:
         """See `base.Transport`."""
+
+    def receive(self, call: Call, phases: int) -> None:
+        """Launch what is left of an operation, and raise what is known to have failed."""
 
 
 class NvlinkQuickCalls:
@@ -64,7 +85,8 @@ class NvlinkQuickCalls:
     ) -> None:  # fmt: skip
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
-        self._reader, self._number, self._epoch = reader, number, epoch
+        self._reader = weakref.proxy(reader)  # it holds this object
+        self._number, self._epoch = number, epoch
         self._mode, self._reads = mode, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
@@ -73,29 +95,33 @@ class NvlinkQuickCalls:
         self._allocates_scales = engine.sizes.scale_columns > 0
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._strides = self._outputs.strides(config.exact_shapes)
-        self._plans = {mode: self._planned(mode) for mode in engine.dispatch_operations}
-        self._fresh = self._plans[mode].fresh
+        self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
+        modes = engine.dispatch_operations
+        self._plans = {mode: self._planned(mode, False) for mode in modes}
+        self._split = {mode: self._planned(mode, True) for mode in modes}
         width, dtype = config.hidden_size, config.resolved_output_dtype
         word = torch.empty((), dtype=dtype, device=around.device)
+        self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=around.device)
         self._room = functools.lru_cache(512)(lambda tokens: word.expand(tokens, width))
         """Of z, by T. Taking after it is the cheapest allocation."""
 
     # Plans.
 
-    def _planned(self, mode: Mode) -> _PlansOfMode:
-        home = self._combine_plan(mode, True) if self._weighs else None
+    def _planned(self, mode: Mode, split: bool) -> _PlansOfMode:
         return _PlansOfMode(
-            self._dispatch_plan(mode, False), self._dispatch_plan(mode, True), self._combine_plan(mode, False), home
+            self._dispatch_plan(mode, False, split),
+            self._dispatch_plan(mode, True, split),
+            self._combine_plan(mode, False, split),
+            self._combine_plan(mode, True, split) if self._weighs else None,
         )
 
-    def _prepared(self, operation: Operation) -> launch.Prepared:
-        to = operation.launch
-        prepared: launch.Prepared = self._functions[operation.variant].prepared(
-            to.num_blocks, operation.variant.num_threads, cooperative=to.cooperative, overlapped=to.overlapped
+    def _prepared(self, variant: jit.Variant, to: plan.Launch) -> launch.Prepared:
+        prepared: launch.Prepared = self._functions[variant].prepared(
+            to.num_blocks, variant.num_threads, cooperative=to.cooperative, overlapped=to.overlapped
         )
         return prepared
 
-    def _dispatch_plan(self, mode: Mode, again: bool) -> OperationPlan:
+    def _dispatch_plan(self, mode: Mode, again: bool, split: bool) -> OperationPlan:
         engine, config, sizes = self._engine, self._engine.config, self._engine.sizes
         addresses, operation = engine.addresses, engine.dispatch_operations[mode]
         most = sizes.shape.ll_tokens if plan.algorithm(config, mode) is Mode.LL else config.max_tokens_per_rank
@@ -106,9 +132,12 @@ class NvlinkQuickCalls:
             carried = a["block"] + at[1]
             return (a["routing"], a["routing_id"], carried) if again else (a["block"] + at[0], carried, carried)
 
+        def kept(a: Any) -> int:
+            return a["block"] + addresses.kept_at if self._weighs else a["topk_weights"]  # type: ignore[no-any-return]
+
         return OperationPlan(
             self._around,
-            self._prepared(operation),
+            self._prepared(operation.variant, operation.launch),
             operation.records.record((0, 0, *self._strides, engine.power_of_two, again), (0,) * 21),
             _RUNS,
             self._dispatch_tensors(again),
@@ -117,10 +146,13 @@ class NvlinkQuickCalls:
             ),
             most,
             -1 if self._exact else self._fixed[0],
-            state=lambda a: (*routing(a), a["kept"]),
+            state=lambda a: (*routing(a), kept(a)),
             takes_state=again,
-            numbers_from=(lambda a: a["block"] + engine.addresses.num_rows_at) if read else None,
+            reads=read,
+            split=split,
             not_captured=read or self._exact,
+            copied=(lambda a: (a["topk_weights"], kept(a), 4 * config.topk)) if self._weighs else None,
+            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at, config.topk),
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
@@ -129,55 +161,58 @@ class NvlinkQuickCalls:
         none = ExpectedTensor(torch.uint8, (), optional=True)
         return {
             "x": ExpectedTensor(config.dtype, (TOKENS, config.hidden_size), aligned=True),
-            "topk_ids": ExpectedTensor(torch.int32, routed),
+            "topk_ids": ExpectedTensor(torch.int32, routed, may_be_wide=True),
             "topk_weights": ExpectedTensor(torch.float32, routed),
             "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
-            "kept": ExpectedTensor(torch.float32, routed),
             "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
             "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
 
-    def _combine_plan(self, mode: Mode, home: bool) -> OperationPlan:
+    def _combine_plan(self, mode: Mode, home: bool, split: bool) -> OperationPlan:
         engine, config = self._engine, self._engine.config
         operation, width = engine.combine_operations[mode], (config.hidden_size,)
         is_ht = plan.algorithm(config, mode) is Mode.HT
         lead = (ROWS,) if self._outputs.compact else self._fixed
         z = ExpectedTensor(config.resolved_output_dtype, (TOKENS, *width), aligned=True)
         tensors = {"y": ExpectedTensor(config.resolved_output_dtype, (*lead, *width), aligned=True), "z": z}
+        if split:  # of its own: until it is received, another may begin
+            tensors["op"] = ExpectedTensor(torch.int64, (abi.OP_WORDS,))
         if home:
             tensors["given"] = ExpectedTensor(torch.float32, (TOKENS, config.topk))
         return OperationPlan(
             self._around,
-            self._prepared(operation),
+            self._prepared(operation.variant, operation.launch),
             operation.records.record((0, 0, True, is_ht, engine.positional), (0,) * 12),
             _RUNS,
             tensors,
             lambda a: engine.addresses.combine(
-                engine.op_address, a["routing"], a["routing_id"], a["carried"], a["y"], 0,
+                a.get("op", engine.op_address), a["routing"], a["routing_id"], a["carried"], a["y"], 0,
                 a["given" if home else "weights"], a["z"],
             ),
             config.max_tokens_per_rank,
             -1,
             takes_state=True,
+            split=split,
         )  # fmt: skip
 
     @property
     def was_captured(self) -> bool:
         """Whether a CUDA graph took one of their launches."""
-        plans = [p for each in self._plans.values() for p in (each.fresh, each.again, each.combine, each.home)]
-        return any(p.was_captured for p in plans if p is not None)
+        sets = (*self._plans.values(), *self._split.values())
+        plans = [plan for each in sets for plan in (each.fresh, each.again, each.combine, each.home)]
+        return any(plan.was_captured for plan in plans if plan is not None)
 
     # Calls.
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        if previous is None:
-            return self._dispatch(self._fresh, self._mode, None, x, topk_ids, topk_weights)
-        if not self._is_own(previous):
-            return None
-        weights = previous.topk_weights if topk_weights is None else topk_weights
-        again = self._plans[previous.mode].again
-        return self._dispatch(again, previous.mode, previous.state, x, previous.topk_ids, weights)
+        begun = self._begin(self._plans, x, topk_ids, topk_weights, previous)
+        return None if begun is None else self._delivered(begun, begun.words)
+
+    def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
+        """See `base.QuickCalls`."""
+        begun = self._begin(self._split, x, topk_ids, topk_weights, previous)
+        return None if begun is None else QuickDispatch(self, begun)
 
     def _is_own(self, handle: Any) -> bool:
         return (
@@ -187,48 +222,83 @@ class NvlinkQuickCalls:
             and type(handle.state) is QuickState
         )
 
-    def _dispatch(
-        self, by: OperationPlan, mode: Mode, former: QuickState | None, x: Any, ids: Any, weights: Any
-    ) -> Delivered | None:
-        engine, outputs, x_scales, scales, kept = self._engine, self._outputs, None, None, weights
+    def _begin(
+        self, plans: Mapping[Mode, _PlansOfMode], x: Any, ids: Any, weights: Any, previous: Any
+    ) -> _Begun | None:
+        engine, x_scales, scales, former = self._engine, None, None, None
+        if previous is None:
+            mode = self._mode
+            by = plans[mode].fresh
+        elif self._is_own(previous):
+            mode, former, ids = previous.mode, previous.state, previous.topk_ids
+            weights = previous.topk_weights if weights is None else weights
+            by = plans[mode].again
+        else:
+            return None
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
-        begun = engine.num_dispatches
-        slot = begun % self._slots[0]
-        if self._weighs:
-            if type(weights) is not torch.Tensor:
-                return None
-            kept = weights.clone()
+        seq = engine.num_dispatches + 1
+        slot = (seq - 1) % self._slots[0]
         if self._allocates_scales:
-            scales = outputs.scales(slot, engine.config.exact_shapes)[0]
+            scales = self._outputs.scales(slot, engine.config.exact_shapes)[0]
         block = torch.empty_like(engine.blanks[former is None])
-        words = by.call(slot, former and former.words, x, ids, weights, block, kept, x_scales, scales)
+        words = by.call(slot, former and former.words, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
             return None
-        engine.num_dispatches = begun + 1
+        engine.num_dispatches = seq
+        return _Begun(by, mode, words, former, slot, seq, block, scales, ids, weights)
+
+    def _delivered(self, of: _Begun, words: bytes) -> Delivered:
         tokens, rows = _ends(words, _ENDS_AT)
         dropped = 0
-        if by.numbers is not None:
-            rows, dropped = self._read(rows, by, block)
-        state = QuickState(words, block, former, engine.addresses, kept, rows if self._exact else None)
-        out = outputs.output(block, slot, scales, tokens, rows)
-        shape = (rows,) if self._exact else self._fixed
-        made = DispatchHandle(self._number, begun + 1, tokens, mode, self._epoch, state, shape, ids, weights)
+        if of.by.numbers is not None:
+            rows, dropped = self._read(rows, of)
+        kept = (tokens, self._engine.config.topk) if self._weighs else of.topk_weights
+        rows_known, shape = (rows, (rows,)) if self._exact else (None, self._fixed)
+        state = QuickState(words, of.block, of.former, self._engine.addresses, kept, rows_known)
+        out = self._outputs.output(of.block, of.slot, of.scales, tokens, rows)
+        made = DispatchHandle(
+            self._number, of.seq, tokens, of.mode, self._epoch, state, shape, of.topk_ids, of.topk_weights
+        )
         return out, made, dropped
 
-    def _read(self, rows: int, by: OperationPlan, block: torch.Tensor) -> tuple[int, int]:
+    def _read(self, rows: int, of: _Begun) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
-        assert by.numbers is not None
-        at = self._engine.addresses.num_rows_at
+        numbers = of.by.numbers
+        assert numbers is not None
         if rows < 0:  # the kernel has not said, and may never
             self._reader.settle()
-            by.numbers.copy_(block[at : at + 8].view(torch.int32))
-            rows = int(by.numbers[0])
+            at = self._engine.addresses.num_rows_at
+            numbers.copy_(of.block[at : at + 8].view(torch.int32))
+            rows = int(numbers[0])
         self._reader.check_results()
-        return rows, int(by.numbers[1])
+        return rows, int(numbers[1])
+
+    def receive_dispatch(self, of: _Begun) -> Delivered:
+        """What is left of it."""
+        words = of.by.receive(of.words)
+        if type(words) is not bytes:
+            operation = self._engine.dispatch_operations[of.mode]
+            self._judge(words)
+            self._receive(operation, abi.DispatchArgs, of.words, of)
+            words = of.words[:STATE_BYTES]
+            if of.by.numbers is not None:  # nobody has waited for them
+                words = words[:_ENDS_AT] + struct.pack("=2q", _ends(words, _ENDS_AT)[0], -1)
+        return self._delivered(of, words[:STATE_BYTES])
+
+    def _receive(self, operation: Operation, kind: Any, words: bytes, keep: Any) -> None:
+        """The last launch, the long way."""
+        record = kind.from_buffer_copy(words, STATE_BYTES)
+        call = Call(operation.variant, operation.launch, record, [keep], RECEIVE, operation)
+        self._reader.receive(call, RECEIVE)
+
+    def buffers(self, of: _Begun) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        outputs = self._outputs
+        return outputs.tokens(of.slot), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
@@ -250,7 +320,69 @@ class NvlinkQuickCalls:
         engine.num_combines = begun + 1
         return z
 
+    def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
+        """See `base.QuickCalls`."""
+        if not self._is_own(handle):
+            return None
+        engine, plans = self._engine, self._split[handle.mode]
+        by, given = plans.combine, tuple[torch.Tensor, ...]()
+        if topk_weights is not None:
+            if plans.home is None or type(topk_weights) is not torch.Tensor:
+                return None
+            by, given = plans.home, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
+        z = torch.empty_like(self._room(handle.num_tokens)) if out is None else out
+        op, begun = torch.empty_like(self._op), engine.num_combines
+        words = by.call(begun % self._slots[1], handle.state.words, y, z, op, *given)
+        if type(words) is not bytes:
+            self._judge(words)
+            return None
+        engine.num_combines = begun + 1
+        return QuickCombine(self, by, handle.mode, words, z, (y, handle.state, op, given))
+
+    def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
+        """What is left of it."""
+        done = by.receive(words)
+        if type(done) is not bytes:
+            self._judge(done)
+            self._receive(self._engine.combine_operations[mode], abi.CombineArgs, words, keep)
+
     def _judge(self, status: int | None) -> None:
         """Nothing has begun (None), or the driver has refused it, which is raised."""
         if status is not None:
             raise launch.refused(launch.LAUNCH, status, self._around.library)
+
+
+class QuickDispatch:
+    """A dispatch whose rows are on their way. `wait` and `buffers`: see `base.PendingDispatch`; but what `wait` gives
+    is complete."""
+
+    def __init__(self, calls: NvlinkQuickCalls, begun: _Begun) -> None:
+        self._calls, self._begun = calls, begun
+        self._result: Delivered | None = None
+
+    def wait(self) -> Delivered:
+        """Receive."""
+        if self._result is None:
+            self._result = self._calls.receive_dispatch(self._begun)
+        return self._result
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Before `wait` has filled them."""
+        return self._calls.buffers(self._begun)
+
+
+class QuickCombine:
+    """See `base.PendingCombine`; z is known from the start."""
+
+    def __init__(
+        self, calls: NvlinkQuickCalls, by: OperationPlan, mode: Mode, words: bytes, z: torch.Tensor, keep: Any
+    ) -> None:
+        self._calls, self._left, self._z, self._keep = calls, (by, mode, words), z, keep
+        self._done = False
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """Receive."""
+        if not self._done:
+            self._calls.receive_combine(*self._left, (self._z, self._keep))
+            self._done = True
+        return self._z, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,10 +72,11 @@ class QuickState(DispatchState):
         block: memory of the dispatch.
         former: whose routing it uses again, or None.
         addresses: where what is in the block.
-        topk_weights, num_rows: see `DispatchState`.
+        topk_weights: see `DispatchState`; or the shape of their copy in the block.
+        num_rows: see `DispatchState`.
     """
 
-    __slots__ = ("addresses", "block", "former", "words")
+    __slots__ = ("addresses", "block", "former", "kept", "words")
 
     def __init__(
         self,
@@ -83,14 +84,18 @@ class QuickState(DispatchState):
         block: torch.Tensor,
         former: QuickState | None,
         addresses: RecordAddresses,
-        topk_weights: torch.Tensor,
+        topk_weights: torch.Tensor | tuple[int, int],
         num_rows: int | None,
     ) -> None:
         self.words, self.block, self.addresses = words, block, addresses
         self.former: QuickState | None = former if former is None or former.former is None else former.former
-        self.topk_weights, self.num_rows = topk_weights, num_rows
+        self.num_rows = num_rows
+        if isinstance(topk_weights, tuple):
+            self.kept = topk_weights
+        else:
+            self.topk_weights = topk_weights
 
-    def __getattr__(self, name: str) -> Span:
+    def __getattr__(self, name: str) -> Any:
         at = self.addresses
         if name == "carried":
             self.carried = self._span(at.carried_at, at.state.carried_bytes)
@@ -98,11 +103,13 @@ class QuickState(DispatchState):
             self.routing = self._span(at.routing_at, at.state.routing_bytes)
         elif name == "routing" and self.former is not None:
             self.routing = self.former.routing
+        elif name == "topk_weights":
+            self.topk_weights = part(self.block, at.kept_at, self.kept, torch.float32)
         elif name == "routing_id":
             self.routing_id = self.carried if self.former is None else self.former.routing_id
         else:
             raise AttributeError(name)
-        return getattr(self, name)  # type: ignore[no-any-return]
+        return getattr(self, name)
 
     def _span(self, offset: int, num_bytes: int) -> Span:
         return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)

@@ -7,7 +7,6 @@ itself, and impossible while a CUDA graph is captured: run each shape once befor
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +14,9 @@ import torch
 from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep import hints
 from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
-from crossdock.deep_ep.exporter import counting_timeouts
+from crossdock.deep_ep.exporter import CountingTimeouts
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
-from crossdock.deep_ep.low_latency import BufferShape, Hook, LowLatency, LowLatencyHandle, Received
+from crossdock.deep_ep.low_latency import BufferShape, Hook, LowLatency, LowLatencyHandle, Received, nothing
 from crossdock.deep_ep.pool import Pool
 from crossdock.deep_ep.refused import WAITS, Unsupported, without
 from ep_kernels import ArgumentError, ScaleFormat
@@ -60,6 +59,7 @@ class Buffer(Unsupported):
         self._low, self._high, self._streams = LowLatency(self._pool), HighThroughput(self._pool), CommStream()
         self.group, self.rank, self.group_size = group, self._pool.rank, self._pool.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self._watched = CountingTimeouts(self.rank, self._settings)
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
 
     def destroy(self) -> None:
@@ -150,7 +150,7 @@ class Buffer(Unsupported):
         here; weights [N, K], 0 there; rows per local expert; handle; event). With `handle`: rows, four None, event.
         """
         payload: Payload = x if isinstance(x, tuple) else (x, None)
-        with self._operation(), self._streams.enter(payload[0], previous_event, async_finish) as turn:
+        with self._watched, self._streams.enter(payload[0], previous_event, async_finish) as turn:
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
                     raise ArgumentError("topk_idx, topk_weights", "None beside a handle", "a tensor")
@@ -182,7 +182,7 @@ class Buffer(Unsupported):
         Returns ([T, H], weights [T, K] or None, event).
         """
         extra = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        with self._operation(), self._streams.enter(x, previous_event, async_finish) as turn:
+        with self._watched, self._streams.enter(x, previous_event, async_finish) as turn:
             z, home = self._high.combine(x.contiguous(), _handle(handle), topk_weights)
             for each in extra:
                 z = z + each
@@ -217,9 +217,10 @@ class Buffer(Unsupported):
         Returns (rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; event; hook). Scales are float32
         [L, R*M, ceil(H/128)] or packed int32, the row index fast. Rows stay until the second dispatch after this.
         """
-        fp4 = use_nvfp4, "rows travel as they come or as fp8; quantise to fp4 after receiving"
-        without(use_nvfp4=fp4, x_global_scale=(x_global_scale, fp4[1]))
-        without(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, WAITS))
+        if use_nvfp4 or x_global_scale is not None or dispatch_wait_recv_cost_stats is not None:
+            fp4 = "rows travel as they come or as fp8; quantise to fp4 after receiving"
+            without(use_nvfp4=(use_nvfp4, fp4), x_global_scale=(x_global_scale, fp4))
+            without(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, WAITS))
         ids = _ids(topk_idx)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise ArgumentError("use_ue8m0", "False unless use_fp8 and round_scale are on", True)
@@ -228,7 +229,7 @@ class Buffer(Unsupported):
         most = num_max_dispatch_tokens_per_rank
         shape = BufferShape(most, x.shape[-1], num_experts, ids.shape[1], x.dtype, scales)
         stats = cumulative_local_expert_recv_stats
-        with self._operation():
+        with self._watched:
             rows, counts, handle, hook = self._low.dispatch(x.contiguous(), ids, shape, stats, return_recv_hook)
         return rows, counts, handle, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
 
@@ -247,28 +248,33 @@ class Buffer(Unsupported):
 
         Returns ([T, H], event, hook); with `return_recv_hook` valid once the hook has been called.
         """
-        without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
+        if combine_wait_recv_cost_stats is not None:
+            without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
         if not isinstance(handle, LowLatencyHandle):
             raise ArgumentError("handle", "what low_latency_dispatch gave", type(handle).__name__)
         weights = _weights(topk_weights)
         if zero_copy and handle.combine_buffer is None:
             raise ArgumentError("zero_copy", "get_next_low_latency_combine_buffer(handle) called before", True)
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.contiguous()
+        if not return_recv_hook:
+            with self._watched:
+                z = self._low.combine_now(rows, weights, handle, out)
+            return z, EventOverlap(EventHandle() if async_finish else None), nothing
         z = x.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
-        with self._operation():
-            hook = self._low.combine(rows, weights, handle, z, return_recv_hook)
+        with self._watched:
+            hook = self._low.combine(rows, weights, handle, z)
         return z, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[L, R*M, H] to write expert rows into, for a combine with `zero_copy`."""
         return self._low.combine_buffer(handle)
 
-    def _operation(self) -> contextlib.AbstractContextManager[None]:
-        return counting_timeouts(self.rank, self._settings)
-
     def _counted(self, hook: Hook) -> Hook:
+        if hook is nothing:
+            return hook
+
         def run() -> None:
-            with self._operation():
+            with self._watched:
                 hook()
 
         return run

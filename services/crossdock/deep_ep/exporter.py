@@ -7,12 +7,12 @@ capture is not disturbed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
@@ -148,12 +148,22 @@ def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
         telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
 
 
-@contextlib.contextmanager
-def counting_timeouts(rank: int, settings: FrameworkConfig) -> Iterator[None]:
-    """Counts a PeerTimeout and raises it again."""
-    try:
-        yield
-    except PeerTimeout as error:
-        if settings.metrics:
-            telemetry().timed_out(rank, error.peer)
-        raise
+class CountingTimeouts:
+    """A context in which a PeerTimeout is counted, and raised on. May be entered again, also while it is open.
+
+    Args:
+        rank: whose.
+        settings: may turn it off.
+    """
+
+    def __init__(self, rank: int, settings: FrameworkConfig) -> None:
+        self._rank, self._metrics = rank, settings.metrics
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, PeerTimeout) and self._metrics:
+            telemetry().timed_out(self._rank, error.peer)

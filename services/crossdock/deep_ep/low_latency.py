@@ -7,8 +7,7 @@ Dispatch sends, in place of weights, the origin of each row: `LowLatencyHandle` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -24,8 +23,7 @@ Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Hook = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class BufferShape:
+class BufferShape(NamedTuple):
     """Parameters of one communicator.
 
     Attributes:
@@ -100,6 +98,7 @@ class LowLatency:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._marks: dict[BufferShape, torch.Tensor] = {}
+        self._shortened: dict[tuple[BufferShape, int], torch.Tensor] = {}
 
     def _communicator(self, shape: BufferShape, like: torch.Tensor) -> MoECommunicator:
         comm = self._pool.get(shape)
@@ -124,12 +123,13 @@ class LowLatency:
         once the hook has been called. `stats` [L] grows by the counts."""
         comm = self._communicator(shape, x)
         handle = LowLatencyHandle(comm, shape, x.shape[0])
-        marks = self._marks[shape][: x.shape[0]]
+        marks = self._marks_of(shape, handle.num_tokens)
         if not hooked:
             out, handle.inner = comm.dispatch(x, topk_idx, marks)
-            scales = _column_major(out.scales)
-            _finish(out.scales, scales, out.counts, stats)
-            return _pair(out.tokens, scales), out.counts, handle, _nothing
+            counts = out.counts
+            scales = None if shape.scales is None else _column_major(out.scales)
+            _finish(None if scales is None else out.scales, scales, counts, stats)
+            return _pair(out.tokens, scales), counts, handle, nothing
         request = comm.dispatch_async(x, topk_idx, marks)
         tokens, raw, counts = request.buffers()
         scales = _column_major(raw)
@@ -141,23 +141,33 @@ class LowLatency:
 
         return _pair(tokens, scales), counts, handle, hook
 
-    def combine(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor, hooked: bool
-    ) -> Hook:
-        """Return rows, weighted, into `out` [T, H]; with `hooked` it is complete once the hook has been called."""
+    def _marks_of(self, shape: BufferShape, tokens: int) -> torch.Tensor:
+        """Weights that are no weights: the number of each token in the group, from 1 on."""
+        key = shape, tokens
+        marks = self._shortened.get(key)
+        if marks is None:
+            marks = self._shortened[key] = self._marks[shape][:tokens]
+        return marks
+
+    def combine_now(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return rows, weighted: `out`, or a new tensor [T, H]."""
+        if out is None or out.is_contiguous():
+            return handle.comm.combine(x, handle.received(), out=out, topk_weights=topk_weights)
+        return out.copy_(handle.comm.combine(x, handle.received(), topk_weights=topk_weights))
+
+    def combine(self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor) -> Hook:
+        """Return rows, weighted, into `out` [T, H], which is complete once the hook has been called."""
         inner = handle.received()
         z = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        weights = topk_weights.contiguous()
-        if not hooked:
-            handle.comm.combine(x, inner, out=z, topk_weights=weights)
-            _copied(z, out)
-            return _nothing
-        request = handle.comm.combine_async(x, inner, out=z, topk_weights=weights)
+        request = handle.comm.combine_async(x, inner, out=z, topk_weights=topk_weights)
 
         def hook() -> None:
             if not request.done:
                 request.wait()
-                _copied(z, out)
+                if z is not out:
+                    out.copy_(z)
 
         return hook
 
@@ -167,7 +177,7 @@ class LowLatency:
         return handle.combine_buffer
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The hook of a complete operation."""
 
 
@@ -192,8 +202,3 @@ def _finish(
         scales.copy_(raw)
     if stats is not None:
         stats += counts
-
-
-def _copied(z: torch.Tensor, out: torch.Tensor) -> None:
-    if z is not out:
-        out.copy_(z)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from crossdock.deep_ep.exporter import counting_timeouts
+from crossdock.deep_ep.exporter import CountingTimeouts
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.managers import LayerContext
 from ep_kernels import ArgumentError
@@ -69,6 +69,7 @@ class Finalizer(_Base):  # type: ignore[misc]
     def __init__(self, link: LayerContext, num_dispatchers: int) -> None:
         super().__init__()
         self._link, self._num_dispatchers = link, num_dispatchers
+        self._timeouts = CountingTimeouts(link.pool.rank, link.settings)
         self._handles: list[Any] = [None] * IN_FLIGHT
 
     def num_dispatchers(self) -> int:
@@ -92,7 +93,7 @@ class Finalizer(_Base):  # type: ignore[misc]
         return True
 
     def _watched(self) -> Any:
-        return counting_timeouts(self._link.pool.rank, self._link.settings)
+        return self._timeouts
 
     def _keep(self, handle: Any) -> None:
         self._handles[current_ubatch()] = handle

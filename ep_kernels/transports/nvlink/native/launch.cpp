@@ -96,7 +96,6 @@ CD_API const char* cd_error(int status, int described) {
   return text ? text : "";
 }
 
-// The driver's status. `arguments`: addresses of the parameters.
 CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
   Attribute attributes[2];
   uint32_t count = 0;

@@ -16,6 +16,9 @@ enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
 
 constexpr int kCaptured = -1;
 
+// The driver's status. `arguments`: addresses of the parameters.
+CD_API int cd_launch(const Prepared* p, void* stream, void** arguments);
+
 // Launch a kernel with one parameter, at this address. The driver's status; kCaptured where a CUDA graph took it.
 CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument);
 

@@ -12,9 +12,10 @@
 
 namespace {
 
-constexpr int kMostDims = 3, kMostTensors = 7, kMostAddresses = 24;
+constexpr int kMostDims = 3, kMostTensors = 7, kMostAddresses = 24, kMostRecordBytes = 4096;
 constexpr int64_t kTokens = -1, kRows = -2;  // instead of a length: that of the operation
-constexpr uint32_t kOptional = 1, kAligned = 2;
+constexpr uint32_t kOptional = 1, kAligned = 2, kMayBeWide = 4;  // wide: int64 instead of int32
+constexpr uint32_t kInt64 = 0 | 64 << 8 | 1 << 16;
 constexpr uint64_t kAlignment = 16;  // bytes, as the copy engine requires
 constexpr int kLook = 256;           // spins between two looks at the watched words
 constexpr int kLookFar = 1 << 16;    // and between two at the stream
@@ -49,12 +50,15 @@ struct State {
   int64_t tokens, rows;
 };
 
-// `QuickPlan` of quick.py.
+// `_PlanWords` of quick.py.
 struct Plan {
   Prepared launch;
-  unsigned char* record;   // of the launch, all but what is set below
+  unsigned char* record;  // of the launch, all but what is set below
+  uint64_t record_bytes;
   uint64_t num_tokens_at;  // two int32: T, slot
   uint64_t addresses_at;
+  uint64_t phases_at;   // of an operation in two launches, else 0
+  uint64_t num_rows_at; // the address of num_rows, with num_dropped behind it
   uint32_t num_addresses, num_tensors;
   Place addresses[kMostAddresses];
   Expected tensors[kMostTensors];
@@ -63,13 +67,18 @@ struct Plan {
   int64_t most_tokens, rows;  // `rows`: received, where no call knows better; -1 = as the numbers say
   const Watch* watches;
   uint64_t num_watches;
-  void* context;                  // which must be current
-  const volatile int64_t* stream; // the only one of all launches so far, which must be the current one
+  void* context;                   // which must be current
+  const volatile int64_t* stream;  // the only one of all launches so far, which must be the current one
   int32_t device_type, device_id;
   uint32_t not_captured, was_captured;
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
-  Place numbers_from;
+  Place copy_from, copy_to;
+  uint64_t copy_token_bytes;  // copied behind the first launch
+  Prepared narrow;            // for a tensor that is wide
+  Place narrow_to;
+  uint64_t narrow_length;  // numbers of each token
 };
+enum Phases : uint32_t { kSend = 1, kReceive = 2 };
 
 bool is_quiet(const Plan* plan) {
   for (const Watch* w = plan->watches; w < plan->watches + plan->num_watches; ++w)
@@ -88,8 +97,9 @@ bool is_contiguous(const python::Tensor& t) {
   return is_dense;
 }
 
-// Whether an argument is what it must be; then its address.
-bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address) {
+// Whether an argument is what it must be; then its address, of a wide one `*wide`, too.
+bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address,
+                 uint64_t* wide) {
   *address = 0;
   if (given == py.none) return want.flags & kOptional;
   python::Object* type = py.type_of(given);
@@ -97,7 +107,8 @@ bool is_expected(const Plan* plan, const Expected& want, python::Object* given, 
   if (type != tensor_type) return false;
   python::Tensor t;
   if (exchange->view(given, &t)) return py.clear_error(), false;
-  if (t.dtype != want.dtype || t.ndim != want.ndim || t.device_type != plan->device_type ||
+  const bool is_wide = (want.flags & kMayBeWide) && t.dtype == kInt64;
+  if ((t.dtype != want.dtype && !is_wide) || t.ndim != want.ndim || t.device_type != plan->device_type ||
       t.device_id != plan->device_id)
     return false;
   if (op->tokens < 0 && want.shape[0] == kTokens) op->tokens = t.shape[0];  // the first tensor of a new routing
@@ -106,6 +117,7 @@ bool is_expected(const Plan* plan, const Expected& want, python::Object* given, 
     if (t.shape[d] != (length == kTokens ? op->tokens : length == kRows ? op->rows : length)) return false;
   }
   *address = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
+  if (is_wide) *wide = *address;
   return is_contiguous(t) && !((want.flags & kAligned) && *address % kAlignment);
 }
 
@@ -123,33 +135,75 @@ bool await(const Plan* plan, void* stream) {
   }
 }
 
-// The driver's status; `op->rows` is -1 where numbers were waited for in vain.
-int start(Plan* plan, const uint64_t* bases, void* stream, State* op) {
-  if (plan->numbers) plan->numbers[0] = plan->numbers[1] = -1;
-  int status = cd_launch_one(&plan->launch, stream, plan->record);
-  if (status == kCaptured) plan->was_captured = 1, status = 0;
-  if (status || !plan->numbers) return status;
+// Whether an operation may begin, or go on, without another look; and the stream.
+bool is_undisturbed(const Plan* plan, void** stream) {
+  *stream = nullptr;
+  if (!is_quiet(plan) || cd::current_context() != plan->context) return false;
+  if (plan->device_type == python::kCuda && exchange->stream(plan->device_type, plan->device_id, stream))
+    return py.clear_error(), false;
+  return reinterpret_cast<int64_t>(*stream) == *plan->stream && !(plan->not_captured && cd::is_captured(*stream));
+}
+
+void set_phases(const Plan* plan, Phases phases) {
+  const uint32_t word = phases;
+  if (plan->phases_at) memcpy(plan->record + plan->phases_at, &word, sizeof(word));
+}
+
+// The driver's status.
+int launch(Plan* plan, void* stream) {
+  const int status = cd_launch_one(&plan->launch, stream, plan->record);
+  if (status != kCaptured) return status;
+  plan->was_captured = 1;
+  return 0;
+}
+
+// The launch that brings the numbers, where they are waited for. `op->rows` is -1 where they were in vain.
+int launch_last(Plan* plan, void* stream, State* op) {
+  if (!plan->numbers) return launch(plan, stream);
+  plan->numbers[0] = plan->numbers[1] = -1;
+  if (const int status = launch(plan, stream)) return status;
+  uint64_t from;
+  memcpy(&from, plan->record + plan->num_rows_at, sizeof(from));
   const auto to = reinterpret_cast<uint64_t>(plan->numbers);
-  const auto from = at(bases, plan->numbers_from);
   const bool have_come = !cd::copy(to, from, 2 * sizeof(int32_t), stream) && await(plan, stream);
   if (!have_come) op->rows = -1;
   else if (op->rows < 0) op->rows = plan->numbers[0];
   return 0;
 }
 
-// (slot, state of a former dispatch or None, tensors...) -> the state as bytes (an integer where none is made), the
-// driver's status where it is not 0, or None.
+int narrow(const Plan* plan, uint64_t wide, uint64_t to, void* stream, const State* op) {
+  int32_t count = static_cast<int32_t>(op->tokens * plan->narrow_length);
+  void* arguments[] = {&wide, &to, &count};
+  return count ? cd_launch(&plan->narrow, stream, arguments) : 0;
+}
+
+int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, State* op) {
+  set_phases(plan, kSend);
+  if (wide)
+    if (const int status = narrow(plan, wide, at(bases, plan->narrow_to), stream, op)) return status;
+  int status = plan->phases_at ? launch(plan, stream) : launch_last(plan, stream, op);
+  if (const uint64_t num_bytes = plan->copy_token_bytes * op->tokens; num_bytes && !status)
+    status = cd::copy(at(bases, plan->copy_to), at(bases, plan->copy_from), num_bytes, stream);
+  return status;
+}
+
+// The state as bytes, then, of an operation in two launches, the record of the second.
+python::Object* told(const Plan* plan, const State& op) {
+  char bytes[sizeof(State) + kMostRecordBytes];
+  memcpy(bytes, &op, sizeof(op));
+  if (!plan->phases_at) return py.new_bytes(bytes, sizeof(op));
+  set_phases(plan, kReceive);
+  memcpy(bytes + sizeof(op), plan->record, plan->record_bytes);
+  return py.new_bytes(bytes, sizeof(op) + plan->record_bytes);
+}
+
+// (slot, state of a former dispatch or None, tensors...) -> what `told` tells (an integer where there is nothing to
+// tell), the driver's status where it is not 0, or None.
 python::Object* call(python::Object* self, python::Object* const* given, python::Size count) {
   auto* plan = static_cast<Plan*>(py.as_pointer(self));
   python::Object* none = (py.keep(py.none), py.none);
-  if (count != plan->num_tensors + 2 || !is_quiet(plan) || cd::current_context() != plan->context) return none;
-  void* stream = nullptr;
-  if (plan->device_type == python::kCuda && exchange->stream(plan->device_type, plan->device_id, &stream)) {
-    py.clear_error();
-    return none;
-  }
-  if (reinterpret_cast<int64_t>(stream) != *plan->stream) return none;
-  if (plan->not_captured && cd::is_captured(stream)) return none;
+  void* stream;
+  if (count != plan->num_tensors + 2 || !is_undisturbed(plan, &stream)) return none;
   State op = {0, 0, 0, 0, -1, plan->rows};
   uint64_t bases[kTensors + kMostTensors] = {};
   if (plan->takes_state) {
@@ -158,8 +212,13 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
     memcpy(&op, former, sizeof(op));
     memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
   }
-  for (uint32_t i = 0; i < plan->num_tensors; ++i)
-    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i])) return none;
+  uint64_t wide = 0, wide_base = 0;
+  for (uint32_t i = 0; i < plan->num_tensors; ++i) {
+    const uint64_t before = wide;
+    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i], &wide)) return none;
+    if (wide != before) wide_base = kTensors + i;
+  }
+  if (wide) bases[wide_base] = at(bases, plan->narrow_to);
   if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
   const int32_t numbers[2] = {static_cast<int32_t>(op.tokens), static_cast<int32_t>(py.as_integer(given[0]))};
   memcpy(plan->record + plan->num_tokens_at, numbers, sizeof(numbers));
@@ -167,17 +226,38 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
   for (uint32_t i = 0; i < plan->num_addresses; ++i) addresses[i] = at(bases, plan->addresses[i]);
   memcpy(plan->record + plan->addresses_at, addresses, plan->num_addresses * sizeof(uint64_t));
   void* thread = py.leave();
-  const int status = start(plan, bases, stream, &op);
+  const int status = start(plan, bases, wide, stream, &op);
   py.enter(thread);
   py.drop(none);
-  if (status || !plan->makes_state) return py.new_integer(status);
+  if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
   uint64_t made[4];
   for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
   memcpy(&op, made, sizeof(made));
-  return py.new_bytes(reinterpret_cast<const char*>(&op), sizeof(op));
+  return told(plan, op);
 }
 
-python::Method method = {"quick", call, python::kFastCall, nullptr};
+// (what `call` told) -> the state as bytes, the driver's status where it is not 0, or None: nothing was launched.
+python::Object* receive(python::Object* self, python::Object* const* given, python::Size count) {
+  auto* plan = static_cast<Plan*>(py.as_pointer(self));
+  python::Object* none = (py.keep(py.none), py.none);
+  void* stream;
+  if (count != 1 || !is_undisturbed(plan, &stream)) return none;
+  const char* bytes = py.bytes_of(given[0]);
+  if (!bytes) return py.clear_error(), none;
+  State op;
+  memcpy(&op, bytes, sizeof(op));
+  memcpy(plan->record, bytes + sizeof(op), plan->record_bytes);
+  void* thread = py.leave();
+  const int status = launch_last(plan, stream, &op);
+  py.enter(thread);
+  py.drop(none);
+  return status ? py.new_integer(status) : py.new_bytes(reinterpret_cast<const char*>(&op), sizeof(op));
+}
+
+python::Method methods[] = {
+    {"call", call, python::kFastCall, nullptr},
+    {"receive", receive, python::kFastCall, nullptr},
+};
 
 }  // namespace
 
@@ -192,10 +272,10 @@ CD_API int cd_quick_open(const python::Exchange* offered, python::Object* type) 
   return 0;
 }
 
-// What calls one plan, for as long as the plan lives. With the GIL.
-CD_API python::Object* cd_quick(Plan* plan) {
+// `call`, or where `receives` `receive`, of one plan, for as long as the plan lives. With the GIL.
+CD_API python::Object* cd_quick(Plan* plan, int receives) {
   python::Object* self = py.new_integer(reinterpret_cast<long long>(plan));
-  python::Object* made = py.new_function(&method, self, nullptr, nullptr);
+  python::Object* made = py.new_function(&methods[receives != 0], self, nullptr, nullptr);
   py.drop(self);
   return made;
 }
