@@ -61,6 +61,8 @@ class ChannelMemory:
         own, own_bytes: the rank's region: what may be sent.
         landing, stride: the mirrors; rank r's starts at landing + r * stride and has stride bytes.
         handler, context: `cd::NetHandler` and its first argument; called on the proxy thread.
+        box: bytes of the region for each rank: what goes to rank r lies from r * box on, and lands at the same place of
+            its mirror, which has as many. 0: what goes to any rank may lie anywhere.
     """
 
     own: int
@@ -69,6 +71,7 @@ class ChannelMemory:
     stride: int
     handler: int
     context: int
+    box: int = 0
 
 
 class Network:
@@ -160,7 +163,9 @@ class Channel:
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            proxy.NetMemory(memory.own, memory.own_bytes, memory.landing, memory.stride, ranks, network.config.lanes),
+            proxy.NetMemory(
+                memory.own, memory.own_bytes, memory.landing, memory.stride, memory.box, ranks, network.config.lanes
+            ),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -181,11 +186,10 @@ class Channel:
         assert self.pointer is not None
         return int(self._lib.cn_outbox(self.pointer))
 
-    def for_device(self, box_bytes: int, stripe: int) -> DeviceRing:
-        """Let kernels push, before any peer is there: what goes to rank r lies in the memory from r * box_bytes on, and
-        lands at the same place of its mirror, which has box_bytes. No descriptor may cross a multiple of `stripe`."""
+    def for_device(self, stripe: int) -> DeviceRing:
+        """Let kernels push, before any peer is there. No descriptor may cross a multiple of `stripe`."""
         found = (ctypes.c_uint64 * 4)()
-        self._lib.cn_device(self.pointer, box_bytes, stripe, found)
+        self._lib.cn_device(self.pointer, stripe, found)
         return DeviceRing(*found)
 
     def ticket(self) -> NetworkTicket:

@@ -41,7 +41,17 @@ struct NetMemory {
   uint64_t own_bytes;
   uint8_t* landing;
   uint64_t stride;
+  uint64_t box;  // bytes of `own` for each rank: what goes to rank r lies from r * box on. 0: it may lie anywhere
   int ranks, lanes;
+
+  const uint8_t* source(int peer) const { return own + uint64_t(peer) * box; }
+  uint64_t source_bytes() const { return box ? box : own_bytes; }
+  uint8_t* mirror(int peer) const { return landing + uint64_t(peer) * stride; }
+  // Most bytes that a provider registers: of all peers, if none is on this host.
+  uint64_t most_bytes() const {
+    const uint64_t peers = uint64_t(ranks - 1);
+    return (box ? box * peers : own_bytes) + stride * peers;
+  }
 };
 
 // What a provider is made by. Mirrored by proxy.py.

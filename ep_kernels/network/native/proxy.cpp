@@ -203,7 +203,9 @@ bool Proxy::flush(NetChannel& c) {
   Order order;
   for (int i = 0; i < 256 && box.pop(&order); ++i) {
     NetPeer& p = c.peers[order.rank];
-    const bool fits = order.offset + order.bytes <= c.memory.own_bytes && order.bytes <= box.most(order.offset, ~0ull);
+    const uint64_t from = order.bytes ? c.memory.box * uint64_t(order.rank) : 0;
+    const bool fits = order.offset >= from && order.offset + order.bytes <= from + c.memory.source_bytes() &&
+                      order.bytes <= box.most(order.offset, ~0ull);
     if (!p.up || !fits || !p.backlog.push(order)) {
       if (p.up) fall(c, order.rank, true);  // an order that cannot be carried out: the peer must not wait for it
       sent(&c, order.rank);
@@ -217,7 +219,7 @@ bool Proxy::flush(NetChannel& c) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
       const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
-      const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.box : 0);
+      const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.memory.box : 0);
       if (!c.provider->write(rank, lane, {c.memory.own + next->offset, to, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;
       p.traffic.sent_bytes += next->bytes;

@@ -100,12 +100,11 @@ class RemoteRanks:
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True)
         self._lib = launch.boxes()
         self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
-        memory = ChannelMemory(
-            self._outboxes, total, self._inboxes, self.box_bytes, self._lib.cd_boxes_handler(), self._native
-        )
+        handler, box = self._lib.cd_boxes_handler(), self.box_bytes
+        memory = ChannelMemory(self._outboxes, total, self._inboxes, box, handler, self._native, box)
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
-        self._ring = self.channel.for_device(self.box_bytes, self._stripe)
+        self._ring = self.channel.for_device(self._stripe)
         assert self._ring.size == abi.RING_SIZE
 
     @property
