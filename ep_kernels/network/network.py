@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,6 +64,8 @@ class ChannelMemory:
         handler, context: `cd::NetHandler` and its first argument; called on the proxy thread.
         box: bytes of the region for each rank: what goes to rank r lies from r * box on, and lands at the same place of
             its mirror, which has as many. 0: what goes to any rank may lie anywhere.
+        dma_bufs: [2, ranks] int32 by address, of a GPU's memory: descriptors of the dma-buf of what goes to each rank
+            and of its mirror, read when it is joined; -1: it is registered by address. 0: all is host memory.
     """
 
     own: int
@@ -72,6 +75,7 @@ class ChannelMemory:
     handler: int
     context: int
     box: int = 0
+    dma_bufs: int = 0
 
 
 class Network:
@@ -164,7 +168,8 @@ class Channel:
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
             proxy.NetMemory(
-                memory.own, memory.own_bytes, memory.landing, memory.stride, memory.box, ranks, network.config.lanes
+                memory.own, memory.own_bytes, memory.landing, memory.stride, memory.box,
+                ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)), ranks, network.config.lanes,
             ),
             _settings(network, rank),
             memory.handler,

@@ -26,6 +26,7 @@ class NetMemory(ctypes.Structure):
         ("landing", c_void_p),
         ("stride", c_uint64),
         ("box", c_uint64),
+        ("dma_bufs", POINTER(c_int32)),
         ("ranks", c_int32),
         ("lanes", c_int32),
     )

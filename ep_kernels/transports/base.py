@@ -295,12 +295,15 @@ class RegionMap:
 
     Attributes:
         ll_tokens: most tokens per rank of a step that runs LL; its buffers are sized by it.
-        mirror_bytes: of the mirror, at a rank of another host, of this region; 0: the transport stays on one host.
+        mirror_bytes: of the mirror, at a rank of another host, of this region; 0: there is none.
+        box_bytes: of one box, of which a rank has two for each rank of another host; 0: there are none. With neither
+            the group stays on one host.
     """
 
     arrays: tuple[RegionArray, ...]
     ll_tokens: int
     mirror_bytes: int = 0
+    box_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

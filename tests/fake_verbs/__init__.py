@@ -1,4 +1,4 @@
-"""`verbs` without hardware: a libibverbs of our own (library.cpp, nic.cpp) in place of the machine's.
+"""`verbs` without hardware: a libibverbs of our own (library.cpp, nic.cpp, asked.cpp) in place of the machine's.
 
 A process that has loaded it, or was started in its `environment`, gets it wherever it asks for libibverbs.so.1, since
 the loader knows libraries by name. It stays for the life of the process.
@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 NAME = "libibverbs.so.1"
 PAIR_FATAL, DEVICE_FATAL, PORT_UP, PORT_DOWN, QUEUE_ERROR = 1, 8, 9, 10, 0
 """`ibv_event_type`."""
-_SOURCES = ("nic.cpp", "library.cpp")
+_SOURCES = ("nic.cpp", "library.cpp", "asked.cpp")
 _FLAGS = ("-std=c++17", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread", "-shared")
 
 
@@ -31,7 +31,8 @@ class Faults(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            "absent", "port_down", "cut", "not_ready", "denied", "refused", "granted", "max_completions", "patience_ms",
+            "absent", "port_down", "cut", "not_ready", "denied", "refused", "granted", "no_dma_buf", "no_peermem",
+            "max_completions", "patience_ms",
         )
     )  # fmt: skip
 
@@ -41,8 +42,11 @@ class Counts(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ("contexts", "domains", "regions", "channels", "queues", "pairs", "bytes", "wrong_calls")
-    )
+        for name in (
+            "contexts", "domains", "regions", "channels", "queues", "pairs", "bytes", "dma_bufs", "device_regions",
+            "wrong_calls",
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Left:
     queues: int = 0
     pairs: int = 0
     bytes: int = 0
+    dma_bufs: int = 0
+    device_regions: int = 0
     wrong_calls: int = 0
 
 
@@ -88,6 +94,12 @@ class Fake:
     def event(self, device: int, kind: int) -> None:
         """An asynchronous event, to all that have opened the device; of queue pairs and queues, for each of them."""
         self._library.fake_event(device, kind)
+
+    def device(self, address: int, num_bytes: int, enter: int = 0, context: int = 0, copy: int = 0) -> None:
+        """Let memory count as a device's; with addresses of `cuCtxSetCurrent`, of a context and of `cuMemcpy`, as one
+        that the processor must not touch."""
+        wide = ctypes.c_uint64
+        self._library.fake_device(wide(address), wide(num_bytes), wide(enter), wide(context), wide(copy))
 
     def left(self) -> Left:
         """What has not been given back."""

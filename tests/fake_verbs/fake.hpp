@@ -1,4 +1,4 @@
-// A libibverbs without hardware: state that its functions (library.cpp) share with the thread that moves bytes (nic.cpp).
+// A libibverbs without hardware: state that its functions (library.cpp, asked.cpp) share with the thread that moves bytes (nic.cpp).
 //
 // There are two devices of one port. A queue pair reaches one of any process of this machine by a Unix socket, a message
 // at a time: the thread of the sender's process reads registered memory when it likes, that of the receiver's process
@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "verbs_abi.hpp"
+
+#define IBV extern "C" __attribute__((visibility("default")))
 
 namespace cd::ib {
 struct Device {
@@ -38,6 +40,8 @@ struct Faults {
   int64_t denied = 0;        // so many writes of peers are where none is allowed
   int64_t refused = 0;       // errno of registrations ...
   int64_t granted = 0;       // ... after so many more
+  int64_t no_dma_buf = 0;    // errno of registrations of a dma-buf
+  int64_t no_peermem = 0;    // errno of registrations of device memory by address
   int64_t max_completions = 1 << 16;
   int64_t patience_ms = 5000; // until a message without answer has failed
 };
@@ -45,6 +49,8 @@ struct Faults {
 // Of the process. Mirrored by __init__.py.
 struct Counts {
   int64_t contexts = 0, domains = 0, regions = 0, channels = 0, queues = 0, pairs = 0, bytes = 0;
+  int64_t dma_bufs = 0;     // of the regions
+  int64_t device_regions = 0;  // of the regions, of device memory by address
   int64_t wrong_calls = 0;  // for which the library would hang, or leave things behind
 };
 
@@ -66,6 +72,17 @@ struct CompletionQueue : Queue {
 
 struct MemoryRegion : Region {
   int allowed;
+  int64_t shift;     // where this process's thread sees it, less its address
+  bool is_dma_buf, is_device;
+  bool is_copied;    // by `DeviceMemory::copy`: the processor cannot touch it
+};
+
+// What a test says to be memory of a device. `copy`: of a GPU's driver; null: the processor sees it.
+struct DeviceMemory {
+  uint64_t address, bytes;
+  int (*enter)(void* context);
+  void* context;
+  int (*copy)(uint64_t to, uint64_t from, size_t bytes);
 };
 
 struct Work {
@@ -114,11 +131,14 @@ struct State {
   std::list<QueuePair*> pairs;
   std::list<MemoryRegion*> regions;
   std::list<Incoming> incoming;
+  std::vector<DeviceMemory> device_memory;
   int listening[kDevices] = {-1, -1}, kick = -1;
   uint32_t next_key = 0x1000, next_pair = 0x100;
 };
 
 State& state();
+
+inline bool is_of_pair(int type) { return type == kPairFatal || type == kPairRequest || type == kPairAccess; }
 
 // nic.cpp; all but `start` under the mutex.
 bool start();                // once in a process: sockets and the thread
@@ -128,7 +148,9 @@ void tell(OpenDevice& context, const AsyncEvent& event);
 void complete(QueuePair& pair, Queue* queue, Completion entry);
 void fail(QueuePair& pair, int status);  // what is posted ends: the first send with `status`, the rest as flushed
 void cut_off(QueuePair& pair);
-bool covers(uint32_t key, const Domain* domain, uint64_t address, uint64_t bytes, int access);
+// The region that allows it; null: there is none.
+MemoryRegion* covers(uint32_t key, const Domain* domain, uint64_t address, uint64_t bytes, int access);
+const DeviceMemory* device_of(uint64_t address, uint64_t bytes);
 int64_t now_ns();
 
 }  // namespace fake

@@ -1,8 +1,9 @@
-// The functions of libibverbs that the provider calls, and those by which tests ask for faults.
+// The functions of libibverbs that the provider calls.
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,8 +12,6 @@
 #include <cstring>
 
 #include "fake.hpp"
-
-#define IBV extern "C" __attribute__((visibility("default")))
 
 using namespace fake;
 
@@ -36,8 +35,6 @@ void must(bool right, const char* what) {
   ++state().counts.wrong_calls;
   fprintf(stderr, "fake verbs: %s\n", what);
 }
-
-bool is_of_pair(int type) { return type == kPairFatal || type == kPairRequest || type == kPairAccess; }
 
 Gid gid_of(int number, int index) {
   Gid gid{};
@@ -79,6 +76,7 @@ int post_send(Pair* pair, SendRequest* request, SendRequest** bad) {
     w.bytes = piece.bytes;
     w.lkey = piece.lkey;
     if (request->flags & kInline) {
+      must(!device_of(piece.address, piece.bytes), "the processor reads memory of a device");
       if (w.bytes > q.capacity.inline_bytes) return EINVAL;
       w.inlined.assign(w.from, w.from + w.bytes);
     }
@@ -112,6 +110,24 @@ bool make_pipe(int* in, int* out) {
 void end_pipe(int in, int out) {
   close(in);
   close(out);
+}
+
+// Null, and errno: refused.
+MemoryRegion* register_memory(Domain* domain, void* address, size_t bytes, int access) {
+  Faults& f = faults_of(domain->context);
+  if (is_gone(domain->context)) return nullptr;
+  if (f.refused && f.granted-- <= 0) return errno = int(f.refused), nullptr;
+  auto* made = new MemoryRegion{};
+  made->context = domain->context;
+  made->domain = domain;
+  made->address = address;
+  made->bytes = bytes;
+  made->lkey = made->rkey = state().next_key++;
+  made->allowed = access;
+  state().regions.push_back(made);
+  ++state().counts.regions;
+  state().counts.bytes += int64_t(bytes);
+  return made;
 }
 
 }  // namespace
@@ -212,28 +228,45 @@ IBV int ibv_dealloc_pd(Domain* domain) {
 
 IBV Region* ibv_reg_mr(Domain* domain, void* address, size_t bytes, int access) {
   Lock lock(state().mutex);
-  Faults& f = faults_of(domain->context);
-  if (is_gone(domain->context)) return nullptr;
-  if (f.refused && f.granted-- <= 0) return errno = int(f.refused), nullptr;
-  auto* made = new MemoryRegion{};
-  made->context = domain->context;
-  made->domain = domain;
-  made->address = address;
-  made->bytes = bytes;
-  made->lkey = made->rkey = state().next_key++;
-  made->allowed = access;
-  state().regions.push_back(made);
-  ++state().counts.regions;
-  state().counts.bytes += int64_t(bytes);
+  const Faults& f = faults_of(domain->context);
+  const DeviceMemory* device = device_of(uint64_t(address), bytes);
+  if (device && f.no_peermem) return errno = int(f.no_peermem), nullptr;
+  MemoryRegion* made = register_memory(domain, address, bytes, access);
+  if (!made || !device) return made;
+  made->is_device = true;
+  made->is_copied = device->copy != nullptr;
+  ++state().counts.device_regions;
   return made;
 }
 
-IBV int ibv_dereg_mr(Region* region) {
+// The dma-buf of an ordinary file is mapped; that of a GPU cannot be.
+IBV Region* ibv_reg_dmabuf_mr(Domain* domain, uint64_t offset, size_t bytes, uint64_t address, int fd, int access) {
   Lock lock(state().mutex);
-  state().regions.remove(static_cast<MemoryRegion*>(region));
-  --state().counts.regions;
-  state().counts.bytes -= int64_t(region->bytes);
-  delete static_cast<MemoryRegion*>(region);
+  const Faults& f = faults_of(domain->context);
+  if (f.no_dma_buf) return errno = int(f.no_dma_buf), nullptr;
+  const DeviceMemory* device = device_of(address, bytes);
+  void* mapped = MAP_FAILED;
+  if (!device || !device->copy) mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
+  if (mapped == MAP_FAILED && (!device || !device->copy)) return errno = EINVAL, nullptr;
+  MemoryRegion* made = register_memory(domain, reinterpret_cast<void*>(address), bytes, access);
+  made->is_dma_buf = true;
+  made->is_copied = mapped == MAP_FAILED;
+  made->shift = made->is_copied ? 0 : int64_t(mapped) - int64_t(address);
+  ++state().counts.dma_bufs;
+  return made;
+}
+
+IBV int ibv_dereg_mr(Region* given) {
+  Lock lock(state().mutex);
+  auto* region = static_cast<MemoryRegion*>(given);
+  Counts& counts = state().counts;
+  state().regions.remove(region);
+  --counts.regions;
+  counts.bytes -= int64_t(region->bytes);
+  counts.dma_bufs -= region->is_dma_buf;
+  counts.device_regions -= region->is_device;
+  if (region->shift) munmap(reinterpret_cast<uint8_t*>(region->address) + region->shift, region->bytes);
+  delete region;
   return 0;
 }
 
@@ -374,46 +407,4 @@ IBV const char* ibv_event_type_str(int type) {
          : type == kPortUp      ? "port active"
          : type == kPortDown    ? "port error"
                                 : "unknown";
-}
-
-// For tests.
-
-IBV Faults* fake_faults(int number) { return &state().faults[number]; }
-IBV void fake_counts(Counts* out) {
-  Lock lock(state().mutex);
-  *out = state().counts;
-}
-IBV void fake_sizes(uint64_t* out) {
-  out[0] = sizeof(Faults);
-  out[1] = sizeof(Counts);
-}
-// After a change of Faults: what waits looks at them.
-IBV void fake_look() { kick(); }
-
-// An asynchronous event of a device, to each that has opened it, or for each of its queue pairs or queues.
-IBV void fake_event(int number, int type) {
-  Lock lock(state().mutex);
-  for (OpenDevice* context : state().contexts) {
-    if (context->number != number) continue;
-    AsyncEvent event{};
-    event.type = type;
-    event.port = 1;
-    const bool is_pair = is_of_pair(type);
-    if (!is_pair && type != kQueueError) tell(*context, event);
-    if (type == kDeviceFatal) context->is_dead = true;
-    Queue* told = nullptr;
-    for (QueuePair* pair : state().pairs) {
-      if (pair->context != context) continue;
-      if (is_pair) {
-        event.pair = pair;
-        tell(*context, event);
-      }
-      if (type == kQueueError && pair->send_queue != told) {
-        event.queue = told = pair->send_queue;
-        of(told)->is_dead = true;
-        tell(*context, event);
-      }
-      if (is_pair || type == kDeviceFatal) fail(*pair, kFlushed);
-    }
-  }
 }

@@ -55,6 +55,20 @@ MemoryRegion* region(uint32_t key) {
   return nullptr;
 }
 
+// Bytes of a region for a send, or where those of a receive go, at most so many at a time (`*bytes`): where they lie, or
+// beside it.
+uint8_t beside[1 << 16];
+uint8_t* seen(const MemoryRegion* region, uint64_t address, size_t* bytes) {
+  if (!region->is_copied) return reinterpret_cast<uint8_t*>(address) + region->shift;
+  *bytes = std::min(*bytes, sizeof beside);
+  return beside;
+}
+
+void copy(uint64_t to, uint64_t from, size_t bytes, uint64_t device_address) {
+  const DeviceMemory* device = device_of(device_address, bytes);
+  if (!device || device->enter(device->context) || device->copy(to, from, bytes)) ++state().counts.wrong_calls;
+}
+
 // Sends the first message of a queue pair as far as the socket takes it, and reads the answer.
 void advance(QueuePair& q, int64_t now) {
   while (q.state == kReadyToSend && !q.sends.empty()) {
@@ -63,10 +77,9 @@ void advance(QueuePair& q, int64_t now) {
     if (now > q.until_ns) return fail(q, kRetriesExceeded);
     if (now < q.again_ns) return;
     if (is_cut(q.number_of_device)) return cut_off(q);
-    const uint8_t* from = w.inlined.empty() ? w.from : w.inlined.data();
-    if (w.bytes && w.inlined.empty() && !covers(w.lkey, q.domain, uint64_t(w.from), w.bytes, 0)) {
-      return fail(q, kLocalProtection);
-    }
+    const bool is_read = w.bytes && w.inlined.empty();
+    const MemoryRegion* own = is_read ? covers(w.lkey, q.domain, uint64_t(w.from), w.bytes, 0) : nullptr;
+    if (is_read && !own) return fail(q, kLocalProtection);
     if (q.fd < 0) {
       socklen_t length;
       const sockaddr_un name = name_of(host_in(q.peer), &length);
@@ -78,8 +91,14 @@ void advance(QueuePair& q, int64_t now) {
                     w.rkey,      w.bytes,  w.remote};
     while (q.sent < sizeof head + w.bytes) {
       const bool is_head = q.sent < sizeof head;
-      const uint8_t* at = is_head ? reinterpret_cast<const uint8_t*>(&head) + q.sent : from + (q.sent - sizeof head);
-      const size_t left = (is_head ? sizeof head : sizeof head + w.bytes) - q.sent;
+      size_t left = (is_head ? sizeof head : sizeof head + w.bytes) - q.sent;
+      const uint8_t* at = reinterpret_cast<const uint8_t*>(&head) + q.sent;
+      if (!is_head && !own) at = w.inlined.data() + (q.sent - sizeof head);
+      if (!is_head && own) {
+        const uint64_t from = uint64_t(w.from) + (q.sent - sizeof head);
+        at = seen(own, from, &left);
+        if (own->is_copied) copy(uint64_t(beside), from, left, from);
+      }
       const ssize_t n = send(q.fd, at, left, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (n < 0 && errno == EAGAIN) return;
       if (n <= 0) return cut_off(q);
@@ -113,7 +132,7 @@ int judge(const Incoming& in) {
   if (!is_known || is_cut(in.number_of_device)) return kSilence;
   if (int32_t(h.message - q->expected) < 0) return kSuccess;  // its answer was lost
   Faults& faults = state().faults[in.number_of_device];
-  const bool is_allowed = !h.bytes || covers(h.rkey, q->domain, h.to, h.bytes, kRemoteWrite);
+  const bool is_allowed = !h.bytes || covers(h.rkey, q->domain, h.to, h.bytes, kRemoteWrite) != nullptr;
   if (h.opcode == kWriteWithImm && (!is_allowed || faults.denied > 0)) {
     faults.denied = std::max<int64_t>(0, faults.denied - 1);
     AsyncEvent event{};
@@ -159,18 +178,20 @@ bool hear(Incoming& in) {
     Head& h = in.head;
     uint8_t* to = reinterpret_cast<uint8_t*>(&h) + in.got;
     size_t left = sizeof h - in.got;
+    const MemoryRegion* mirror = nullptr;
+    const uint64_t there = h.to + in.got - sizeof h;
     if (in.got >= sizeof h) {
-      const size_t at = in.got - sizeof h;
-      left = h.bytes - at;
+      left = h.bytes - (in.got - sizeof h);
       QueuePair* q = find(h.pair);
-      const bool lands = in.verdict == kSuccess && q && h.message == q->expected &&
-                         covers(h.rkey, q->domain, h.to, h.bytes, kRemoteWrite);
-      to = lands ? reinterpret_cast<uint8_t*>(h.to) + at : nowhere;
-      if (!lands) left = std::min(left, sizeof nowhere);
+      const bool lands = in.verdict == kSuccess && q && h.message == q->expected;
+      mirror = lands ? covers(h.rkey, q->domain, h.to, h.bytes, kRemoteWrite) : nullptr;
+      to = mirror ? seen(mirror, there, &left) : nowhere;
+      if (!mirror) left = std::min(left, sizeof nowhere);
     }
     const ssize_t n = recv(in.fd, to, left, MSG_DONTWAIT);
     if (n < 0 && errno == EAGAIN) return true;
     if (n <= 0) return false;
+    if (mirror && mirror->is_copied) copy(there, uint64_t(beside), size_t(n), there);
     in.got += size_t(n);
     if (in.got == sizeof h) in.verdict = judge(in);
     if (in.got == sizeof h + (in.got >= sizeof h ? h.bytes : 1) && !finish(in)) return false;
@@ -265,11 +286,19 @@ void kick() {
   (void)!write(state().kick, &one, sizeof one);
 }
 
-bool covers(uint32_t key, const Domain* domain, uint64_t address, uint64_t bytes, int access) {
-  const MemoryRegion* r = region(key);
+MemoryRegion* covers(uint32_t key, const Domain* domain, uint64_t address, uint64_t bytes, int access) {
+  MemoryRegion* r = region(key);
   const uint64_t base = r ? uint64_t(r->address) : 0;
-  return r && r->domain == domain && (r->allowed & access) == access && address >= base &&
-         address + bytes <= base + r->bytes;
+  const bool allows = r && r->domain == domain && (r->allowed & access) == access && address >= base &&
+                      address + bytes <= base + r->bytes;
+  return allows ? r : nullptr;
+}
+
+const DeviceMemory* device_of(uint64_t address, uint64_t bytes) {
+  for (const DeviceMemory& one : state().device_memory) {
+    if (address >= one.address && address + bytes <= one.address + one.bytes) return &one;
+  }
+  return nullptr;
 }
 
 void tell(OpenDevice& context, const AsyncEvent& event) {

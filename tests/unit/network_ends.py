@@ -38,14 +38,16 @@ class End:
     """One rank's end of a network.
 
     Attributes:
-        own: what it sends from.
+        own: what it sends from; `boxed`: what goes to rank r, from r * size on.
         network: one of its own, or (`shared`) the process's.
         events: what its handler was called with, in order.
     """
 
-    def __init__(self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, boxed: bool = False, **fields: Any
+    ) -> None:
         self.rank, self.size = rank, size
-        self.own = ctypes.create_string_buffer(size)
+        self.own = ctypes.create_string_buffer(size * ranks if boxed else size)
         self._landing = ctypes.create_string_buffer(b"\xee" * (size * ranks), size * ranks)
         self.events: list[Event] = []
         self._changed = threading.Condition()
@@ -54,7 +56,8 @@ class End:
         self.network = Network.of(config) if shared else Network(config)
         handler = ctypes.cast(self._handler, ctypes.c_void_p).value
         assert handler is not None
-        memory = ChannelMemory(ctypes.addressof(self.own), size, ctypes.addressof(self._landing), size, handler, 0)
+        own, landing = ctypes.addressof(self.own), ctypes.addressof(self._landing)
+        memory = ChannelMemory(own, len(self.own), landing, size, handler, 0, size if boxed else 0)
         self.channel = Channel(self.network, rank, ranks, memory)
 
     def __enter__(self) -> Self:

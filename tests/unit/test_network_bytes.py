@@ -158,6 +158,22 @@ def test_an_order_outside_of_the_own_memory_is_not_carried_out(ends: tuple[End, 
     assert two.arrived(0) == []
 
 
+@pytest.mark.parametrize("outside", [-8, -4, 65532, 1 << 40])
+def test_what_goes_to_a_rank_lies_in_its_box(outside: int, one_provider: str) -> None:
+    """It lands where it lay in the box; what lies outside, even in part, is not sent."""
+    with End(0, boxed=True, provider=one_provider) as one, End(1, boxed=True, provider=one_provider) as two:
+        join(one, two)
+        ctypes.memmove(one.own, random.Random(5).randbytes(2 * one.size), 2 * one.size)
+        one.push(1, one.size + 100, 200, 1)
+        one.push(1, 0, 0, 2)
+        two.until(lambda _: sorted(two.arrived(0)) == [1, 2])
+        sent = one.own.raw[one.size + 100 : one.size + 300]
+        assert two.mirror(0) == UNTOUCHED * 100 + sent + UNTOUCHED * (two.size - 300)
+        one.push(1, one.size + outside, 8, 3)
+        two.until(lambda events: last(events)[1] == DOWN)
+        assert sorted(two.arrived(0)) == [1, 2]
+
+
 def test_half_a_message_is_no_message() -> None:
     with End(1) as end:
         lane, control = as_member(end.ticket(), 0, 1)

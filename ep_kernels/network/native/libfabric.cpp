@@ -72,6 +72,7 @@ class Libfabric final : public Lanes<Libfabric, Lane> {
   const char* name() const { return "libfabric"; }
   const char* words(int error) const { return access_.lib->strerror(error); }
   bool begin() {
+    if (memory_.dma_bufs) return about_.say("libfabric: does not register memory of GPUs here"), false;
     if (!access_.open(settings_, std::max(1, memory_.ranks * memory_.lanes), &about_)) return false;
     Text why;
     if (memory_.box || (sources_[0] = access_.reg(memory_.own, memory_.own_bytes, kWrite, &why))) return true;
@@ -120,7 +121,7 @@ class Libfabric final : public Lanes<Libfabric, Lane> {
   }
 
   Access access_;
-  Region* sources_[kNetRanks] = {};  // of the peers' boxes, or the first of all that is sent
+  Region* sources_[kNetRanks] = {};  // of what goes to each peer; without boxes: of all, the first
   Region* mirrors_[kNetRanks] = {};
   bool is_stuck_ = false;  // a write was refused since the last `advance`
 };

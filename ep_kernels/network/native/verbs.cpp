@@ -24,7 +24,7 @@ bool Verbs::begin() {
                port_.device.max_completions, lanes);
     return false;
   }
-  if (!memory_.box && !reg(&sources_[0], memory_.own, memory_.own_bytes, kLocalWrite)) return false;
+  if (!memory_.box && !reg_source(0)) return false;
   channel_ = port_.lib->create_comp_channel(port_.context);
   if (channel_) queue_ = port_.lib->create_cq(port_.context, 2 * lanes * (depth_ + kCredits), nullptr, channel_, 0);
   if (!queue_) {
@@ -71,6 +71,16 @@ void Verbs::forsake() {
   Lanes::forsake();
 }
 
+bool Verbs::reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number) {
+  if (*made) return true;
+  if (memory_.dma_bufs) {
+    *made = port_.reg_device(address, bytes, access, memory_.dma_bufs[number], &about_);
+  } else {
+    *made = port_.reg(address, bytes, access, memory_.most_bytes(), &about_);
+  }
+  return *made != nullptr;
+}
+
 bool Verbs::post_recv(int peer, int lane, Lane& l) {
   RecvRequest request{id(peer, lane, l, Kind::recv), nullptr, nullptr, 0}, *bad;
   return port_.context->ops.post_recv(l.pair, &request, &bad) == 0;
@@ -85,7 +95,7 @@ int Verbs::post(int peer, int lane, Lane& l, const Write& w) {
   request.num_pieces = w.bytes ? 1 : 0;
   request.opcode = kWriteWithImm;
   request.flags = kSignaled;
-  if (w.bytes && w.bytes <= kInlineBytes) request.flags |= kInline;
+  if (w.bytes && w.bytes <= kInlineBytes && !memory_.dma_bufs) request.flags |= kInline;
   request.imm = htonl(w.imm);
   request.remote_address = l.peer.base + w.to;
   request.rkey = l.peer.rkey;

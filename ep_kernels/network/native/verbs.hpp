@@ -61,11 +61,15 @@ class Verbs final : public Lanes<Verbs, Lane> {
     if (l.pair) port_.lib->destroy_qp(l.pair);
   }
 
-  bool reg(Region** made, const uint8_t* address, uint64_t bytes, int access) {
-    if (!*made) *made = port_.reg(address, bytes, access, memory_.most_bytes(), &about_);
-    return *made != nullptr;
-  }
+  bool reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number);
   Region*& source(int peer) { return sources_[memory_.box ? peer : 0]; }
+  bool reg_source(int peer) {
+    return reg(&source(peer), memory_.source(peer), memory_.source_bytes(), kLocalWrite, memory_.box ? peer : 0);
+  }
+  bool reg_mirror(int peer) {
+    const int number = memory_.ranks + peer;
+    return reg(&mirrors_[peer], memory_.mirror(peer), memory_.stride, kLocalWrite | kRemoteWrite, number);
+  }
   bool make_pair(int peer, int lane, Lane& l);
   bool post_recv(int peer, int lane, Lane& l);
   int drain();
@@ -80,7 +84,7 @@ class Verbs final : public Lanes<Verbs, Lane> {
   Port port_;
   Channel* channel_ = nullptr;
   Queue* queue_ = nullptr;
-  Region* sources_[kNetRanks] = {};  // of the peers' boxes, or the first of all that is sent
+  Region* sources_[kNetRanks] = {};  // of what goes to each peer; without boxes: of all, the first
   Region* mirrors_[kNetRanks] = {};
   int depth_ = 0, events_ = 0;
   uint32_t generations_ = 0;

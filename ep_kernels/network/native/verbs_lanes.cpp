@@ -36,8 +36,7 @@ bool Verbs::make(int peer, int lane, Lane& l, Card* card) {
 }
 
 bool Verbs::make_pair(int peer, int lane, Lane& l) {
-  if (!reg(&source(peer), memory_.source(peer), memory_.source_bytes(), kLocalWrite)) return false;
-  if (!reg(&mirrors_[peer], memory_.mirror(peer), memory_.stride, kLocalWrite | kRemoteWrite)) return false;
+  if (!reg_source(peer) || !reg_mirror(peer)) return false;
   PairInit init{};
   init.send_queue = init.recv_queue = queue_;
   const uint32_t room = uint32_t(depth_ + kCredits);

@@ -78,7 +78,8 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 def region_map(config: MoEConfig) -> RegionMap:
     """See `base.region_map`. Raises ConfigError."""
-    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config))
+    boxes = 0 if config.network is None else abi.box_bytes(plan.sizes_of(config).shape)
+    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config), box_bytes=boxes)
 
 
 def probe(device: int) -> dict[str, Any]:
