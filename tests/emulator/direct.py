@@ -29,7 +29,8 @@ class FileBoxes:
 
     def __init__(self, way: Way, flush: Flush | None) -> None:
         self.flush = flush
-        self._way, self._reserved, self._descriptors = way, (0, 0), list[int]()
+        self._way, self._reserved = way, (0, 0)
+        self._taken, self._descriptors = list[int](), list[int]()
 
     def reserve(self, num_bytes: int) -> int:
         """See `Boxes`."""
@@ -43,13 +44,19 @@ class FileBoxes:
         fd = os.memfd_create("box")
         os.ftruncate(fd, num_bytes)
         self._descriptors.append(fd)
-        assert _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == address
+        assert (
+            _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+            == address
+        )
         fake_verbs.load().device(address, num_bytes)
+        self._taken.append(address)
         return fd if self._way is Way.DMA_BUF else -1
 
     def close(self) -> None:
         """See `Boxes`."""
         self.forsake()
+        while self._taken:
+            fake_verbs.load().no_device(self._taken.pop())
         if self._reserved[1]:
             _libc.munmap(*self._reserved)
         self._reserved = (0, 0)

@@ -49,6 +49,13 @@ class Counts(ctypes.Structure):
     )  # fmt: skip
 
 
+class Driver(ctypes.Structure):
+    """`fake::Driver`: addresses of cuCtxSetCurrent, of a context, of cuMemcpyAsync and cuStreamSynchronize, of a stream
+    that waits for no kernel."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("enter", "context", "copy", "wait", "stream"))
+
+
 @dataclass(frozen=True, slots=True)
 class Left:
     """`Counts`, to be compared."""
@@ -95,11 +102,14 @@ class Fake:
         """An asynchronous event, to all that have opened the device; of queue pairs and queues, for each of them."""
         self._library.fake_event(device, kind)
 
-    def device(self, address: int, num_bytes: int, enter: int = 0, context: int = 0, copy: int = 0) -> None:
-        """Let memory count as a device's; with addresses of `cuCtxSetCurrent`, of a context and of `cuMemcpy`, as one
-        that the processor must not touch."""
+    def device(self, address: int, num_bytes: int, driver: Driver | None = None) -> None:
+        """Let memory count as a device's; with a driver, as memory that the processor must not touch."""
         wide = ctypes.c_uint64
-        self._library.fake_device(wide(address), wide(num_bytes), wide(enter), wide(context), wide(copy))
+        self._library.fake_device(wide(address), wide(num_bytes), ctypes.byref(driver or Driver()))
+
+    def no_device(self, address: int) -> None:
+        """Let that memory count as a device's no more."""
+        self._library.fake_no_device(ctypes.c_uint64(address))
 
     def left(self) -> Left:
         """What has not been given back."""
@@ -117,7 +127,10 @@ def missing() -> str:
 def build() -> Path:
     """The library, of this name; compiled unless it is there."""
     native = ROOT / "ep_kernels" / "network" / "native"
-    used = [*sorted(path for path in HERE.iterdir() if path.suffix in (".cpp", ".hpp", ".map")), native / "verbs_abi.hpp"]
+    used = [
+        *sorted(path for path in HERE.iterdir() if path.suffix in (".cpp", ".hpp", ".map")),
+        native / "verbs_abi.hpp",
+    ]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in used)).hexdigest()[:16]
     made = ROOT / "build" / "fake_verbs" / digest / NAME
     if made.exists():

@@ -16,11 +16,18 @@ IBV void fake_sizes(uint64_t* out) {
   out[0] = sizeof(Faults);
   out[1] = sizeof(Counts);
 }
-// Memory of a device, from now on; by copies of its driver, or null: the processor sees it.
-IBV void fake_device(uint64_t address, uint64_t bytes, int (*enter)(void*), void* context,
-                     int (*copy)(uint64_t, uint64_t, size_t)) {
+// Memory of a device, from now on.
+IBV void fake_device(uint64_t address, uint64_t bytes, const Driver* driver) {
   Lock lock(state().mutex);
-  state().device_memory.push_back({address, bytes, enter, context, copy});
+  state().device_memory.push_back({address, bytes, *driver});
+}
+// It is no device's any more.
+IBV void fake_no_device(uint64_t address) {
+  Lock lock(state().mutex);
+  std::vector<DeviceMemory>& all = state().device_memory;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].address == address) all.erase(all.begin() + long(i--));
+  }
 }
 // After a change of Faults: what waits looks at them.
 IBV void fake_look() { kick(); }

@@ -74,15 +74,23 @@ struct MemoryRegion : Region {
   int allowed;
   int64_t shift;     // where this process's thread sees it, less its address
   bool is_dma_buf, is_device;
-  bool is_copied;    // by `DeviceMemory::copy`: the processor cannot touch it
+  bool is_copied;    // by a driver: the processor cannot touch it
 };
 
-// What a test says to be memory of a device. `copy`: of a GPU's driver; null: the processor sees it.
-struct DeviceMemory {
-  uint64_t address, bytes;
+// How a GPU's driver copies, beside the kernels that run: cuCtxSetCurrent, cuMemcpyAsync, cuStreamSynchronize. Mirrored
+// by __init__.py.
+struct Driver {
   int (*enter)(void* context);
   void* context;
-  int (*copy)(uint64_t to, uint64_t from, size_t bytes);
+  int (*copy)(uint64_t to, uint64_t from, size_t bytes, void* stream);
+  int (*wait)(void* stream);
+  void* stream;
+};
+
+// What a test says to be memory of a device. Without a driver the processor sees it.
+struct DeviceMemory {
+  uint64_t address, bytes;
+  Driver driver;
 };
 
 struct Work {

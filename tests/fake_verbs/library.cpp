@@ -234,7 +234,7 @@ IBV Region* ibv_reg_mr(Domain* domain, void* address, size_t bytes, int access) 
   MemoryRegion* made = register_memory(domain, address, bytes, access);
   if (!made || !device) return made;
   made->is_device = true;
-  made->is_copied = device->copy != nullptr;
+  made->is_copied = device->driver.copy != nullptr;
   ++state().counts.device_regions;
   return made;
 }
@@ -246,9 +246,13 @@ IBV Region* ibv_reg_dmabuf_mr(Domain* domain, uint64_t offset, size_t bytes, uin
   if (f.no_dma_buf) return errno = int(f.no_dma_buf), nullptr;
   const DeviceMemory* device = device_of(address, bytes);
   void* mapped = MAP_FAILED;
-  if (!device || !device->copy) mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
-  if (mapped == MAP_FAILED && (!device || !device->copy)) return errno = EINVAL, nullptr;
+  if (!device || !device->driver.copy) mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
+  if (mapped == MAP_FAILED && (!device || !device->driver.copy)) return errno = EINVAL, nullptr;
   MemoryRegion* made = register_memory(domain, reinterpret_cast<void*>(address), bytes, access);
+  if (!made) {
+    if (mapped != MAP_FAILED) munmap(mapped, bytes);
+    return nullptr;
+  }
   made->is_dma_buf = true;
   made->is_copied = mapped == MAP_FAILED;
   made->shift = made->is_copied ? 0 : int64_t(mapped) - int64_t(address);

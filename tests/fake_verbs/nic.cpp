@@ -66,7 +66,10 @@ uint8_t* seen(const MemoryRegion* region, uint64_t address, size_t* bytes) {
 
 void copy(uint64_t to, uint64_t from, size_t bytes, uint64_t device_address) {
   const DeviceMemory* device = device_of(device_address, bytes);
-  if (!device || device->enter(device->context) || device->copy(to, from, bytes)) ++state().counts.wrong_calls;
+  const Driver none{}, &d = device ? device->driver : none;
+  if (!d.copy || d.enter(d.context) || d.copy(to, from, bytes, d.stream) || d.wait(d.stream)) {
+    ++state().counts.wrong_calls;
+  }
 }
 
 // Sends the first message of a queue pair as far as the socket takes it, and reads the answer.

@@ -155,7 +155,11 @@ class Loopback:
             self.engines[rank].tables.set_network(self.remotes[rank].record())
 
         with ThreadPoolExecutor(self.size) as pool:
-            list(pool.map(connect, range(self.size)))
+            made = [pool.submit(connect, rank) for rank in range(self.size)]
+        if any(one.exception() for one in made):
+            self.close()
+        for one in made:
+            one.result()
 
     def close(self) -> None:
         """Part from the network, where there is one."""

@@ -61,8 +61,7 @@ def device_fails(rank: int, size: int, store: Any, case: RoutingCase, kind: int)
     return seen
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("over", [VERBS, SHUFFLED])
+@pytest.mark.parametrize(("over", "layout"), [*[(VERBS, layout) for layout in Layout], (SHUFFLED, Layout.GROUPED)])
 def test_every_kind_of_routing(world: Callable[[], World], over: str, layout: Layout) -> None:
     steps = cases(3, 9, hidden_size=136, num_experts=9, topk=3)
     world().run(run_cases, over, steps, {"layout": layout, "mode": Mode.AUTO, "ll_max_tokens": 4}, (0, 9, None, 3))

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import CONTROL_ROLE
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""

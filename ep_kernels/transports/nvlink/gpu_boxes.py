@@ -34,12 +34,7 @@ class CudaGpu:
             return None, "the GPU promises the order of writes by NICs"
         if not self._attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST:
             raise TransportError("the GPU neither promises the order of writes by NICs nor lets them be flushed")
-        library = ctypes.CDLL("libcuda.so.1")
-        enter, run = (
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-            for name in ("cuCtxSetCurrent", "cuFlushGPUDirectRDMAWrites")
-        )
-        return Flush(enter, int(call("cuCtxGetCurrent")), run), "writes by NICs are flushed before kernels are told"
+        return flush_of(), "writes by NICs are flushed before kernels are told"
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
         """See `Gpu`."""
@@ -48,6 +43,16 @@ class CudaGpu:
     def _attribute(self, name: str) -> int:
         kind = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call("cuDeviceGetAttribute", kind, self._device))
+
+
+def flush_of() -> Flush:
+    """Of the current context's GPU."""
+    library = ctypes.CDLL("libcuda.so.1")
+    enter, run = (
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        for name in ("cuCtxSetCurrent", "cuFlushGPUDirectRDMAWrites")
+    )
+    return Flush(enter, int(call("cuCtxGetCurrent")), run)
 
 
 class CudaBoxes:

@@ -24,8 +24,9 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
