@@ -30,6 +30,8 @@ from tests.gpu.loopback_network import TCP, Joined
 
 pytestmark = pytest.mark.gpu(1)
 _UNIT = 2 << 20
+_REFUSALS = ("cuMemGetHandleForAddressRange", "GPU_DIRECT_RDMA", "order of writes")
+"""Of a driver, or of a GPU, that does not do it."""
 
 
 def driver() -> Driver:
@@ -37,7 +39,7 @@ def driver() -> Driver:
     library = ctypes.CDLL("libcuda.so.1")
     enter, copy, wait = (
         ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-        for name in ("cuCtxSetCurrent", "cuMemcpyAsync_v2", "cuStreamSynchronize")
+        for name in ("cuCtxSetCurrent", "cuMemcpyAsync", "cuStreamSynchronize")
     )
     beside = 1  # CU_STREAM_NON_BLOCKING
     return Driver(enter, int(call("cuCtxGetCurrent")), copy, wait, int(call("cuStreamCreate", beside)))
@@ -143,7 +145,7 @@ def test_steps(way: Way, flushes: bool, layout: Layout) -> None:
             check(loop, case, Mode.LL)
         check(loop, replace(steps[0], seed=draw_seed()), Mode.HT, phases=(1, 2), backward=True)
     except TransportError as error:
-        if way is not Way.DMA_BUF or "cuMemGetHandleForAddressRange" not in str(error):
+        if way is Way.STAGED or not any(word in str(error) for word in _REFUSALS):
             raise
         pytest.skip(str(error))
     finally:
