@@ -337,7 +337,8 @@ def region_map(config: MoEConfig) -> RegionMap | None:
 
 def probe(name: str, device: int) -> dict[str, Any]:
     """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where it has no `inspection.py` with
-    such a function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
+    such a function. Shown are "handles": {"kind": how memory is shared, "refused": {better kind: why not}} and
+    "gpu_direct": how NICs would reach it, in words."""
     look = inspection(name, "probe")
     return {} if look is None else look(device)
 

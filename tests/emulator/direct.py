@@ -68,7 +68,7 @@ class FileBoxes:
 
 
 class DirectGpu:
-    """See `gpu_direct.Gpu`.
+    """See `gpu_direct.GpuMemory`.
 
     Args:
         flush: what it asks for; None: it promises the order of writes.
@@ -79,13 +79,13 @@ class DirectGpu:
         self._flush, self._refuses = flush, refuses
 
     def order(self) -> tuple[Flush | None, str]:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         if self._refuses:
             raise TransportError(self._refuses)
         return self._flush, "in order" if self._flush is None else "flushed"
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         return PinnedBoxes(lambda *_: None, lambda _: None) if way is Way.STAGED else FileBoxes(way, flush)
 
 

@@ -1,8 +1,10 @@
-// A libibverbs without hardware: state that its functions (library.cpp, asked.cpp) share with the thread that moves bytes (nic.cpp).
+// A libibverbs without hardware: state that its functions (library.cpp, asked.cpp) share with the thread that moves
+// bytes (nic.cpp).
 //
-// There are two devices of one port. A queue pair reaches one of any process of this machine by a Unix socket, a message
-// at a time: the thread of the sender's process reads registered memory when it likes, that of the receiver's process
-// writes where a registered region allows it. Tests say what goes wrong (Faults), and ask what was left (Counts).
+// There are two devices of one port. A queue pair reaches one of any process of this machine by a Unix socket, a
+// message at a time: the thread of the sender's process reads registered memory when it likes, that of the receiver's
+// process writes where a registered region allows it. Tests say what goes wrong (Faults), and ask what was left
+// (Counts).
 #pragma once
 #include <cstdint>
 #include <deque>

@@ -70,11 +70,11 @@ class ToldGpu(CudaGpu):
         self._flushes = flushes
 
     def order(self) -> tuple[Flush | None, str]:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         return (flush_of(), "flushed") if self._flushes else super().order()
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         return super().boxes(way, flush) if way is Way.STAGED else ToldBoxes(0, way, flush)
 
 
@@ -111,6 +111,7 @@ def _context() -> Iterator[None]:
 def test_what_the_gpu_says() -> None:
     """Shown: it differs from GPU to GPU."""
     print("order of writes by NICs:", CudaGpu(0).order())
+    print("look:", CudaGpu(0).look())
 
 
 @pytest.mark.parametrize("way", [Way.PEERMEM, Way.DMA_BUF])

@@ -246,8 +246,10 @@ IBV Region* ibv_reg_dmabuf_mr(Domain* domain, uint64_t offset, size_t bytes, uin
   if (f.no_dma_buf) return errno = int(f.no_dma_buf), nullptr;
   const DeviceMemory* device = device_of(address, bytes);
   void* mapped = MAP_FAILED;
-  if (!device || !device->driver.copy) mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
-  if (mapped == MAP_FAILED && (!device || !device->driver.copy)) return errno = EINVAL, nullptr;
+  if (!device || !device->driver.copy) {
+    mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
+    if (mapped == MAP_FAILED) return errno = EINVAL, nullptr;
+  }
   MemoryRegion* made = register_memory(domain, reinterpret_cast<void*>(address), bytes, access);
   if (!made) {
     if (mapped != MAP_FAILED) munmap(mapped, bytes);

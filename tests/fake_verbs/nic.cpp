@@ -55,8 +55,8 @@ MemoryRegion* region(uint32_t key) {
   return nullptr;
 }
 
-// Bytes of a region for a send, or where those of a receive go, at most so many at a time (`*bytes`): where they lie, or
-// beside it.
+// Bytes of a region for a send, or where those of a receive go, at most so many at a time (`*bytes`): where they lie,
+// or beside it.
 uint8_t beside[1 << 16];
 uint8_t* seen(const MemoryRegion* region, uint64_t address, size_t* bytes) {
   if (!region->is_copied) return reinterpret_cast<uint8_t*>(address) + region->shift;

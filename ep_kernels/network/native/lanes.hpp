@@ -1,8 +1,8 @@
 // What providers with connections of their own share: `verbs`, `libfabric`.
 //
-// A lane begins on its TCP connection: each end sends a card, connects by the other's, says that it is ready, and writes
-// when the other is. Its end is the end of the TCP connection, or an error. A new connection is a new lane, with a queue
-// pair or an endpoint of its own, so nothing of an earlier one comes to it.
+// A lane begins on its TCP connection: each end sends a card, connects by the other's, says that it is ready, and
+// writes when the other is. Its end is the end of the TCP connection, or an error. A new connection is a new lane, with
+// a queue pair or an endpoint of its own, so nothing of an earlier one comes to it.
 //
 // Flow control: an immediate takes a posted receive of the peer, which refuses it if there is none. So a lane has at
 // most `depth` writes out that the peer has not said to have received and to have posted receives for anew. It says so

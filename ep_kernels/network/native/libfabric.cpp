@@ -2,8 +2,8 @@
 // for reliable datagrams, with a completion queue of its own, which so tells whose immediate has come; a write is
 // fi_writedata. Writes arrive in any order.
 //
-// A provider may take a posted receive for an immediate, and its queue is finite: so there are credits. One is a message
-// of 8 bytes.
+// A provider may take a posted receive for an immediate, and its queue is finite: so there are credits. One is a
+// message of 8 bytes.
 #include <sys/epoll.h>
 
 #include "clock.hpp"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import Any
@@ -26,7 +27,7 @@ class CudaGpu:
         self._device = device
 
     def order(self) -> tuple[Flush | None, str]:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         for name in ("GPU_DIRECT_RDMA_SUPPORTED", "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             if not self._attribute(name):
                 raise TransportError(f"the GPU's driver says no to {name}")
@@ -37,8 +38,19 @@ class CudaGpu:
         return flush_of(), "writes by NICs are flushed before kernels are told"
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
-        """See `Gpu`."""
+        """See `GpuMemory`."""
         return PinnedBoxes(pin, unpin) if way is Way.STAGED else CudaBoxes(self._device, way, flush)
+
+    def look(self) -> str:
+        """Without a provider: how NICs would reach its memory, in words."""
+        boxes = CudaBoxes(self._device, Way.DMA_BUF, None)
+        with contextlib.closing(boxes):
+            try:
+                _, order = self.order()
+                boxes.take(boxes.reserve(abi.BOX_UNIT), abi.BOX_UNIT)
+            except TransportError as error:
+                return f"not by dma-buf: {error}"
+        return f"by dma-buf; {order}"
 
     def _attribute(self, name: str) -> int:
         kind = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

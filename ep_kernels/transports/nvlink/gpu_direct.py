@@ -56,7 +56,7 @@ class Chosen:
         return f"boxes in {where}: {self.why}"
 
 
-class Gpu(Protocol):
+class GpuMemory(Protocol):
     """What is asked of a GPU."""
 
     def order(self) -> tuple[Flush | None, str]:
@@ -66,7 +66,7 @@ class Gpu(Protocol):
         """In its memory; or, STAGED, in pinned host memory. Raises TransportError."""
 
 
-def choose(network: NetworkConfig, rank: int, gpu: Gpu) -> tuple[Boxes, Chosen]:
+def choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Boxes, Chosen]:
     """Boxes of a rank, and why they lie there; logged. Raises TransportError: the way that `network.gpu_direct` names
     cannot be had."""
     chosen, flush = _choose(network, rank, gpu)
@@ -74,7 +74,7 @@ def choose(network: NetworkConfig, rank: int, gpu: Gpu) -> tuple[Boxes, Chosen]:
     return gpu.boxes(chosen.way, flush), chosen
 
 
-def _choose(network: NetworkConfig, rank: int, gpu: Gpu) -> tuple[Chosen, Flush | None]:
+def _choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Chosen, Flush | None]:
     wanted = network.gpu_direct
     if wanted == Way.STAGED.value:
         return Chosen(Way.STAGED, "network.gpu_direct is off"), None
@@ -92,7 +92,7 @@ def _choose(network: NetworkConfig, rank: int, gpu: Gpu) -> tuple[Chosen, Flush 
 
 
 def _first(
-    network: NetworkConfig, rank: int, gpu: Gpu, ways: Sequence[Way], flush: Flush | None
+    network: NetworkConfig, rank: int, gpu: GpuMemory, ways: Sequence[Way], flush: Flush | None
 ) -> tuple[Way, list[str]]:
     """The first way that works, and why each before it does not. Raises TransportError: none does."""
     refused: list[str] = []
