@@ -63,7 +63,8 @@ class PinnedBoxes:
         register, unregister: make host memory reachable by the GPU, and give it back.
     """
 
-    is_device, flush = False, None
+    is_device = False
+    flush: Flush | None = None
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
