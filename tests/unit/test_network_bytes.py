@@ -300,16 +300,23 @@ def test_a_dead_process_is_seen_at_once_whatever_its_child_does(how: str, one_pr
 
 
 def rest(pipe: Connection, provider: str) -> None:
-    """Two joined ends that have nothing to do; processor seconds of 5 s."""
-    with End(0, provider=provider) as one, End(1, provider=provider) as two:
-        join(one, two)
-        one.push(1, 0, 100, 1)
-        two.until(lambda events: (0, ARRIVED, 1) in events)
-        time.sleep(0.2)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        time.sleep(5)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        pipe.send(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    """Two joined ends that have nothing to do, and then two into whose rings a GPU may push: shares of a processor."""
+    shares = []
+    for of_gpu in (False, True):
+        with End(0, provider=provider) as one, End(1, provider=provider) as two:
+            for end in (one, two):
+                if of_gpu:
+                    end.channel.for_device(1 << 30)
+            join(one, two)
+            one.push(1, 0, 100, 1)
+            two.until(lambda events: (0, ARRIVED, 1) in events)
+            time.sleep(1.5)
+            before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+            time.sleep(2)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            shares.append(busy / (time.monotonic() - begun))
+    pipe.send(shares)
 
 
 def test_an_idle_network_needs_no_processor(one_provider: str) -> None:
@@ -318,7 +325,9 @@ def test_an_idle_network_needs_no_processor(one_provider: str) -> None:
     process = context.Process(target=rest, args=(there, one_provider), daemon=True)
     process.start()
     assert here.poll(60)
-    assert here.recv() < 0.05, "1 % of a core"
+    host, gpu = here.recv()
+    assert host < 0.01
+    assert gpu < 2 * 0.01, "of each of two proxies"
     process.join()
 
 
