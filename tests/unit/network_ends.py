@@ -20,6 +20,8 @@ ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
 SIZE = 1 << 16
 WAIT_S = 20.0
+IN_GUEST = Path("/sys/class/infiniband/rxe0").exists()
+"""tests/rxe, on an emulated processor."""
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
 Event = tuple[int, int, int]
 """(rank, kind, value)."""

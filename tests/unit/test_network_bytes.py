@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.network.greeting import NetworkTicket
-from tests.unit.network_ends import ARRIVED, DOWN, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
+from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
 PROVIDERS = ["tcp", "shuffle(tcp)"]
 MANY = [("tcp", 1), ("tcp", 3), ("shuffle(tcp)", 2)]
@@ -326,8 +326,9 @@ def test_an_idle_network_needs_no_processor(one_provider: str) -> None:
     process.start()
     assert here.poll(60)
     host, gpu = here.recv()
-    assert host < 0.01
-    assert gpu < 2 * 0.01, "of each of two proxies"
+    slower = 5 if IN_GUEST else 1
+    assert host < slower * 0.01
+    assert gpu < slower * 2 * 0.01, "of each of two proxies"
     process.join()
 
 
