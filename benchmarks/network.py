@@ -41,7 +41,8 @@ from benchmarks.cases import Case, Step, make_steps
 from benchmarks.measure import DEADLINE_S, measure
 from ep_kernels import Layout, Mode
 from ep_kernels.network import NetworkConfig, proxy
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.channel_memory import ChannelMemory
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 
 MESSAGE_BYTES = (8, 7168, 100_000)

@@ -23,6 +23,8 @@ SPLITS: dict[str, Callable[[int, int], int]] = {
 PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)"}
 if find_library("fabric"):
     PROVIDERS["libfabric"] = "libfabric(tcp;ofi_rxm)"
+FAKE = {"verbs": "verbs", "shuffled_verbs": "shuffle(verbs)"}
+"""In ranks that have loaded the fake libibverbs (tests/fake_verbs), and in no suite of its own."""
 LANES = {"lanes": 3}
 """Names of providers with several lanes: how many, over TCP."""
 SHORT = ("cpu-shuffle-halves",)
@@ -50,7 +52,7 @@ def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, An
     return {
         "transport": transport,
         "network": NetworkConfig(
-            provider=PROVIDERS.get(provider, "tcp"),
+            provider={**PROVIDERS, **FAKE}.get(provider, "tcp"),
             lanes=LANES.get(provider, 1),
             listen="127.0.0.1:0",
             domain=f"host {SPLITS[split](rank, size)}",

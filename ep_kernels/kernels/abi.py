@@ -69,6 +69,7 @@ RING_SIZE, SEQ_BITS, MAX_PARTS = 4096, 18, 1024
 """Of the network: descriptors in a ring; an immediate is flag << 28 | parts - 1 << SEQ_BITS | low bits of seq."""
 METADATA_BYTES = PAIR_BYTES = 16
 ALIGN = 256
+BOX_UNIT = 2 << 20
 
 records = Records()
 _record = records.declare
@@ -390,3 +391,8 @@ def box_map(shape: Shape) -> Any:
     """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
     one = replace(shape, size=1, num_partials=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
     return region_map(one)
+
+
+def box_bytes(shape: Shape) -> int:
+    """Of a box in memory: whole units in which drivers map device memory."""
+    return -(-int(box_map(shape).num_bytes) // BOX_UNIT) * BOX_UNIT

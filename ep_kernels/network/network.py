@@ -17,12 +17,13 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from ctypes import POINTER
 from typing import Any, ClassVar
 
 from ep_kernels.errors import ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised, source_of
+from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
 from ep_kernels.network.greeting import NetworkTicket, greet, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Door, Listener
@@ -35,40 +36,6 @@ _DIALS = 16
 _RETRY_S = 0.05
 _GREETINGS = 5
 """A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRing:
-    """Where kernels push: memory that a GPU must be able to reach.
-
-    Attributes:
-        ring, popped: addresses of the descriptors, and of the number of those that the proxy has taken.
-        num_bytes: of the memory that holds both, from `ring` on.
-        size: descriptors of the ring.
-    """
-
-    ring: int
-    popped: int
-    num_bytes: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelMemory:
-    """What a channel works on, by address.
-
-    Attributes:
-        own, own_bytes: the rank's region: what may be sent.
-        landing, stride: the mirrors; rank r's starts at landing + r * stride and has stride bytes.
-        handler, context: `cd::NetHandler` and its first argument; called on the proxy thread.
-    """
-
-    own: int
-    own_bytes: int
-    landing: int
-    stride: int
-    handler: int
-    context: int
 
 
 class Network:
@@ -156,11 +123,23 @@ class Channel:
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
         self._arrived: dict[int, dict[int, socket.socket]] = {}
+        # With boxes, which `connect` finds ready: ranks that it has named. Others that have dialled wait for it.
+        self._named = None if not memory.box else set[int]()
+        self._waiting: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            proxy.NetMemory(memory.own, memory.own_bytes, memory.landing, memory.stride, ranks, network.config.lanes),
+            proxy.NetMemory(
+                memory.own,
+                memory.own_bytes,
+                memory.landing,
+                memory.stride,
+                memory.box,
+                ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
+                ranks,
+                network.config.lanes,
+            ),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -181,11 +160,10 @@ class Channel:
         assert self.pointer is not None
         return int(self._lib.cn_outbox(self.pointer))
 
-    def for_device(self, box_bytes: int, stripe: int) -> DeviceRing:
-        """Let kernels push, before any peer is there: what goes to rank r lies in the memory from r * box_bytes on, and
-        lands at the same place of its mirror, which has box_bytes. No descriptor may cross a multiple of `stripe`."""
+    def for_device(self, stripe: int) -> DeviceRing:
+        """Let kernels push, before any peer is there. No descriptor may cross a multiple of `stripe`."""
         found = (ctypes.c_uint64 * 4)()
-        self._lib.cn_device(self.pointer, box_bytes, stripe, found)
+        self._lib.cn_device(self.pointer, stripe, found)
         return DeviceRing(*found)
 
     def ticket(self) -> NetworkTicket:
@@ -208,6 +186,11 @@ class Channel:
             if ticket.provider != self._network.config.provider:
                 mine = self._network.config.provider
                 raise TransportError(f"network: provider {ticket.provider!r} of rank {rank}, {mine!r} of this rank")
+        with self._lock:
+            if self._named is not None:
+                self._named |= peers.keys()
+            for rank in peers.keys() & self._waiting.keys():
+                self._join(rank, self._waiting.pop(rank))
         dialled = [(rank, ticket) for rank, ticket in peers.items() if rank > self._rank]
         if dialled:
             with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="crossdock-network-dial") as pool:
@@ -263,12 +246,13 @@ class Channel:
         self._network.listener.shut(self._token)
         with self._lock:
             pointer, self.pointer = self.pointer, None
-            arrived, self._arrived = self._arrived, {}
+            arrived = [*self._arrived.values(), *self._waiting.values()]
+            self._arrived, self._waiting = {}, {}
             self._lock.notify_all()
         if pointer is None:  # another thread was faster
             return
         self._lib.cn_close(pointer)
-        for connection in (one for roles in arrived.values() for one in roles.values()):
+        for connection in (one for roles in arrived for one in roles.values()):
             connection.close()
         self._network.channels.discard(self)
         self._network.release()
@@ -311,8 +295,15 @@ class Channel:
             if hello.role in here:
                 here[hello.role].close()
             here[hello.role] = connection
-            if set(here) == roles:
-                self._join(hello.rank, self._arrived.pop(hello.rank))
+            if set(here) != roles:
+                return
+            del self._arrived[hello.rank]
+            if self._named is None or hello.rank in self._named:
+                self._join(hello.rank, here)
+                return
+            for earlier in self._waiting.pop(hello.rank, {}).values():
+                earlier.close()
+            self._waiting[hello.rank] = here
 
     def _join(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
         """Hand the connections of a rank to the proxy. Under the lock."""

@@ -13,6 +13,7 @@ PROVIDER_PATTERN = rf"^({_CARRIER}|shuffle\({_CARRIER}\))$"
 """What carries bytes between two hosts. `libfabric(p)` names libfabric's provider p, as `efa` or `tcp;ofi_rxm`;
 `shuffle(p)` is `p` with writes delayed and reordered at random: for tests."""
 MTUS = (0, 256, 512, 1024, 2048, 4096)
+GPU_DIRECT = ("auto", "dma-buf", "peermem", "off")
 MAX_LANES = 16
 
 
@@ -54,6 +55,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """verbs: 0 to 15; InfiniBand maps it to a virtual lane, RoCE with VLANs to a priority. 0: the default one."""
     mtu: int = 0
     """verbs: bytes of a packet, 256 to 4096. 0: the port's; the smaller one of two ends is used."""
+    gpu_direct: str = "auto"
+    """How NICs reach boxes of GPUs. auto: in GPU memory by dma-buf, else by nvidia-peermem, where provider and GPU can,
+    else staged through pinned host memory. dma-buf, peermem: this way, or an error. off: staged."""
     seed: int = 0
     """shuffle: of its choices."""
     drop_after: int = 0
@@ -74,6 +78,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _require(0 <= self.traffic_class < 256, "traffic_class", "0 to 255", self.traffic_class)
         _require(0 <= self.service_level < 16, "service_level", "0 to 15", self.service_level)
         _require(self.mtu in MTUS, "mtu", f"one of {MTUS}", self.mtu)
+        _require(self.gpu_direct in GPU_DIRECT, "gpu_direct", f"one of {GPU_DIRECT}", self.gpu_direct)
         _require(0 <= self.seed < 1 << 63, "seed", "0 to 2^63-1", self.seed)
         _require(0 <= self.drop_after < 1 << 31, "drop_after", "0 to 2^31-1", self.drop_after)
 

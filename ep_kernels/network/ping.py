@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import msgspec
 
 from ep_kernels.errors import PeerTimeout, TransportError
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.channel_memory import ChannelMemory
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.network_config import NetworkConfig, split
 
 _SIZE = 4096

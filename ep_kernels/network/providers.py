@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import proxy
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.channel_memory import ChannelMemory
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.network_config import NetworkConfig
 
 _LIST_BYTES = 1 << 16

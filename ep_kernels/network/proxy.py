@@ -25,6 +25,8 @@ class NetMemory(ctypes.Structure):
         ("own_bytes", c_uint64),
         ("landing", c_void_p),
         ("stride", c_uint64),
+        ("box", c_uint64),
+        ("dma_bufs", POINTER(c_int32)),
         ("ranks", c_int32),
         ("lanes", c_int32),
     )
@@ -64,7 +66,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_devices": (c_int, (c_char_p, c_char_p, c_size_t, POINTER(Text))),
     "cn_why": (None, (c_void_p, c_int, POINTER(Text))),
     "cn_outbox": (c_void_p, (c_void_p,)),
-    "cn_device": (None, (c_void_p, c_uint64, c_uint64, POINTER(c_uint64))),
+    "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
     "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64)),

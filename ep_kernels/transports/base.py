@@ -311,12 +311,15 @@ class RegionMap:
 
     Attributes:
         ll_tokens: most tokens per rank of a step that runs LL; its buffers are sized by it.
-        mirror_bytes: of the mirror, at a rank of another host, of this region; 0: the transport stays on one host.
+        mirror_bytes: of the mirror, at a rank of another host, of this region; 0: there is none.
+        box_bytes: of one box, of which a rank has two for each rank of another host; 0: there are none. With neither
+            the group stays on one host.
     """
 
     arrays: tuple[RegionArray, ...]
     ll_tokens: int
     mirror_bytes: int = 0
+    box_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -350,7 +353,8 @@ def region_map(config: MoEConfig) -> RegionMap | None:
 
 def probe(name: str, device: int) -> dict[str, Any]:
     """What a transport finds out on a device for `crossdock doctor`, as JSON; {} where it has no `inspection.py` with
-    such a function. "handles": {"kind": how memory is shared, "refused": {better kind: why not}} is shown."""
+    such a function. Shown are "handles": {"kind": how memory is shared, "refused": {better kind: why not}} and
+    "gpu_direct": how NICs would reach it, in words."""
     look = inspection(name, "probe")
     return {} if look is None else look(device)
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import samples
+from ep_kernels.transports.nvlink.boxes import Boxes, PinnedBoxes
 from ep_kernels.transports.nvlink.engine import Call
 from tests.emulator.build import build
 
@@ -21,6 +23,10 @@ class Emulated:
 
     def __init__(self, num_sms: int = 6) -> None:
         self.num_sms = num_sms
+
+    def boxes(self, network: NetworkConfig, rank: int) -> Boxes:
+        """See `Machine`."""
+        return PinnedBoxes(self.register, self.unregister)
 
     def register(self, address: int, num_bytes: int) -> None:
         """See `Machine`: all memory is the machine's."""

@@ -17,8 +17,10 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import driver, remote
+from ep_kernels.transports.nvlink import driver, gpu_direct
+from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.tuning import cache_dir
@@ -50,6 +52,9 @@ class Machine(Protocol):
     device: torch.device
     num_sms: int
 
+    def boxes(self, network: NetworkConfig, rank: int) -> Boxes:
+        """Memory of a rank's boxes."""
+
     def register(self, address: int, num_bytes: int) -> None:
         """Let kernels reach host memory."""
 
@@ -72,7 +77,13 @@ class Gpu:
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._compiler = jit.Compiler(cache_dir(config.kernel_cache_dir))
 
-    register, unregister = staticmethod(remote.pin), staticmethod(remote.unpin)
+    register, unregister = staticmethod(pin), staticmethod(unpin)
+
+    def boxes(self, network: NetworkConfig, rank: int) -> Boxes:
+        """See `Machine`."""
+        from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
+
+        return gpu_direct.choose(network, rank, CudaGpu(self.device.index))[0]
 
     def run(self, call: Call, num_blocks: int, records: torch.Tensor, blocks_per_rank: int) -> None:
         """See `Machine`."""
@@ -134,8 +145,8 @@ class Loopback:
         """Real proxies and connections between the ranks of two nodes."""
         for rank, (config, engine) in enumerate(zip(self.configs, self.engines, strict=True)):
             shape, host = engine.sizes.shape, engine.tables.host
-            pins = self._machine.register, self._machine.unregister
-            self.remotes.append(RemoteRanks(config.network, rank, self.size, shape, host, *pins))
+            boxes, pins = self._machine.boxes(config.network, rank), (self._machine.register, self._machine.unregister)
+            self.remotes.append(RemoteRanks(config.network, rank, self.size, shape, host, boxes, *pins))
         tickets = [remote.ticket() for remote in self.remotes]
 
         def connect(rank: int) -> None:
@@ -144,7 +155,11 @@ class Loopback:
             self.engines[rank].tables.set_network(self.remotes[rank].record())
 
         with ThreadPoolExecutor(self.size) as pool:
-            list(pool.map(connect, range(self.size)))
+            made = [pool.submit(connect, rank) for rank in range(self.size)]
+        if any(one.exception() for one in made):
+            self.close()
+        for one in made:
+            one.result()
 
     def close(self) -> None:
         """Part from the network, where there is one."""

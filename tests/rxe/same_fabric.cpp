@@ -8,11 +8,9 @@
 #include <rdma/fi_rma.h>
 
 #include "fabric_abi.hpp"
+#include "same.hpp"
 
 using namespace cd::fi;
-
-#define SAME_SIZE(a, b) static_assert(sizeof(a) == sizeof(b), #a)
-#define SAME_PLACE(a, m, b, n) static_assert(offsetof(a, m) == offsetof(b, n), #a "." #m)
 
 static_assert(FI_MSG == kMsg, "kMsg");
 static_assert(FI_RMA == kRma, "kRma");

@@ -1,12 +1,10 @@
 // Compiled by tests where the headers of libibverbs are installed: our declarations are theirs.
 #include <infiniband/verbs.h>
 
+#include "same.hpp"
 #include "verbs_abi.hpp"
 
 using namespace cd::ib;
-
-#define SAME_SIZE(a, b) static_assert(sizeof(a) == sizeof(b), #a)
-#define SAME_PLACE(a, m, b, n) static_assert(offsetof(a, m) == offsetof(b, n), #a "." #m)
 
 SAME_SIZE(GidEntry, ibv_gid_entry);
 static_assert(sizeof(DeviceAttr)>=sizeof(ibv_device_attr), "");
@@ -71,3 +69,9 @@ static_assert(IBV_EVENT_PORT_ERR == kPortDown, "kPortDown");
 static_assert(IBV_WC_RNR_RETRY_EXC_ERR == kNotReady, "kNotReady");
 static_assert(IBV_WC_RETRY_EXC_ERR == kRetriesExceeded, "kRetriesExceeded");
 static_assert(IBV_WC_REM_ACCESS_ERR == kRemoteAccess, "kRemoteAccess");
+static_assert(IBV_WC_WR_FLUSH_ERR == kFlushed, "kFlushed");
+static_assert(IBV_EVENT_CQ_ERR == kQueueError, "kQueueError");
+static_assert(IBV_EVENT_QP_FATAL == kPairFatal, "kPairFatal");
+static_assert(IBV_EVENT_QP_ACCESS_ERR == kPairAccess, "kPairAccess");
+static_assert(IBV_EVENT_DEVICE_FATAL == kDeviceFatal, "kDeviceFatal");
+static_assert(IBV_EVENT_PORT_ACTIVE == kPortUp, "kPortUp");

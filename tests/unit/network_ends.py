@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import CONTROL_ROLE
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
 SIZE = 1 << 16
 WAIT_S = 20.0
+IN_GUEST = Path("/sys/class/infiniband/rxe0").exists()
+"""tests/rxe, on an emulated processor."""
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
 Event = tuple[int, int, int]
 """(rank, kind, value)."""
@@ -38,14 +41,16 @@ class End:
     """One rank's end of a network.
 
     Attributes:
-        own: what it sends from.
+        own: what it sends from; `boxed`: what goes to rank r, from r * size on.
         network: one of its own, or (`shared`) the process's.
         events: what its handler was called with, in order.
     """
 
-    def __init__(self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, boxed: bool = False, **fields: Any
+    ) -> None:
         self.rank, self.size = rank, size
-        self.own = ctypes.create_string_buffer(size)
+        self.own = ctypes.create_string_buffer(size * ranks if boxed else size)
         self._landing = ctypes.create_string_buffer(b"\xee" * (size * ranks), size * ranks)
         self.events: list[Event] = []
         self._changed = threading.Condition()
@@ -54,7 +59,8 @@ class End:
         self.network = Network.of(config) if shared else Network(config)
         handler = ctypes.cast(self._handler, ctypes.c_void_p).value
         assert handler is not None
-        memory = ChannelMemory(ctypes.addressof(self.own), size, ctypes.addressof(self._landing), size, handler, 0)
+        own, landing = ctypes.addressof(self.own), ctypes.addressof(self._landing)
+        memory = ChannelMemory(own, len(self.own), landing, size, handler, 0, size if boxed else 0)
         self.channel = Channel(self.network, rank, ranks, memory)
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -12,6 +13,7 @@ from crossdock.cli import app as cli
 from crossdock.cli import memory as regions
 from ep_kernels import ConfigError, Layout, Mode
 from ep_kernels.kernels import abi
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
 from ep_kernels.transports.nvlink import plan
@@ -150,8 +152,25 @@ def test_mirrors_are_shown_when_there_are_several_hosts() -> None:
     assert "mirrors" not in shown(*words)
 
 
+@pytest.mark.parametrize(("ranks", "hosts", "expected"), [(8, 2, 8), (8, 8, 14), (5, 2, 6), (64, 8, 112)])
+def test_boxes_are_shown_for_gpus_of_several_hosts(ranks: int, hosts: int, expected: int) -> None:
+    """Two for each rank of another host, as the transport makes them; HT's kernels are LL's then."""
+    words = ("--ranks", str(ranks), "--mode", "ht")
+    facts = json.loads(shown(*words, "--hosts", str(hosts), "--json"))
+    assert (facts["num_boxes"], facts["num_mirrors"]) == (expected, 0)
+    joined = msgspec.structs.replace(config(ranks=ranks, mode="ht"), network=NetworkConfig())
+    assert facts["box_bytes"] == abi.box_bytes(plan.sizes_of(joined).shape)
+    assert facts["box_bytes"] >= 3 * 128 * (15 + 15) * 1024, "dispatch and combine lines of 128 tokens, three slots"
+    table = shown(*words, "--hosts", str(hosts))
+    assert f" {expected * facts['box_bytes']:,} " in table
+    assert "pinned host memory" in table
+    alone = json.loads(shown(*words, "--json"))
+    assert (alone["num_boxes"], alone["box_bytes"]) == (0, 0)
+    assert alone["num_bytes"] != facts["num_bytes"]
+
+
 @pytest.mark.parametrize(
-    ("transport", "hosts", "words"), [("cpu", 9, "1 to 8"), ("cpu", 0, "1 to 8"), ("nvlink", 2, "1 with")]
+    ("transport", "hosts", "words"), [("cpu", 9, "1 to 8"), ("cpu", 0, "1 to 8"), ("nvlink", 9, "1 to 8")]
 )
 def test_hosts_that_cannot_be(transport: str, hosts: int, words: str) -> None:
     with pytest.raises(regions.OptionError, match=rf"--hosts: expected {words}.*, got {hosts}"):

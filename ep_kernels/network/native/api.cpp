@@ -94,11 +94,9 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory,
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
-// Before any peer joins: kernels push, and what goes to rank r lies in `own` from r * box on. `stripe`: see Outbox. out
-// [4]: addresses of the ring and of the number of popped descriptors, bytes of the memory that begins with the ring,
-// descriptors of a ring.
-CN_API void cn_device(cd::NetChannel* c, uint64_t box, uint64_t stripe, uint64_t* out) {
-  c->box = box;
+// Before any peer joins: kernels push. `stripe`: see Outbox. out [4]: addresses of the ring and of the number of popped
+// descriptors, bytes of the memory that begins with the ring, descriptors of a ring.
+CN_API void cn_device(cd::NetChannel* c, uint64_t stripe, uint64_t* out) {
   c->outbox->stripe = stripe;
   c->outbox->device.store(true);
   const uint64_t one = 1;

@@ -35,13 +35,28 @@ struct Sink {
   void (*ended)(void* owner, int peer, int error, const char* why);
 };
 
-// What writes are taken from, and where those of peers land: rank r's mirror is at landing + r * stride.
+// What writes are taken from, and where those of peers land: rank r's mirror is at landing + r * stride. Mirrored by
+// proxy.py.
 struct NetMemory {
   const uint8_t* own;
   uint64_t own_bytes;
   uint8_t* landing;
   uint64_t stride;
+  uint64_t box;  // bytes of `own` for each rank: what goes to rank r lies from r * box on. 0: it may lie anywhere
+  // [2, ranks], of what goes to each rank (without boxes: of all, the first) and of its mirror: the descriptor of its
+  // dma-buf, or -1, by address. Read when a peer is joined. Null: all is host memory. Else a GPU's, which the processor
+  // must not touch.
+  const int32_t* dma_bufs;
   int ranks, lanes;
+
+  const uint8_t* source(int peer) const { return own + uint64_t(peer) * box; }
+  uint64_t source_bytes() const { return box ? box : own_bytes; }
+  uint8_t* mirror(int peer) const { return landing + uint64_t(peer) * stride; }
+  // Most bytes that a provider registers: of all peers, if none is on this host.
+  uint64_t most_bytes() const {
+    const uint64_t peers = uint64_t(ranks - 1);
+    return (box ? box * peers : own_bytes) + stride * peers;
+  }
 };
 
 // What a provider is made by. Mirrored by proxy.py.

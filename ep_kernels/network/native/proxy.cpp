@@ -3,7 +3,7 @@
 // put a sequentially consistent operation between their write and their read, so one of them sees the other.
 //
 // A rank on a GPU cannot wake it. Where there is one, the proxy sleeps for a quarter of the time that it has been idle,
-// at most a millisecond.
+// at most a millisecond, and from a second on 4 ms, and looks at the rings in between.
 #include "proxy.hpp"
 
 #include <errno.h>
@@ -25,7 +25,8 @@ namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
 constexpr int64_t kLingerLookNs = 5'000'000;
-constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000;  // where GPUs push, which cannot wake the proxy
+// Where GPUs push, which cannot wake the proxy: shortest and longest sleep; and of one that has been idle for so long.
+constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleNs = 1'000'000'000;
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
@@ -137,19 +138,23 @@ void Proxy::run() {
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     bool sleep = idle();
     for_each([&](NetChannel& c) { sleep &= c.provider->rest(); });
-    const int64_t nap_us = has_devices() ? std::clamp((now - busy_ns) / 4000, kShortNapUs, kLongNapUs) : -1;
+    const bool naps = has_devices();
     const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
-    pthread_mutex_unlock(&mutex_);
-    if (sleep) {
+    while (sleep) {
       int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
-      if (nap_us >= 0 && (left_us < 0 || nap_us < left_us)) left_us = nap_us;
-      n = wait_for(epoll_fd_, events, 64, left_us);
+      const int64_t idle_ns = now_ns() - busy_ns, longest_us = idle_ns < kIdleNs ? kLongNapUs : kIdleNapUs;
+      const int64_t nap_us = std::clamp(idle_ns / 4000, kShortNapUs, longest_us);
+      const bool is_nap = naps && (left_us < 0 || nap_us < left_us);
+      pthread_mutex_unlock(&mutex_);
+      n = wait_for(epoll_fd_, events, 64, is_nap ? nap_us : left_us);
+      while (waiting_.load(std::memory_order_relaxed)) sched_yield();
+      pthread_mutex_lock(&mutex_);
+      sleep = is_nap && n == 0 && idle();  // nothing that an idle nap has to do but to look at the rings
     }
-    pthread_mutex_lock(&mutex_);
     for_each([](NetChannel& c) { c.outbox->asleep.store(0, std::memory_order_relaxed); });
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     pthread_mutex_unlock(&mutex_);
-    if (n > 0 || nap_us < 0) busy_ns = now_ns();
+    if (n > 0 || !naps) busy_ns = now_ns();
   }
 }
 
@@ -203,7 +208,9 @@ bool Proxy::flush(NetChannel& c) {
   Order order;
   for (int i = 0; i < 256 && box.pop(&order); ++i) {
     NetPeer& p = c.peers[order.rank];
-    const bool fits = order.offset + order.bytes <= c.memory.own_bytes && order.bytes <= box.most(order.offset, ~0ull);
+    const uint64_t from = order.bytes ? c.memory.box * uint64_t(order.rank) : 0;
+    const bool fits = order.offset >= from && order.offset + order.bytes <= from + c.memory.source_bytes() &&
+                      order.bytes <= box.most(order.offset, ~0ull);
     if (!p.up || !fits || !p.backlog.push(order)) {
       if (p.up) fall(c, order.rank, true);  // an order that cannot be carried out: the peer must not wait for it
       sent(&c, order.rank);
@@ -217,7 +224,7 @@ bool Proxy::flush(NetChannel& c) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
       const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
-      const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.box : 0);
+      const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.memory.box : 0);
       if (!c.provider->write(rank, lane, {c.memory.own + next->offset, to, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;
       p.traffic.sent_bytes += next->bytes;

@@ -62,7 +62,6 @@ struct NetChannel {
   int index;
   uint32_t generation;
   NetMemory memory;
-  uint64_t box;  // bytes of the outbox of each rank in `own`; 0: what is sent to any rank lies at its place in `own`
   NetHandler handler;
   void* context;
   Provider* provider;

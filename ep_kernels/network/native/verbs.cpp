@@ -24,9 +24,7 @@ bool Verbs::begin() {
                port_.device.max_completions, lanes);
     return false;
   }
-  const uint64_t needed = memory_.own_bytes + memory_.stride * uint64_t(memory_.ranks - 1);
-  own_ = port_.reg(memory_.own, memory_.own_bytes, kLocalWrite, needed, &about_);
-  if (!own_) return false;
+  if (!memory_.box && !reg_source(0)) return false;
   channel_ = port_.lib->create_comp_channel(port_.context);
   if (channel_) queue_ = port_.lib->create_cq(port_.context, 2 * lanes * (depth_ + kCredits), nullptr, channel_, 0);
   if (!queue_) {
@@ -52,31 +50,35 @@ void Verbs::end() {
     port_.lib->destroy_cq(queue_);
   }
   if (channel_) port_.lib->destroy_comp_channel(channel_);
-  if (own_) port_.lib->dereg_mr(own_);
-  for (Region*& mirror : mirrors_) {
-    if (mirror) port_.lib->dereg_mr(mirror);
-    mirror = nullptr;
+  for (Region** regions : {sources_, mirrors_}) {
+    for (int peer = 0; peer < kNetRanks; ++peer) {
+      if (regions[peer]) port_.lib->dereg_mr(regions[peer]);
+      regions[peer] = nullptr;
+    }
   }
   port_.close();
-  own_ = nullptr;
   queue_ = nullptr;
   channel_ = nullptr;
   events_ = 0;
 }
 
 void Verbs::forsake() {
-  for (auto& lanes : lanes_) {
-    for (Lane* l : lanes) {
-      if (l && l->exchange.fd >= 0) ::close(l->exchange.fd);
-      free(l);
-    }
-  }
   if (channel_) ::close(channel_->fd);
   if (port_.context) {
     ::close(port_.context->async_fd);
     ::close(port_.context->cmd_fd);
   }
-  free(this);
+  Lanes::forsake();
+}
+
+bool Verbs::reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number) {
+  if (*made) return true;
+  if (memory_.dma_bufs) {
+    *made = port_.reg_device(address, bytes, access, memory_.dma_bufs[number], &about_);
+  } else {
+    *made = port_.reg(address, bytes, access, memory_.most_bytes(), &about_);
+  }
+  return *made != nullptr;
 }
 
 bool Verbs::post_recv(int peer, int lane, Lane& l) {
@@ -84,41 +86,21 @@ bool Verbs::post_recv(int peer, int lane, Lane& l) {
   return port_.context->ops.post_recv(l.pair, &request, &bad) == 0;
 }
 
-bool Verbs::write(int peer, int lane, const Write& w) {
-  Lane* l = lanes_[peer][lane];
-  if (!l || l->error) {
-    sink_.sent(sink_.owner, peer);
-    return true;
-  }
-  if (!l->is_up || l->out == uint32_t(depth_) || l->written == l->granted) return false;
-  Piece piece{reinterpret_cast<uint64_t>(w.from), w.bytes, own_->lkey};
+int Verbs::post(int peer, int lane, Lane& l, const Write& w) {
+  if (l.out == uint32_t(depth_)) return EAGAIN;
+  Piece piece{reinterpret_cast<uint64_t>(w.from), w.bytes, source(peer)->lkey};
   SendRequest request{}, *bad;
-  request.id = id(peer, lane, *l, Kind::write);
+  request.id = id(peer, lane, l, Kind::write);
   request.pieces = &piece;
   request.num_pieces = w.bytes ? 1 : 0;
   request.opcode = kWriteWithImm;
   request.flags = kSignaled;
-  if (w.bytes && w.bytes <= kInlineBytes) request.flags |= kInline;
+  if (w.bytes && w.bytes <= kInlineBytes && !memory_.dma_bufs) request.flags |= kInline;
   request.imm = htonl(w.imm);
-  request.remote_address = l->peer.base + w.to;
-  request.rkey = l->peer.rkey;
-  int error = w.to + w.bytes > l->peer.bytes ? EPROTO : port_.context->ops.post_send(l->pair, &request, &bad);
-  if (error) {
-    why_.say("verbs: a write of %u bytes cannot be posted: %s", w.bytes, strerror(error));
-    fail(*l, error, why_.at);
-    failed_ |= 1ull << peer;
-    sink_.sent(sink_.owner, peer);
-    return true;
-  }
-  ++l->out;
-  ++l->written;
-  return true;
-}
-
-void Verbs::fail(Lane& l, int error, const char* what) {
-  if (l.error) return;
-  l.error = error;
-  if (what != why_.at) why_.say("%s", what);
+  request.remote_address = l.peer.base + w.to;
+  request.rkey = l.peer.rkey;
+  const int error = port_.context->ops.post_send(l.pair, &request, &bad);
+  return error == EAGAIN ? EIO : error;  // the queue has room for all that may be out
 }
 
 // What the device has done. How many completions.
@@ -155,39 +137,34 @@ void Verbs::complete(const Completion& c) {
                                                  : EIO;
   why_.say("verbs: %s of lane %d: %s (vendor error %#x)%s%s", kind == Kind::recv ? "receive" : "write", lane,
            port_.lib->wc_status_str(c.status), c.vendor_error, *event_.at ? "; before that: " : "", event_.at);
-  fail(*l, error, why_.at);
-  failed_ |= 1ull << peer;
+  fail(peer, *l, error);
 }
 
 void Verbs::arrive(int peer, int lane, Lane& l, const Completion& c) {
   if (!post_recv(peer, lane, l)) {
-    fail(l, EIO, "verbs: a receive cannot be posted");
-    failed_ |= 1ull << peer;
+    why_.say("verbs: a receive cannot be posted");
+    fail(peer, l, EIO);
   }
   const uint32_t imm = ntohl(c.imm);
-  if (c.opcode == kRecv) {
-    l.granted = imm + l.peer.depth;
-    return;
-  }
-  ++l.consumed;
+  if (c.opcode == kRecv) return l.window.grant(imm, l.peer.depth);
+  ++l.window.consumed;
   grant(peer, lane, l);
   sink_.arrived(sink_.owner, peer, imm);
 }
 
 // Says how many receives have been posted anew, when it is half of them.
 void Verbs::grant(int peer, int lane, Lane& l) {
-  if (l.consumed - l.told < uint32_t(depth_ / 2) || l.credits_out == kCredits || l.error) return;
+  if (!l.window.owes(depth_) || l.credits_out == kCredits || l.error) return;
   SendRequest request{}, *bad;
   request.id = id(peer, lane, l, Kind::credit);
   request.opcode = kSendWithImm;
   request.flags = kSignaled;
-  request.imm = htonl(l.consumed);
+  request.imm = htonl(l.window.consumed);
   if (int error = port_.context->ops.post_send(l.pair, &request, &bad)) {
-    fail(l, error, "verbs: a credit cannot be posted");
-    failed_ |= 1ull << peer;
-    return;
+    why_.say("verbs: a credit cannot be posted: %s", strerror(error));
+    return fail(peer, l, error);
   }
-  l.told = l.consumed;
+  l.window.told = l.window.consumed;
   ++l.credits_out;
 }
 
@@ -204,8 +181,7 @@ bool Verbs::poll(int peer, int lane, uint32_t) {
     hear_device();
     return false;
   }
-  Lane* l = lanes_[peer][lane];
-  if (l && l->exchange.fd >= 0) hear(peer, lane, *l);
+  hear(peer, lane);
   return false;
 }
 
@@ -223,8 +199,7 @@ void Verbs::hear_device() {
     for (int peer = 0; peer < kNetRanks && (pair || is_dead_); ++peer) {
       for (Lane* l : lanes_[peer]) {
         if (!l || (!is_dead_ && l->pair != pair)) continue;
-        fail(*l, is_dead_ ? ENODEV : EIO, why_.at);
-        failed_ |= 1ull << peer;
+        fail(peer, *l, is_dead_ ? ENODEV : EIO);
       }
     }
     port_.lib->ack_async_event(&event);
@@ -233,16 +208,7 @@ void Verbs::hear_device() {
 
 int64_t Verbs::advance(int64_t) {
   if (queue_ && !is_dead_) drain();
-  for (; failed_; failed_ &= failed_ - 1) {
-    const int peer = __builtin_ctzll(failed_);
-    for (int lane = 0; lane < kMaxLanes; ++lane) {
-      Lane*& l = lanes_[peer][lane];
-      if (!l || !l->error) continue;
-      const int error = l->error;
-      drop(peer, l, true);
-      sink_.ended(sink_.owner, peer, error, why_.at);
-    }
-  }
+  tell();
   return -1;
 }
 

@@ -137,6 +137,7 @@ const Library* load(Text* text) {
     return nullptr;
   }
   library.query_gid_ex = reinterpret_cast<decltype(library.query_gid_ex)>(dlsym(from, "_ibv_query_gid_ex"));
+  library.reg_dmabuf_mr = reinterpret_cast<decltype(library.reg_dmabuf_mr)>(dlsym(from, "ibv_reg_dmabuf_mr"));
   is_loaded = true;
   return &library;
 }
@@ -215,6 +216,22 @@ Region* Port::reg(const uint8_t* address, uint64_t bytes, int access, uint64_t n
   } else {
     text->say("verbs: %llu bytes cannot be registered: %s", static_cast<unsigned long long>(bytes), strerror(error));
   }
+  errno = error ? error : ENOMEM;
+  return nullptr;
+}
+
+Region* Port::reg_device(const uint8_t* address, uint64_t bytes, int access, int dma_buf, Text* text) const {
+  Region* made = nullptr;
+  errno = ENOSYS;  // a libibverbs before 34
+  if (dma_buf < 0) {
+    made = lib->reg_mr(domain, const_cast<uint8_t*>(address), bytes, access);
+  } else if (lib->reg_dmabuf_mr) {
+    made = lib->reg_dmabuf_mr(domain, 0, bytes, reinterpret_cast<uint64_t>(address), dma_buf, access);
+  }
+  if (made) return made;
+  const int error = errno;
+  text->say("verbs: %llu bytes of GPU memory cannot be registered by %s: %s", static_cast<unsigned long long>(bytes),
+            dma_buf < 0 ? "address (nvidia-peermem)" : "dma-buf", strerror(error));
   errno = error ? error : ENOMEM;
   return nullptr;
 }

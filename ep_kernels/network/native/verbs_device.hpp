@@ -33,6 +33,7 @@ struct Library {
   const char* (*wc_status_str)(int);
   const char* (*event_type_str)(int);
   // Of newer versions; null: not there.
+  Region* (*reg_dmabuf_mr)(Domain*, uint64_t, size_t, uint64_t, int, int);
   int (*query_gid_ex)(Context*, uint32_t, uint32_t, GidEntry*, uint32_t, size_t);
 };
 
@@ -60,6 +61,8 @@ struct Port {
   // The first port that can be used of those that settings name. False: `text` says what was wrong with each.
   bool open(const NetSettings& settings, Text* text);
   void close();
+  // Memory of a GPU: by its dma-buf, or with -1 by address, which nvidia-peermem must allow. Null: `text` says why.
+  Region* reg_device(const uint8_t* address, uint64_t bytes, int access, int dma_buf, Text* text) const;
   // Null: `text` names the limit, the number of bytes needed and how to raise it.
   Region* reg(const uint8_t* address, uint64_t bytes, int access, uint64_t needed, Text* text) const;
 

@@ -17,40 +17,26 @@ constexpr uint8_t kTimeout = 14, kRetries = 6, kNotReadyRetries = 6, kNotReadyTi
 
 }  // namespace
 
-bool Verbs::connect(int peer, int lane, int fd, uint64_t tag) {
-  if (is_dead_) {  // a device that came back is opened anew
-    for (int other = 0; other < kNetRanks; ++other) {
-      if (other != peer) disconnect(other);
-    }
-    end();
-    if (!begin()) return end(), errno = ENODEV, false;
-  }
-  Lane*& l = lanes_[peer][lane];
-  drop(peer, l, true);
-  void* memory = malloc(sizeof(Lane));
-  if (!memory) return errno = ENOMEM, false;
-  l = new (memory) Lane;
-  l->generation = ++generations_;
-  if (make_pair(peer, lane, *l)) {
-    const Region& mirror = *mirrors_[peer];
-    const Card card{kMagic, l->pair->number, l->psn, mirror.rkey, reinterpret_cast<uint64_t>(mirror.address),
-                    memory_.stride, port_.gid.gid, port_.attr.lid, port_.attr.link_layer, uint8_t(port_.mtu),
-                    uint32_t(depth_)};
-    if (l->exchange.begin(epoll_fd_, fd, tag, card)) return true;
-  }
-  const int error = errno;
-  drop(peer, l, false);
-  errno = error ? error : EIO;
-  return false;
+// A device that came back is opened anew.
+bool Verbs::is_alive() {
+  if (!is_dead_) return true;
+  for (int peer = 0; peer < kNetRanks; ++peer) disconnect(peer);
+  end();
+  if (begin()) return true;
+  end();
+  return errno = ENODEV, false;
+}
+
+bool Verbs::make(int peer, int lane, Lane& l, Card* card) {
+  if (!make_pair(peer, lane, l)) return false;
+  const Region& mirror = *mirrors_[peer];
+  *card = {kMagic, l.pair->number, l.psn, mirror.rkey, reinterpret_cast<uint64_t>(mirror.address), memory_.stride,
+           port_.gid.gid, port_.attr.lid, port_.attr.link_layer, uint8_t(port_.mtu), uint32_t(depth_)};
+  return true;
 }
 
 bool Verbs::make_pair(int peer, int lane, Lane& l) {
-  const uint64_t needed = memory_.own_bytes + memory_.stride * uint64_t(memory_.ranks - 1);
-  if (!mirrors_[peer]) {
-    uint8_t* mirror = memory_.landing + uint64_t(peer) * memory_.stride;
-    mirrors_[peer] = port_.reg(mirror, memory_.stride, kLocalWrite | kRemoteWrite, needed, &about_);
-    if (!mirrors_[peer]) return false;
-  }
+  if (!reg_source(peer) || !reg_mirror(peer)) return false;
   PairInit init{};
   init.send_queue = init.recv_queue = queue_;
   const uint32_t room = uint32_t(depth_ + kCredits);
@@ -74,29 +60,8 @@ bool Verbs::make_pair(int peer, int lane, Lane& l) {
   return true;
 }
 
-void Verbs::hear(int peer, int lane, Lane& l) {
-  int error = 0;
-  for (;;) {
-    const Heard heard = l.exchange.hear();
-    if (heard == Heard::nothing) return;
-    if (heard == Heard::ready) l.is_up = true;
-    if (heard == Heard::card) error = to_peer(lane, l);
-    if (heard == Heard::end) error = l.exchange.error;
-    if (heard == Heard::end || error) break;
-  }
-  const uint32_t generation = l.generation;
-  while (drain() == kTurns * kBatch) {  // what the peer had sent comes before its end
-  }
-  Lane*& here = lanes_[peer][lane];
-  if (!here || here->generation != generation) return;
-  if (here->error) return;  // told in `advance`
-  drop(peer, here, true);
-  sink_.ended(sink_.owner, peer, error, error ? why_.at : nullptr);
-}
-
 // Connects the queue pair by the peer's card. 0 or an errno.
-int Verbs::to_peer(int lane, Lane& l) {
-  memcpy(&l.peer, l.exchange.words, sizeof(Card));
+int Verbs::to_peer(int, int lane, Lane& l) {
   const Card& p = l.peer;
   why_.say("verbs: the peer's card is none of this version, or of another kind of network");
   if (p.magic != kMagic || p.depth < kLeast || p.link_layer != port_.attr.link_layer) return EPROTO;
@@ -133,32 +98,7 @@ int Verbs::to_peer(int lane, Lane& l) {
   }
   why_.say("verbs: the queue pair cannot be connected: %s; is the peer's GID reachable from GID %d here?",
            strerror(error), port_.gid.index);
-  if (error) return error;
-  why_.say("verbs: the peer closed while it was being connected");
-  if (!l.exchange.say_ready()) return ECONNRESET;
-  l.granted = p.depth;
-  why_ = {};
-  return 0;
-}
-
-// Ends a lane: of what it had out nothing is read any more.
-void Verbs::drop(int peer, Lane*& l, bool close_fd) {
-  Lane* gone = l;
-  l = nullptr;
-  if (!gone) return;
-  if (gone->pair) port_.lib->destroy_qp(gone->pair);
-  gone->exchange.end(epoll_fd_, close_fd);
-  for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
-  free(gone);
-}
-
-int Verbs::release(int peer, int* fds) {
-  int n = 0;
-  for (Lane*& l : lanes_[peer]) {
-    if (l && l->exchange.fd >= 0) fds[n++] = l->exchange.fd;
-    drop(peer, l, false);
-  }
-  return n;
+  return error;
 }
 
 }  // namespace cd::ib

@@ -18,8 +18,9 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm

@@ -78,15 +78,18 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 def region_map(config: MoEConfig) -> RegionMap:
     """See `base.region_map`. Raises ConfigError."""
-    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config))
+    boxes = 0 if config.network is None else abi.box_bytes(plan.sizes_of(config).shape)
+    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config), box_bytes=boxes)
 
 
 def probe(device: int) -> dict[str, Any]:
-    """See `base.probe`: how device memory is shared here, and why no better way is."""
+    """See `base.probe`: how device memory is shared here, and why no better way is; how NICs would reach it."""
+    from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
     from ep_kernels.transports.nvlink.memory import choose_kind
 
     kind, refused = choose_kind(device)
-    return {"handles": {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}}
+    handles = {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
+    return {"handles": handles, "gpu_direct": CudaGpu(device).look()}
 
 
 # Kernels.

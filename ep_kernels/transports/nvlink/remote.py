@@ -1,19 +1,19 @@
 """Ranks that this process does not map, since they are on other hosts: what its kernels write and read instead.
 
-    remote = RemoteRanks(network, rank, size, shape, host)
+    remote = RemoteRanks(network, rank, size, shape, host, boxes)
     ticket = remote.ticket()                          # for the ranks of other hosts
     remote.connect(tickets, timeout_s)                # by rank, of those ranks
     tables.set_network(remote.record())
 
 For each of them there is an outbox, in which kernels lay what goes to that rank, and an inbox for what comes from it,
-both in pinned host memory and with one byte map. The network copies an outbox to the inbox at the other end, part by
-part, when a kernel pushes a descriptor (kernels/common/push.cuh), and sets words when all of an operation has come.
+both in pinned host memory or on the GPU (gpu_direct.py) and with one byte map. The network copies an outbox to the
+inbox at the other end, part by part, when a kernel pushes a descriptor (kernels/common/push.cuh), and sets words when
+all of an operation has come.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,38 +21,20 @@ from typing import Any
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import ConfigError, TransportError
+from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
 from ep_kernels.types import CombineOrder, PeerTraffic
 
-_PAGE = 4096
-_NORESERVE = 0x4000
-"""Linux: memory is counted when touched. Boxes of ranks that are mapped never are."""
 _ONE_LANE = 1 << 30
 _NAP_S = 50e-6
 _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
-
-
-def pin(address: int, num_bytes: int) -> None:
-    """Let the GPU reach host memory, at the same address. Raises TransportError."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(address, num_bytes, 0)
-    if int(status):
-        raise TransportError(
-            f"nvlink: {num_bytes} bytes of host memory for ranks of other hosts cannot be pinned (cudaHostRegister: "
-            f"{int(status)}); raise the limit of the container, or make max_tokens_per_rank smaller"
-        )
-
-
-def unpin(address: int) -> None:
-    """Once no kernel uses it."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    runtime.cudaHostUnregister(address)
 
 
 class RemoteRanks:
@@ -67,6 +49,7 @@ class RemoteRanks:
         rank, size: of this rank, R.
         shape: of its region.
         host: its page, which hears of dead ranks.
+        boxes: where they lie; `close` gives them back.
         register, unregister: make host memory reachable by the GPU, and give it back.
 
     Raises:
@@ -80,32 +63,30 @@ class RemoteRanks:
         size: int,
         shape: abi.Shape,
         host: HostPage,
+        boxes: Boxes,
         register: Callable[[int, int], None] = pin,
         unregister: Callable[[int], None] = unpin,
     ) -> None:
-        self._rank, self._size, self._register, self._unregister = rank, size, register, unregister
+        self._rank, self._size, self._boxes = rank, size, boxes
+        self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
         self._map = abi.box_map(shape)
-        self.box_bytes = -(-int(self._map.num_bytes) // _PAGE) * _PAGE
-        self._pinned: list[int] = []
+        self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
-        try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-            self._memory = mmap.mmap(-1, 2 * total, flags=flags)
-            self._memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"nvlink: no room for {2 * total} bytes of addresses: {error}") from error
-        self._outboxes = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._outboxes = boxes.reserve(2 * total)
         self._inboxes = self._outboxes + total
+        self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True)
         self._lib = launch.boxes()
         self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
-        memory = ChannelMemory(
-            self._outboxes, total, self._inboxes, self.box_bytes, self._lib.cd_boxes_handler(), self._native
-        )
+        if boxes.flush is not None:
+            self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
+        handler, box = self._lib.cd_boxes_handler(), self.box_bytes
+        dma_bufs = ctypes.addressof(self._dma_bufs) if boxes.is_device else 0
+        memory = ChannelMemory(self._outboxes, total, self._inboxes, box, handler, self._native, box, dma_bufs)
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
-        self._ring = self.channel.for_device(self.box_bytes, self._stripe)
+        self._ring, self._is_pinned = self.channel.for_device(self._stripe), False
         assert self._ring.size == abi.RING_SIZE
 
     @property
@@ -117,18 +98,15 @@ class RemoteRanks:
         return self.channel.ticket()
 
     def connect(self, tickets: Mapping[int, NetworkTicket], timeout_s: float) -> None:
-        """Pin what the GPU and these ranks share, and connect with them. Raises PeerTimeout, TransportError."""
-        if not self._pinned:
-            self._pin(self._ring.ring, self._ring.num_bytes)
+        """Make memory that the GPU and these ranks share, and connect with them. Raises PeerTimeout, TransportError."""
+        if not self._is_pinned:
+            self._register(self._ring.ring, self._ring.num_bytes)
+            self._is_pinned = True
             for rank in tickets:
-                for boxes in (self._outboxes, self._inboxes):
-                    self._pin(boxes + rank * self.box_bytes, self.box_bytes)
+                for number, boxes in ((rank, self._outboxes), (self._size + rank, self._inboxes)):
+                    self._dma_bufs[number] = self._boxes.take(boxes + rank * self.box_bytes, self.box_bytes)
         self._tickets = dict(tickets)
         self.channel.connect(tickets, timeout_s)
-
-    def _pin(self, address: int, num_bytes: int) -> None:
-        self._register(address, num_bytes)
-        self._pinned.append(address)
 
     def record(self) -> Any:
         """For the kernels: `abi.Network`."""
@@ -172,9 +150,10 @@ class RemoteRanks:
         if self._native is None:
             return
         self.channel.close()
-        for address in reversed(self._pinned):
-            self._unregister(address)
-        self._pinned.clear()
+        self._boxes.close()
+        if self._is_pinned:
+            self._unregister(self._ring.ring)
+        self._is_pinned = False
         self.channel.free()
         self._lib.cd_boxes_free(self._native)
         self._native = None
@@ -182,6 +161,7 @@ class RemoteRanks:
     def forsake(self) -> None:
         """In a forked child: nothing of this is used any more."""
         self._native = None
+        self._boxes.forsake()
 
 
 def stripe_of(box_bytes: int, lanes: int) -> int:

@@ -18,8 +18,9 @@ from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.build import native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library

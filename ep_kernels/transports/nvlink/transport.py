@@ -17,7 +17,7 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import launch, links, plan, remote, tables
+from ep_kernels.transports.nvlink import gpu_direct, launch, links, plan, remote, tables
 from ep_kernels.transports.nvlink.domain import needs_boxes
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
@@ -64,6 +64,7 @@ class NvlinkTransport(NvlinkMember):
         require_cuda()
         self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
         from ep_kernels.transports.nvlink import driver
+        from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
 
         self._enter_device()
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -76,7 +77,8 @@ class NvlinkTransport(NvlinkMember):
         self._tables = self._engine.tables
         if boxed:
             group, shape = self._config.group, self._engine.sizes.shape
-            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host)
+            boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
+            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes)
         self._load(self._engine.variants())
         self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)

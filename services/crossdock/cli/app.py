@@ -293,7 +293,7 @@ def memory(
     expert_dtype: Annotated[str, typer.Option("--expert-dtype", help="With --model: as in a worker's config.")] = "",
     rank_gib: Annotated[float | None, typer.Option("--rank-gib", help="With --model: memory of each rank.")] = None,
 ) -> None:
-    """Show the bytes of one rank's region, array by array, and of its mirrors of ranks of other hosts.
+    """Show the bytes of one rank's region, array by array, and of what it has for ranks of other hosts.
 
     With --model, the bytes of its experts on each of --ranks, whether they fit, and how many ranks would be enough.
     """

@@ -1,5 +1,5 @@
-"""What `crossdock memory` shows: the bytes of one rank's region, array by array, and of its mirrors. Computed, not
-measured: no GPU.
+"""What `crossdock memory` shows: the bytes of one rank's region, array by array, and of what it has for ranks of other
+hosts. Computed, not measured: no GPU.
 
 The sizes come from the byte map that the kernels of the transport use (`base.region_map`).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,7 @@ from crossdock.tune import request as tune
 from crossdock.tune.request import OptionError
 from ep_kernels import Layout, Mode, MoEConfig
 from ep_kernels.groups import PaperGroup
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import RegionArray, RegionMap, region_map
 
 T = TypeVar("T")
@@ -73,20 +75,32 @@ def num_mirrors(ranks: int, hosts: int) -> int:
     return sum(-(-size // least) for size in sizes[:-1])
 
 
-def mirrors_of(config: MoEConfig, hosts: int) -> RegionArray:
-    """Those of one rank. Raises OptionError."""
-    if not 1 <= hosts <= config.group.size:
-        raise OptionError(f"--hosts: expected 1 to {config.group.size}, the number of ranks, got {hosts}")
-    slot_bytes = map_of(config).mirror_bytes
-    if hosts > 1 and not slot_bytes:
+def num_boxes(ranks: int, hosts: int) -> int:
+    """Most boxes of a rank, where the ranks are spread evenly: two for each rank of another host."""
+    return 2 * (ranks - ranks // hosts)
+
+
+def over_hosts(config: MoEConfig, hosts: int) -> tuple[RegionMap, RegionArray]:
+    """The region of a rank of a group over so many hosts, and what it has beside it for ranks of other hosts. Raises
+    ConfigError, OptionError."""
+    size = config.group.size
+    if not 1 <= hosts <= size:
+        raise OptionError(f"--hosts: expected 1 to {size}, the number of ranks, got {hosts}")
+    if hosts > 1:
+        config = msgspec.structs.replace(config, network=NetworkConfig())
+    found = map_of(config)
+    if found.box_bytes:
+        holds = "lines to and from ranks of other hosts, in pinned host memory or, with GPUDirect, on the GPU"
+        return found, RegionArray("boxes", 0, num_boxes(size, hosts), found.box_bytes, holds)
+    if hosts > 1 and not found.mirror_bytes:
         raise OptionError(f"--hosts: expected 1 with transport {config.transport}, got {hosts}")
-    num = num_mirrors(config.group.size, hosts)
-    return RegionArray("mirrors", 0, num, slot_bytes, "what ranks of other hosts send")
+    num = num_mirrors(size, hosts) if hosts > 1 else 0
+    return found, RegionArray("mirrors", 0, num, found.mirror_bytes, "what ranks of other hosts send")
 
 
 def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
     """Plain JSON types; everything in bytes."""
-    found, mirrors = map_of(config), mirrors_of(config, hosts)
+    found, far = over_hosts(config, hosts)
     return {
         "ranks": config.group.size,
         "hosts": hosts,
@@ -98,8 +112,10 @@ def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
         "layout": config.resolved_layout.value,
         "payload_dtype": str(config.payload_dtype).removeprefix("torch."),
         "num_bytes": found.num_bytes,
-        "num_mirrors": mirrors.num_slots,
-        "mirror_bytes": mirrors.slot_bytes,
+        "num_mirrors": 0 if found.box_bytes else far.num_slots,
+        "mirror_bytes": found.mirror_bytes,
+        "num_boxes": far.num_slots if found.box_bytes else 0,
+        "box_bytes": found.box_bytes,
         "arrays": [
             {
                 "name": array.name,
@@ -114,8 +130,8 @@ def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
 
 
 def as_table(config: MoEConfig, hosts: int = 1) -> Group:
-    """A headline, one row per array, and the total; with several hosts, the mirrors."""
-    found, mirrors = map_of(config), mirrors_of(config, hosts)
+    """A headline, one row per array, and the total; with several hosts, the mirrors or boxes."""
+    found, far = over_hosts(config, hosts)
     total = found.num_bytes
     table = Table()
     for name in ("array", "offset", "slots", "bytes per slot", "bytes", "share", "holds"):
@@ -130,8 +146,8 @@ def as_table(config: MoEConfig, hosts: int = 1) -> Group:
     table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of {memory} on each rank")
     if hosts > 1:
         table.add_row(
-            mirrors.name, "", str(mirrors.num_slots), f"{mirrors.slot_bytes:,}", f"{mirrors.num_bytes:,}", "",
-            f"{mirrors.num_bytes / _MIB:,.1f} MiB more: {mirrors.holds}",
+            far.name, "", str(far.num_slots), f"{far.slot_bytes:,}", f"{far.num_bytes:,}", "",
+            f"{far.num_bytes / _MIB:,.1f} MiB more: {far.holds}",
         )  # fmt: skip
     return Group(_headline(config, found), table)
 

@@ -178,6 +178,9 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """verbs: InfiniBand maps it to a virtual lane, RoCE with VLANs to a priority. 0: the default one."""
     mtu: Literal[0, 256, 512, 1024, 2048, 4096] = 0
     """verbs: bytes of a packet. 0: the port's; the smaller one of two ends is used."""
+    gpu_direct: Literal["auto", "dma-buf", "peermem", "off"] = "auto"
+    """How NICs reach boxes of GPUs. auto: in GPU memory by dma-buf, else by nvidia-peermem, where provider and GPU can,
+    else staged through pinned host memory. dma-buf, peermem: this way, or an error. off: staged."""
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     """shuffle: of its choices."""
     drop_after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0

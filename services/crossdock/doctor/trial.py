@@ -182,3 +182,5 @@ def _handles(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         refused = next(answer["handles"]["refused"] for answer in answers if "handles" in answer)
         why = "; ".join(f"not {kind}: {reason}" for kind, reason in refused.items())
         yield good("memory-handles", ", ".join(sorted(kinds)) + (f" ({why})" if why else ""))
+    if ways := {answer["gpu_direct"] for answer in answers if "gpu_direct" in answer}:
+        yield good("gpu-direct-memory", f"NICs would reach GPU memory {' | '.join(sorted(ways))}")

@@ -32,12 +32,22 @@ struct Words {
   int ranks;
   std::atomic<uint64_t>* words;  // [kFlags, ranks]
   std::atomic<uint64_t>* gone;   // [ranks] World.gone
+  // Of GPUs that do not promise the order of what NICs write; null: there is nothing to flush.
+  int (*enter)(void*);
+  void* context;
+  int (*flush)(int target, int scope);
   Count counts[kFlags][cd::kNetRanks][kWindow];
 
   std::atomic<uint64_t>& at(uint32_t flag, int rank) {
     return words[uint64_t(flag) * uint64_t(ranks) + uint64_t(rank)];
   }
 };
+
+// Makes what NICs have written visible to this GPU's kernels. False: the GPU is lost.
+bool flushed(const Words& w) {
+  constexpr int kCurrentContext = 0, kToOwner = 100;  // of the driver's enumerations
+  return !w.flush || (w.enter(w.context) == 0 && w.flush(kCurrentContext, kToOwner) == 0);
+}
 
 void arrived(Words& w, int rank, uint32_t imm) {
   const uint32_t flag = imm >> 28, low = imm & ((1u << kSeqBits) - 1);
@@ -53,8 +63,9 @@ void arrived(Words& w, int rank, uint32_t imm) {
   Count& count = counts[(now + uint64_t(ahead)) % kWindow];
   ++count.come;
   count.of = uint16_t(parts);
+  const uint64_t before = now;
   for (Count* next; next = &counts[(now + 1) % kWindow], next->of && next->come == next->of; ++now) *next = {};
-  word.store(now, std::memory_order_release);
+  if (now != before && flushed(w)) word.store(now, std::memory_order_release);
 }
 
 void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value) {
@@ -91,6 +102,11 @@ CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* gone) {
   w->words = reinterpret_cast<std::atomic<uint64_t>*>(words);
   w->gone = reinterpret_cast<std::atomic<uint64_t>*>(gone);
   return w;
+}
+CD_API void cd_boxes_flush(Words* w, int (*enter)(void*), void* context, int (*flush)(int, int)) {
+  w->enter = enter;
+  w->context = context;
+  w->flush = flush;
 }
 CD_API cd::NetHandler cd_boxes_handler() { return &on_network; }
 // All ranks go on from these numbers: what has come of other operations counts no more.

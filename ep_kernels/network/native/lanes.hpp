@@ -1,0 +1,212 @@
+// What providers with connections of their own share: `verbs`, `libfabric`.
+//
+// A lane begins on its TCP connection: each end sends a card, connects by the other's, says that it is ready, and
+// writes when the other is. Its end is the end of the TCP connection, or an error. A new connection is a new lane, with
+// a queue pair or an endpoint of its own, so nothing of an earlier one comes to it.
+//
+// Flow control: an immediate takes a posted receive of the peer, which refuses it if there is none. So a lane has at
+// most `depth` writes out that the peer has not said to have received and to have posted receives for anew. It says so
+// after each half of them.
+#pragma once
+#include <errno.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "exchange.hpp"
+#include "provider.hpp"
+#include "ring.hpp"
+
+namespace cd {
+
+struct Window {
+  uint32_t written = 0, granted = 0;  // writes so far; how many of them the peer has receives for
+  uint32_t consumed = 0, told = 0;    // the other direction
+
+  bool is_full() const { return written == granted; }
+  // The peer has received so many. What it says may come out of order.
+  void grant(uint32_t received, uint32_t depth) {
+    if (int32_t(received + depth - granted) > 0) granted = received + depth;
+  }
+  bool owes(int depth) const { return consumed - told >= uint32_t(depth / 2); }
+};
+
+template <typename CardOf>
+struct LaneOf {
+  using Card = CardOf;
+  Exchange<Card> exchange;
+  Card peer{};
+  Window window;
+  uint32_t out = 0;    // writes posted, not completed
+  bool is_up = false;  // the peer is ready
+  int error = 0;       // it has failed; told in `advance`
+};
+
+// `Self` has:
+//   const char* name() const;
+//   bool begin();                               // false: `about_` says why
+//   void end();                                 // no lane is left
+//   bool is_alive();                            // before a lane is made; false: errno, `about_`
+//   bool make(int peer, int lane, Lane&, Card*);  // false: errno, `about_`
+//   int to_peer(int peer, int lane, Lane&);     // by the peer's card; 0 or an errno, `why_`
+//   int post(int peer, int lane, Lane&, const Write&);  // 0, EAGAIN: later, or an errno
+//   void drain(int peer, int lane);             // takes all that has come until now
+//   void shut(Lane&);                           // of what it has out nothing is read any more
+//   const char* words(int error) const;
+template <typename Self, typename LaneType>
+class Lanes : public Provider {
+ public:
+  using Lane = LaneType;
+
+  explicit Lanes(const NetSettings& settings) : settings_(settings) {}
+
+  bool open(const Sink& sink, const NetMemory& memory, int epoll_fd, uint64_t tag) override {
+    sink_ = sink;
+    memory_ = memory;
+    epoll_fd_ = epoll_fd;
+    tag_ = tag;
+    if (self().begin()) return true;
+    self().end();
+    return false;
+  }
+
+  bool connect(int peer, int lane, int fd, uint64_t tag) override {
+    if (!self().is_alive()) return false;
+    Lane*& l = lanes_[peer][lane];
+    drop(peer, l, true);
+    void* memory = malloc(sizeof(Lane));
+    if (!memory) return errno = ENOMEM, false;
+    l = new (memory) Lane;
+    typename Lane::Card card{};
+    if (self().make(peer, lane, *l, &card) && l->exchange.begin(epoll_fd_, fd, tag, card)) return true;
+    const int error = errno;
+    drop(peer, l, false);
+    errno = error ? error : EIO;
+    return false;
+  }
+
+  bool write(int peer, int lane, const Write& w) override {
+    Lane* l = lanes_[peer][lane];
+    if (!l || l->error) {
+      sink_.sent(sink_.owner, peer);
+      return true;
+    }
+    if (!l->is_up || l->window.is_full()) return false;
+    const int error = w.to + w.bytes > l->peer.bytes ? EPROTO : self().post(peer, lane, *l, w);
+    if (error == EAGAIN) return false;
+    if (error) {
+      why_.say("%s: a write of %u bytes cannot be posted: %s", self().name(), w.bytes, self().words(error));
+      fail(peer, *l, error);
+      sink_.sent(sink_.owner, peer);
+      return true;
+    }
+    ++l->out;
+    ++l->window.written;
+    return true;
+  }
+
+  void disconnect(int peer) override {
+    for (Lane*& l : lanes_[peer]) drop(peer, l, true);
+  }
+  int release(int peer, int* fds) override {
+    int n = 0;
+    for (Lane*& l : lanes_[peer]) {
+      if (l && l->exchange.fd >= 0) fds[n++] = l->exchange.fd;
+      drop(peer, l, false);
+    }
+    return n;
+  }
+  void close() override {
+    for (int peer = 0; peer < kNetRanks; ++peer) disconnect(peer);
+    self().end();
+    free(this);
+  }
+  // The lanes' descriptors are what peers watch.
+  void forsake() override {
+    for (auto& lanes : lanes_) {
+      for (Lane* l : lanes) {
+        if (l && l->exchange.fd >= 0) ::close(l->exchange.fd);
+        free(l);
+      }
+    }
+    free(this);
+  }
+  const char* about() const override { return about_.at; }
+
+ protected:
+  Self& self() { return *static_cast<Self*>(this); }
+
+  // `why_` says more.
+  void fail(int peer, Lane& l, int error) {
+    if (!l.error) l.error = error;
+    failed_ |= 1ull << peer;
+  }
+
+  // Drops the lanes that have failed, and tells of them.
+  void tell() {
+    for (; failed_; failed_ &= failed_ - 1) {
+      const int peer = __builtin_ctzll(failed_);
+      for (Lane*& l : lanes_[peer]) {
+        const int error = l ? l->error : 0;
+        if (!error) continue;
+        drop(peer, l, true);
+        sink_.ended(sink_.owner, peer, error, why_.at);
+      }
+    }
+  }
+
+  // What the lane's TCP connection brings.
+  void hear(int peer, int lane) {
+    Lane* l = lanes_[peer][lane];
+    if (!l || l->exchange.fd < 0) return;
+    int error = 0;
+    for (;;) {
+      const Heard heard = l->exchange.hear();
+      if (heard == Heard::nothing) return;
+      if (heard == Heard::ready) l->is_up = true;
+      if (heard == Heard::card) error = meet(peer, lane, *l);
+      if (heard == Heard::end) error = l->exchange.error;
+      if (heard == Heard::end || error) break;
+    }
+    self().drain(peer, lane);  // what the peer had sent comes before its end
+    if (lanes_[peer][lane] != l || l->error) return;  // told in `advance`
+    drop(peer, lanes_[peer][lane], true);
+    sink_.ended(sink_.owner, peer, error, error ? why_.at : nullptr);
+  }
+
+  void drop(int peer, Lane*& l, bool close_fd) {
+    Lane* gone = l;
+    l = nullptr;
+    if (!gone) return;
+    gone->exchange.end(epoll_fd_, close_fd);
+    self().shut(*gone);
+    for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
+    free(gone);
+  }
+
+  NetSettings settings_;
+  Sink sink_{};
+  NetMemory memory_{};
+  int epoll_fd_ = -1;
+  uint64_t tag_ = 0;
+  Lane* lanes_[kNetRanks][kMaxLanes] = {};
+  uint64_t failed_ = 0;  // bit per peer with a lane that is to be told of
+  Text about_, why_;
+
+ private:
+  // The peer's card is here. 0 or an errno.
+  int meet(int peer, int lane, Lane& l) {
+    memcpy(&l.peer, l.exchange.words, sizeof l.peer);
+    if (const int error = self().to_peer(peer, lane, l)) return error;
+    l.window.grant(0, l.peer.depth);
+    why_.say("%s: the peer closed while it was being connected", self().name());
+    if (!l.exchange.say_ready()) return ECONNRESET;
+    why_ = {};
+    return 0;
+  }
+};
+
+}  // namespace cd

@@ -1,0 +1,113 @@
+"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ep_kernels.errors import TransportError
+
+_NORESERVE = 0x4000
+"""Linux: memory is counted when touched. Boxes of ranks that are mapped never are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """How the proxy makes what a NIC has written to a GPU visible to its kernels, by addresses of C functions.
+
+    Attributes:
+        enter: int (*)(void* context), of the thread; 0 = done.
+        context: of the GPU.
+        run: int (*)(int target, int scope); 0 = done.
+    """
+
+    enter: int
+    context: int
+    run: int
+
+
+class Boxes(Protocol):
+    """Memory of boxes.
+
+    Attributes:
+        is_device: it is a GPU's, and NICs reach it.
+        flush: None: what has come is visible.
+    """
+
+    is_device: bool
+    flush: Flush | None
+
+    def reserve(self, num_bytes: int) -> int:
+        """Once: that many addresses, the first of them. Raises TransportError."""
+
+    def take(self, address: int, num_bytes: int) -> int:
+        """Make a part of them memory of zeros that kernels reach. Descriptor of its dma-buf, or -1: there is none.
+        Raises TransportError."""
+
+    def close(self) -> None:
+        """Once no kernel and no network uses it. Idempotent."""
+
+    def forsake(self) -> None:
+        """In a forked child: give back its copies of descriptors."""
+
+
+class PinnedBoxes:
+    """In host memory, which the proxy reads and writes, or a NIC.
+
+    Args:
+        register, unregister: make host memory reachable by the GPU, and give it back.
+    """
+
+    is_device = False
+    flush: Flush | None = None
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        self._register, self._unregister = register, unregister
+        self._taken: list[int] = []
+        self._memory: mmap.mmap | None = None
+
+    def reserve(self, num_bytes: int) -> int:
+        """See `Boxes`."""
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransportError(f"nvlink: no room for {num_bytes} bytes of addresses: {error}") from error
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def take(self, address: int, num_bytes: int) -> int:
+        """See `Boxes`."""
+        self._register(address, num_bytes)
+        self._taken.append(address)
+        return -1
+
+    def close(self) -> None:
+        """See `Boxes`."""
+        while self._taken:
+            self._unregister(self._taken.pop())
+
+    def forsake(self) -> None:
+        """See `Boxes`."""
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Let the GPU reach host memory, at the same address. Raises TransportError."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, num_bytes, 0)
+    if int(status):
+        raise TransportError(
+            f"nvlink: {num_bytes} bytes of host memory for ranks of other hosts cannot be pinned (cudaHostRegister: "
+            f"{int(status)}); raise the limit of the container, or make max_tokens_per_rank smaller"
+        )
+
+
+def unpin(address: int) -> None:
+    """Once no kernel uses it."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)

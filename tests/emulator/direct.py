@@ -1,0 +1,108 @@
+"""An emulated GPU that NICs reach: boxes in files in memory, whose descriptors stand for dma-bufs."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from ep_kernels.errors import TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.transports.nvlink import gpu_direct
+from ep_kernels.transports.nvlink.boxes import Boxes, Flush, PinnedBoxes
+from ep_kernels.transports.nvlink.gpu_direct import Chosen, Way
+from tests import fake_verbs
+from tests.emulator.machine import Emulated
+
+_MAP_FIXED = 0x10
+_NOT = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class FileBoxes:
+    """See `Boxes`."""
+
+    is_device = True
+
+    def __init__(self, way: Way, flush: Flush | None) -> None:
+        self.flush = flush
+        self._way, self._reserved = way, (0, 0)
+        self._taken, self._descriptors = list[int](), list[int]()
+
+    def reserve(self, num_bytes: int) -> int:
+        """See `Boxes`."""
+        address = _libc.mmap(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        assert address != _NOT
+        self._reserved = (address, num_bytes)
+        return int(address)
+
+    def take(self, address: int, num_bytes: int) -> int:
+        """See `Boxes`."""
+        fd = os.memfd_create("box")
+        os.ftruncate(fd, num_bytes)
+        self._descriptors.append(fd)
+        assert (
+            _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+            == address
+        )
+        fake_verbs.load().device(address, num_bytes)
+        self._taken.append(address)
+        return fd if self._way is Way.DMA_BUF else -1
+
+    def close(self) -> None:
+        """See `Boxes`."""
+        self.forsake()
+        while self._taken:
+            fake_verbs.load().no_device(self._taken.pop())
+        if self._reserved[1]:
+            _libc.munmap(*self._reserved)
+        self._reserved = (0, 0)
+
+    def forsake(self) -> None:
+        """See `Boxes`."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class DirectGpu:
+    """See `gpu_direct.GpuMemory`.
+
+    Args:
+        flush: what it asks for; None: it promises the order of writes.
+        refuses: why NICs cannot write to it; "": they can.
+    """
+
+    def __init__(self, flush: Flush | None = None, refuses: str = "") -> None:
+        self._flush, self._refuses = flush, refuses
+
+    def order(self) -> tuple[Flush | None, str]:
+        """See `GpuMemory`."""
+        if self._refuses:
+            raise TransportError(self._refuses)
+        return self._flush, "in order" if self._flush is None else "flushed"
+
+    def boxes(self, way: Way, flush: Flush | None) -> Boxes:
+        """See `GpuMemory`."""
+        return PinnedBoxes(lambda *_: None, lambda _: None) if way is Way.STAGED else FileBoxes(way, flush)
+
+
+class Direct(Emulated):
+    """A machine whose GPU is that one.
+
+    Attributes:
+        chosen: for each rank.
+    """
+
+    def __init__(self, flush: Flush | None = None) -> None:
+        super().__init__()
+        self._gpu = DirectGpu(flush)
+        self.chosen: list[Chosen] = []
+
+    def boxes(self, network: NetworkConfig, rank: int) -> Boxes:
+        """See `Machine`."""
+        boxes, chosen = gpu_direct.choose(network, rank, self._gpu)
+        self.chosen.append(chosen)
+        return boxes

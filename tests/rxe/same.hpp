@@ -1,0 +1,6 @@
+// Whether a declaration of ours is a library's.
+#pragma once
+#include <cstddef>
+
+#define SAME_SIZE(a, b) static_assert(sizeof(a) == sizeof(b), #a)
+#define SAME_PLACE(a, m, b, n) static_assert(offsetof(a, m) == offsetof(b, n), #a "." #m)
