@@ -49,7 +49,7 @@ class Collective(ctypes.Structure):
         + _fields(c_int32, "type zero_copy")
         + _fields(c_int64, "tag")
         + _fields(c_uint64, "seq")
-        + _fields(c_int64, "start_ns send_ns inside_ns slices stride_bytes chunk_bytes rounds round staged")
+        + _fields(c_int64, "start_ns send_ns receive_ns inside_ns slices stride_bytes chunk_bytes rounds round staged")
         + _fields(c_uint64, "missing")
         + _fields(c_int64, "started looked began")
         + _fields(c_int32, "phase status")
