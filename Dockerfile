@@ -101,11 +101,12 @@ LABEL org.opencontainers.image.title="crossdock-worker" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# What providers of the network load where a pod has RDMA devices.
+# What providers of the network load where a pod has RDMA devices, and what Triton compiles its launchers with, which
+# multiply quantised experts on GPUs.
 USER 0:0
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends ibverbs-providers libfabric1 libibverbs1 \
+ && apt-get install --yes --no-install-recommends gcc ibverbs-providers libc6-dev libfabric1 libibverbs1 libpython3-dev \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old
 USER 10001:10001
 COPY --from=worker-dependencies /app /app

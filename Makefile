@@ -35,7 +35,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network chaos attack soak test-observability bench-overhead bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -60,6 +60,9 @@ test-hosts: $(DEV) ## Groups over several hosts: the contract suite in every spl
 
 test-families: $(DEV) ## Every MoE family of the installed transformers: equal tokens with its experts served (minutes)
 	$(PY) -m pytest -q tests/services/test_families.py --all-families $(ARGS)
+
+test-layer: $(DEV) ## A layer of DeepSeek-V3 in fp8, 256 experts of 7168 x 2048, served by 4 ranks here (23 GB of memory and disk)
+	$(PY) -m pytest -q -s tests/services/test_fp8_layer.py --whole-layer $(ARGS)
 
 test-rxe: $(DEV) ## RDMA in a QEMU guest with Soft-RoCE: bytes, faults, yardsticks of verbs and libfabric (ARGS="-k bytes")
 	$(PY) -m pytest -q -rs tests/rxe --rxe --rxe-out docs/results/$$(date +%F)-rxe $(ARGS)
@@ -119,6 +122,9 @@ bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside g
 
 bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
 	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
+
+bench-service: $(DEV) ## Measure the expert service beside its experts in one process and a bare gRPC echo; csv and run.json
+	$(PY) -m benchmarks.service --out docs/results/$$(date +%F)-service $(ARGS)
 
 bench-network: $(DEV) ## Measure ring, proxy and providers on the loop-back device, and gloo beside them; table, csv and run.json
 	$(PY) -m benchmarks.network --out docs/results/$$(date +%F)-network $(ARGS)

@@ -77,7 +77,7 @@ class Alone(NvlinkCollectives):
 def lonely(ranks: int) -> Collectives:
     """Collectives whose other ranks are fakes."""
     group = PaperGroup(0, ranks)
-    config = CollectiveConfig(group=group, transport="nvlink", pool_bytes=64 << 20, staging_bytes=1 << 20)
+    config = CollectiveConfig(group=group, transport="nvlink", pool_bytes=64 << 20, staging_bytes=16 << 20)
     transport = Alone(config)
     transport.import_regions([transport.allocate()])
     with mock.patch.object(collectives, "establish", return_value=transport):

@@ -71,11 +71,25 @@ def follow(
     inactive = [rank for rank, alive in enumerate(active) if not alive]
     columns = sum(w.shape[1] for w in weights) if gathered.is_cuda else 0
     for group in _grouped(itertools.chain(pending.shards(), [inactive]), group_sizes(size - len(inactive), columns)):
-        for first, last in _runs(group):
-            part = slice(first * rows, last * rows)
-            for y, w in zip(ys, weights, strict=True):
-                torch.mm(gathered[part], w, out=y[part])
+        runs = list(_runs(group))
+        for y, w in zip(ys, weights, strict=True):
+            _multiply(gathered, w, y, [(first * rows, last * rows) for first, last in runs])
     return ys
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, runs: Sequence[tuple[int, int]]) -> None:
+    """Rows [first, last) of y for each run; two runs of one length, as where ranks wrap around, by one product."""
+    if len(runs) == 2 and runs[0][1] - runs[0][0] == runs[1][1] - runs[1][0]:
+        (first, last), (second, _) = runs
+        both = [
+            t.as_strided((2, last - first, t.shape[1]), ((second - first) * t.shape[1], t.shape[1], 1),
+                         t.storage_offset() + first * t.shape[1])
+            for t in (x, y)
+        ]  # fmt: skip
+        torch.bmm(both[0], w.expand(2, *w.shape), out=both[1])
+        return
+    for first, last in runs:
+        torch.mm(x[first:last], w, out=y[first:last])
 
 
 def _grouped(arrivals: Iterable[list[int]], sizes: Iterable[int]) -> Iterator[list[int]]:

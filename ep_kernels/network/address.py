@@ -44,6 +44,12 @@ def advertised(config: NetworkConfig) -> Advertised:
     return Advertised(_LOOPBACK, "no interface but loopback has an address: this host alone")
 
 
+def source_of(config: NetworkConfig) -> str:
+    """The address from which this host dials: of the first of network.devices that has one; "": any."""
+    devices = config.devices if config.carrier == "tcp" else ()
+    return next(filter(None, map(address_of, devices)), "")
+
+
 def address_of(device: str) -> str:
     """IPv4 address of an interface; "" if it has none, or there is none of this name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

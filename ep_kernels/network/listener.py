@@ -7,6 +7,7 @@ Whatever a stranger sends, at most HELLO_BYTES + PROOF_BYTES of it are read.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import selectors
 import socket
@@ -19,6 +20,8 @@ from ep_kernels.errors import TransportError
 from ep_kernels.network import handshake
 from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.network_config import split
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 MOST_STRANGERS = 256
@@ -58,7 +61,7 @@ class Listener:
 
     Attributes:
         address: (host, port) as bound.
-        refused: connections that were closed because they were no member's, by reason.
+        refused: connections that were closed because they were no member's, by reason; logged at 1, 10, 100, ...
 
     Raises:
         TransportError: the port cannot be listened on.
@@ -202,7 +205,9 @@ class Listener:
         self._count(why)
 
     def _count(self, why: str) -> None:
-        self.refused[why] = self.refused.get(why, 0) + 1
+        number = self.refused[why] = self.refused.get(why, 0) + 1
+        if str(number).strip("0") == "1":  # 1, 10, 100, ...: a scanner must not fill the log
+            log.warning("data port %s:%d: refused %d connections: %s", *self.address, number, why)
 
     def _forget(self, stranger: _Stranger) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ep_kernels.errors import ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
-from ep_kernels.network.address import advertised
+from ep_kernels.network.address import advertised, source_of
 from ep_kernels.network.greeting import NetworkTicket, greet, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Door, Listener
@@ -345,17 +345,16 @@ class Channel:
 
     def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
         place, refused = (ticket.address, ticket.port), 0
-        config = self._network.config
-        source = (self._network.address, 0) if config.devices and config.carrier == "tcp" else None
-        lanes, began = config.lanes, time.monotonic()
+        config, own = self._network.config, source_of(self._network.config)
+        source, lanes, began = (own, 0) if own else None, config.lanes, time.monotonic()
         while True:
             left = until - time.monotonic()
             self._require_open()
             try:
                 connection = socket.create_connection(place, max(0.001, left), source)
-            except OSError as error:
-                if left <= _RETRY_S:
-                    why = error.strerror or str(error)
+            except (OSError, UnicodeError, OverflowError) as error:  # of a name or a port that cannot be
+                if left <= _RETRY_S or not isinstance(error, OSError):
+                    why = getattr(error, "strerror", None) or str(error)
                     text = (
                         f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
                         "or set network.advertise on that rank to an address of it"

@@ -121,7 +121,7 @@ def resolved(
     known = {name for nic in facts.nics for name in (nic.device, nic.name)}
     if by_libfabric and (not known or not known.issuperset(devices)):  # as cxi0 of Slingshot
         return config, None
-    choice = nic_of_rank(facts, gpu, local_rank, devices)
+    choice = nic_of_rank(facts, gpu, local_rank, devices, -1 if by_libfabric else config.gid_index)
     device = choice.nic.device
     named = (device, device + _OF_LIBFABRIC) if by_libfabric else (f"{device}:{choice.nic.port}",)
     return msgspec.structs.replace(config, devices=named), choice

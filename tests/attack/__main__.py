@@ -33,6 +33,7 @@ from benchmarks import facts
 from crossdock.common import rpc
 from crossdock.protocol.v1 import expert_pb2_grpc
 from tests.attack.attacks import ATTACKS, Attack
+from tests.attack.buffers import request_buffers
 from tests.attack.rogue import tickets
 from tests.attack.scene import NUM_WORKERS, Meter, Scene
 from tests.attack.witness import Witness
@@ -74,7 +75,10 @@ class Row:
     trouble: str
 
 
-EVERYTHING = ATTACKS | {"false tickets": Attack(tickets, kills=True, mtls=False, short=True)}
+EVERYTHING = ATTACKS | {
+    "request buffers": Attack(request_buffers, short=True),
+    "false tickets": Attack(tickets, kills=True, mtls=False, short=True),
+}
 
 
 def measure(scene: Scene, witness: Witness, name: str, attack: Attack) -> Row:

@@ -34,7 +34,7 @@ def join() -> Iterator[Joined]:
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", [*MODES, Mode.AUTO])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (3, 3), (5, 2), (2, 1)])
 def test_routing(size: int, nodes: int, mode: Mode, layout: Layout, join: Joined) -> None:
     """Hosts of equal size, of one rank each, of unequal size; a network that nobody needs."""

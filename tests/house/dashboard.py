@@ -116,7 +116,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             meaning="Including queueing.",
         ),
         Panel("Time in the queue", "s", _quantiles("crossdock_queue_duration_seconds")),
-        Panel("Open streams", "none", (("crossdock_open_streams{}", "{{instance}}"),)),
+        Panel(
+            "Open streams and request buffers",
+            "none",
+            (
+                ("crossdock_open_streams{}", "{{instance}} streams"),
+                ("crossdock_open_request_buffers{}", "{{instance}} buffers"),
+            ),
+        ),
+        Panel("Shared with clients", "bytes", (("crossdock_shared_bytes{}", "{{instance}}"),)),
         Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
         Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
         Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),

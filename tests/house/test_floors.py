@@ -10,12 +10,16 @@ import pytest
 
 from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_files
 
+WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "request_buffer", "tensor_messages")}
+"""Messages with tensors."""
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
     "ep_kernels.tools": {"ep_kernels"},
     "crossdock.protocol": set(),
     "crossdock.protocol.v1": set(),
     "crossdock.protocol.wire": {"crossdock.protocol.v1"},
+    "crossdock.protocol.request_buffer": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
+    "crossdock.protocol.tensor_messages": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
     "crossdock.common": {"crossdock.protocol.v1"},
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},
@@ -24,12 +28,11 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.worker": {
         "crossdock.worker.families",
         "crossdock.common",
-        "crossdock.protocol.v1",
-        "crossdock.protocol.wire",
+        *WIRE,
         "crossdock.topo.facts",
         "ep_kernels",
     },
-    "crossdock.client": {"crossdock.common", "crossdock.protocol.v1", "crossdock.protocol.wire", "ep_kernels"},
+    "crossdock.client": {"crossdock.common", *WIRE, "ep_kernels"},
     "crossdock.deep_ep": {"crossdock.common", "ep_kernels"},
     "crossdock.vllm_plugin": {"crossdock.common", "crossdock.deep_ep", "ep_kernels"},
     "crossdock.tune": {"crossdock.common", "ep_kernels"},
@@ -63,7 +66,7 @@ ANYTHING = (
 RESERVED: dict[str, set[str]] = {
     "torch": {
         "ep_kernels",
-        "crossdock.protocol.wire",
+        *WIRE - {"crossdock.protocol.v1"},
         "crossdock.worker",
         "crossdock.client",
         "crossdock.demo",
@@ -76,7 +79,8 @@ RESERVED: dict[str, set[str]] = {
     },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo"},
-    "transformers": {"crossdock.client", "crossdock.demo"},
+    "triton": {"crossdock.worker"},
+    "transformers": {"crossdock.client", "crossdock.demo", "benchmarks"},
     "vllm": {"crossdock.vllm_plugin", "benchmarks.vllm"},
     "grpc": {
         "crossdock.common",
@@ -85,6 +89,7 @@ RESERVED: dict[str, set[str]] = {
         "crossdock.worker",
         "crossdock.client",
         "crossdock.host",
+        "benchmarks",
     },
     "prometheus_client": {"crossdock.common", "crossdock.demo"},
     "typer": {"crossdock.cli"},

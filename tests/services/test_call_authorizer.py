@@ -284,7 +284,7 @@ async def test_a_stream_in_use_outlives_its_connections(monkeypatch: pytest.Monk
         connections = set()
         until = time.monotonic() + 2.0
         while time.monotonic() < until:
-            connections.add((await stream.forward(expert_pb2.ForwardRequest(), 15.0)).timing.steps)
+            connections.add((await stream.forward(expert_pb2.ForwardRequest(), {}, 15.0)).message.timing.steps)
             await asyncio.sleep(0.01)
         await stream.close()
     assert len(connections) > 2

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdock import client as public
-from crossdock.client import AsyncClient, Client, client, directory, stream
+from crossdock.client import AsyncClient, Client, client, directory, shares, stream
 from crossdock.client import errors as tree
 from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
@@ -101,7 +101,7 @@ def test_a_big_batch_is_spread_and_a_small_one_is_not(control: FakeControl, work
 
 
 def test_a_huge_share_travels_in_pieces(monkeypatch: pytest.MonkeyPatch, workers: list[FakeWorker]) -> None:
-    monkeypatch.setattr(client, "REQUEST_BYTES", (8 * 4 + 2 * 8 + 2 * 4) * 10)  # x, ids and weights
+    monkeypatch.setattr(shares, "REQUEST_BYTES", (8 * 4 + 2 * 8 + 2 * 4) * 10)  # x, ids and weights
     x, ids, weights = _batch(25)
     with Client(workers[0].address) as service:
         assert torch.equal(service.forward(2, x, ids, weights), x + 2)
@@ -577,7 +577,7 @@ def test_a_call_that_races_with_close_does_not_hang(workers: list[FakeWorker], m
 
 async def test_hanging_up_at_once_tells_whoever_has_just_asked() -> None:
     stream = WorkerStream("127.0.0.1:1", 3, 1, 1 << 20)
-    asking = asyncio.create_task(stream.forward(expert_pb2.ForwardRequest(), 60))
+    asking = asyncio.create_task(stream.forward(expert_pb2.ForwardRequest(), {}, 60))
     await asyncio.sleep(0)  # the request is pending now, and the reader has not begun
     await stream.close()
     with pytest.raises(public.Unavailable, match="rank 3"):

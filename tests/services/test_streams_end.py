@@ -17,15 +17,17 @@ import pytest
 import torch
 
 from crossdock.common import rpc
+from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import service as service_module
 from crossdock.worker.admission import RequestValidator
+from crossdock.worker.backend import Backend
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
-from crossdock.worker.service import Backend, ExpertService
+from crossdock.worker.service import ExpertService
 from crossdock.worker.work import Done, Failure, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
@@ -40,7 +42,7 @@ def service_of(
     write_model(folder)
     validator = RequestValidator(Checkpoint.open(folder).spec, torch.float32)
     config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
-    backend = Backend(config, validator, engine, telemetry, Budget(max_bytes_per_client, 64 << 20))
+    backend = Backend(config, validator, engine, telemetry, Budget(max_bytes_per_client, 64 << 20), RateLimiter(0))
 
     async def drain() -> None:
         raise AssertionError("nobody asks for it")

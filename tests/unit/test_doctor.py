@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from crossdock.cli import app as cli
 from crossdock.common.config import ConfigFileError
-from crossdock.doctor import hardware, reach, run, system, trial
+from crossdock.doctor import hardware, rank, reach, run, system, trial
 from crossdock.doctor.findings import Finding, Level
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
@@ -212,8 +212,17 @@ def test_a_rank_that_fails_is_named() -> None:
     assert found["cpu-pass"].what == "rank 0: PeerTimeout: rank 1; rank 1: no answer before the deadline"
 
 
+def test_an_answer_of_another_version_is_a_finding() -> None:
+    for other in ({"rank": 1}, {"rank": 1, "steps": {}}, {"rank": 1, "steps": {"latency": {}}}):
+        found = bad(trial.judge_trial("cpu", [answer(0), other], 0.0, name="network"))
+        assert "rank 1: an answer without steps" in found["network-pass"].what
+    assert {step.name for steps in rank.STEPS.values() for step in steps} == trial.STEP_NAMES
+
+
 def test_a_rank_that_dies_or_hangs_does_not_hang_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for script, said in (("exit 7", "exit status 7"), ("sleep 60", "no answer before the deadline")):
+    half = 'echo "{\\"rank\\": 0, \\"st"; exit 9'
+    late = "no answer before the deadline"
+    for script, said in (("exit 7", "exit status 7"), ("sleep 60", late), (half, "exit status 9")):
         program = tmp_path / "rank"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
@@ -261,6 +270,14 @@ def test_it_is_shown_with_cause_and_cure() -> None:
     assert out.getvalue().splitlines()[-1] == "1 good, 1 warn"
     assert (run.exit_code(findings, strict=False), run.exit_code(findings, strict=True)) == (0, 1)
     assert run.as_dict(findings, strict=True)["ok"] is False
+
+
+def test_what_another_host_says_moves_no_cursor() -> None:
+    answers = [{"rank": 0, "failed": "x\x1b[2J\x9b1A"}, {"rank": 1, "failed": "y"}]
+    out = io.StringIO()
+    run.show(trial.judge_trial("cpu", answers, 0.0, name="network"), Console(file=out, width=100))
+    assert "x\\u001b[2J" in out.getvalue()
+    assert all(line.isprintable() for line in out.getvalue().splitlines())
 
 
 def test_a_real_pass_on_this_host() -> None:

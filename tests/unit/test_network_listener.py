@@ -88,6 +88,16 @@ def test_garbage(port: Port) -> None:
     port.counted("no hello")
 
 
+def test_refused_connections_are_logged_and_do_not_fill_the_log(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(12):
+        with port.dial() as connection:
+            connection.sendall(b"\x1b" * handshake.HELLO_BYTES)
+            assert is_closed(connection)
+    port.counted("no hello", 12)
+    where = "{}:{}".format(*port.listener.address)
+    assert caplog.messages == [f"data port {where}: refused {number} connections: no hello" for number in (1, 10)]
+
+
 @pytest.mark.parametrize("said", [0, 1, handshake.HELLO_BYTES - 1])
 def test_silence_ends(port: Port, said: int) -> None:
     begun = time.monotonic()
@@ -236,6 +246,23 @@ def test_a_peer_that_is_not_there_is_named() -> None:
             one.channel.connect({1: ticket}, 0.3)
         assert "rank 1" in str(error.value)
         assert f"127.0.0.1:{ticket.port}" in str(error.value)
+
+
+def test_an_address_that_cannot_be_is_named_at_once() -> None:
+    """As network.advertise of another rank may be."""
+    with End(0) as one:
+        begun, name = time.monotonic(), "a" * 70
+        with pytest.raises(TransportError, match=f"{name}:1 is not reached .*label too long"):
+            one.channel.connect({1: NetworkTicket("tcp", name, 1, 5, SECRET.hex())}, WAIT_S)
+        assert time.monotonic() - begun < WAIT_S / 2
+
+
+def test_a_rank_behind_an_address_of_another_machine_dials_from_its_own() -> None:
+    """As behind NAT: what it advertises is no address that it could bind."""
+    with End(0, devices=("lo",), advertise="192.0.2.7") as one, End(1) as two:
+        assert one.ticket().address == "192.0.2.7"
+        one.channel.connect({1: two.ticket()}, 5.0)
+        assert one.channel.up() == 2
 
 
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:

@@ -29,6 +29,7 @@ class Rail(msgspec.Struct, frozen=True):
 
     provider: str
     devices: tuple[str, ...] = ()
+    gid_index: int = -1
 
 
 def facts_of(host: Host, folder: Path) -> HostFacts:
@@ -170,6 +171,29 @@ def test_devices_are_named_as_the_provider_names_them(
         assert resolved(given, facts.gpus[2].pci_address, 2, facts) == (untouched, None)
     slingshot: Any = Rail("libfabric(cxi)")
     assert resolved(slingshot, "", 0, facts_of(no_gpu(), tmp_path)) == (slingshot, None)
+
+
+def test_the_configured_gid_is_the_one_that_is_announced(tmp_path: Path) -> None:
+    """In the log, and by the doctor: the provider takes no other, and refuses one that is not there."""
+    facts = facts_of(pcie_box(), tmp_path)
+    nic = facts.nics[0]
+    gids = tuple(Gid(index, "RoCE v2", IPV4, "") for index in range(4))
+    facts = replace(facts, nics=(replace(nic, gids=gids),))
+    given: Any = Rail("verbs", (), 3)
+    _, choice = resolved(given, facts.gpus[0].pci_address, 0, facts)
+    assert choice is not None
+    assert choice.gid is not None
+    assert (choice.gid.index, choice.gid_why) == (3, "network.gid_index")
+    assert "GID 3 " in next(iter(rdma.judge_nics(facts, ALLOWED, (), 3))).what
+    (missing,) = rdma.judge_nics(facts, ALLOWED, (), 9)
+    assert (missing.level, "expected an entry of" in missing.what) == (Level.FAIL, True)
+    ignored: Any = Rail("libfabric", (), 9)
+    assert resolved(ignored, facts.gpus[0].pci_address, 0, facts)[1] is not None
+    config = data_network.WorkerNetworkConfig
+    providers = "verbs", "shuffle(verbs)", "libfabric(verbs)", "tcp"
+    chosen = [config(provider=provider, gid_index=3) for provider in providers]
+    assert [data_port.rdma_gid_index(one) for one in chosen] == [3, 3, -1, -1]
+    assert data_port.rdma_gid_index(None) == -1
 
 
 def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:

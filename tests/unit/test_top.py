@@ -7,9 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
-from crossdock.cli import status
+from crossdock.cli import status, top
 from crossdock.cli.latency_view import waits
 from crossdock.cli.top import as_dict, as_screen
+from crossdock.common.rpc import Unavailable
 from crossdock.protocol.v1 import control_pb2 as pb
 
 
@@ -78,6 +79,26 @@ def test_the_screen_has_a_row_per_rank_twice_and_the_verdict() -> None:
     assert heat[0] == ["rank", "0", ".", "42", "1", "1"]
     assert heat[1] == ["rank", "1", "1", ".", "1", "1"]
     assert "latency: rank 1 is slow: x (confidence 0.91, for 12 s); `crossdock drain 1` takes it out" in lines[-1]
+
+
+def test_a_control_plane_that_is_gone_for_a_while_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new leader, or a restart: the last view stays, with the reason, until there is another."""
+    answers = [view(), Unavailable("connection\x1b[2J refused"), view(2), KeyboardInterrupt()]
+
+    def fetch(*_: object) -> pb.GroupView:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    screen = Console(width=120, force_terminal=True, color_system=None)
+    monkeypatch.setattr(top, "fetch", fetch)
+    monkeypatch.setattr(top, "console", lambda: screen)
+    with screen.capture() as capture, pytest.raises(KeyboardInterrupt):
+        top.top(every_s=0.01)
+    shown = capture.get()
+    assert "no answer, this is the last view: connection\\u001b[2J refused" in shown
+    assert shown.index("4/4 ranks") < shown.index("no answer") < shown.index("2/2 ranks")
 
 
 def test_of_64_ranks_what_does_not_fit_is_named() -> None:

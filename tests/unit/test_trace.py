@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from crossdock.cli.clock_offsets import Offset, offsets
-from crossdock.cli.trace import LANES, clock_dict, clock_words, events, of_one_epoch
-from crossdock.common.rpc import InvalidArgument
+from crossdock.cli.trace import LANES, answers_of, clock_dict, clock_words, events, of_one_epoch
+from crossdock.common.rpc import InvalidArgument, Unavailable
+from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
 from crossdock.worker.operations import trace_of
 from ep_kernels import LatencySample
@@ -130,3 +131,19 @@ def test_what_a_worker_answers() -> None:
             trace_of(samples, TraceRequest(steps=steps), 1, 9)
     several: Mapping[int, Sequence[Operation]] = {0: found.operations, 1: found.operations}
     assert len(offsets(several)) == 2
+
+
+def test_a_rank_that_does_not_answer_hides_no_other() -> None:
+    members = [Member(rank=rank) for rank in range(3)]
+
+    def ask(member: Member) -> TraceResponse:
+        if member.rank == 1:
+            raise Unavailable("no answer within 10 s")
+        return TraceResponse(rank=member.rank)
+
+    answers, missing = answers_of(members, ask)
+    assert [answer.rank for answer in answers] == [0, 2]
+    assert missing == {"1": "no answer within 10 s"}
+    with pytest.raises(Unavailable):
+        answers_of(members[1:2], ask)
+    assert answers_of([], ask) == ([], {})

@@ -220,6 +220,22 @@ def test_words_name_what_was_found() -> None:
     assert set(latency.KINDS) == {one.kind for one in cases.values()}
 
 
+def test_hosts_are_named_as_people_know_them() -> None:
+    """A memory domain is made of the host's boot id, unless it is configured."""
+
+    def place(rank: int, hostname: str, domain: str) -> Any:
+        worker = SimpleNamespace(place=SimpleNamespace(memory_domain=domain, hostname=hostname))
+        return SimpleNamespace(rank=rank, worker=worker)
+
+    two = [place(0, "node-a", "9f1c/40/0"), place(1, "node-a", "9f1c/40/0"), place(2, "node-b", "77aa/40/0")]
+    assert latency.host_names(two) == {0: "node-a", 1: "node-a", 2: "node-b"}
+    pods = [place(0, "node-a", "9f1c/40/0"), place(1, "node-a", "9f1c/41/0"), place(2, "node-b", "77aa/40/0")]
+    assert latency.host_names(pods) == {0: "node-a (9f1c/40/0)", 1: "node-a (9f1c/41/0)", 2: "node-b"}
+    shared = [place(0, "pod-0", "d"), place(1, "pod-1", "d")]
+    assert latency.host_names(shared) == {0: "pod-0", 1: "pod-0"}
+    assert latency.host_names([place(0, "alone", "")]) == {0: "alone"}
+
+
 def test_reports_add_up() -> None:
     total = pb.LatencyReport()
     for one in (report(), report(), report(hot_expert=9, hot_rows=1)):
@@ -245,6 +261,21 @@ def test_the_largest_reports_that_are_accepted_add_up() -> None:
             watch.record(group, beat, 1.0)
     watch.tick(group, 10.0)
     assert watch.total("a").rows == latency.MAX_REPORTS * most
+
+
+def test_fields_that_are_not_known_are_not_kept() -> None:
+    """A megabyte of them in each of 256 reports of each member."""
+    group, watch = members(1), latency.LatencyWatch(ControlMetrics())
+    watch.tick(group, 0.0)
+    field_99 = b"\x9a\x06\x80\x80\x04" + b"x" * (1 << 16)
+    nested = pb.OperationLatency.FromString(pb.OperationLatency(op="combine").SerializeToString() + field_99)
+    large = pb.LatencyReport.FromString(report(operations=[nested]).SerializeToString() + field_99)
+    assert large.ByteSize() > 2 << 16
+    stats = pb.WorkerStats(latency=large)
+    watch.record(group, pb.HeartbeatRequest(worker=pb.WorkerId(uid="a"), epoch=3, stats=stats), 1.0)
+    ((_, kept),) = watch._reports["a"]
+    assert kept.ByteSize() < 1000
+    assert kept.steps == 5
 
 
 def test_views_add_reports_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

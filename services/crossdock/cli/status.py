@@ -60,7 +60,8 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    notes = [*left_out, *_ways(view), *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
+    ways = [*_ways(view), *_clients(view)]
+    notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 
@@ -111,6 +112,16 @@ def _ways(view: GroupView) -> list[Text]:
     return [Text(f"shared memory among ranks {shown}{between}", style="dim")]
 
 
+def _clients(view: GroupView) -> list[Text]:
+    """How requests come: through memory shared with clients of a worker's host, or gRPC streams."""
+    buffers, streams = (
+        sum(getattr(member.stats, name) for member in view.members) for name in ("request_buffers", "streams")
+    )
+    if not buffers and not streams:
+        return []
+    return [Text(f"clients: {buffers} request buffers (shared memory), {streams} gRPC streams", style="dim")]
+
+
 def _span(ranks: list[int]) -> str:
     whole = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
@@ -159,6 +170,8 @@ def _member(member: Member) -> dict[str, object]:
         "requests_total": stats.requests_total,
         "steps_total": stats.steps_total,
         "queued_requests": stats.queued_requests,
+        "request_buffers": stats.request_buffers,
+        "streams": stats.streams,
     }
 
 

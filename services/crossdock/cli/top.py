@@ -17,6 +17,7 @@ from rich.text import Text
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, console, security_of, show_json
 from crossdock.cli.latency_view import verdict_dict, verdict_line, waits
+from crossdock.common.log import printable
 from crossdock.host.group_table import headline
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, LatencyReport, Member
 
@@ -36,8 +37,11 @@ def top(
 ) -> None:
     """Show a group while it works: ranks, rates, p50 and p99 by operation, who waits for whom, what is slow.
 
-    With --json one object, as with --once. Exit status 1 unless it is serving.
+    With --json one object, as with --once. Exit status 1 unless it is serving. Where the control plane does not answer
+    for a while, the last view stays.
     """
+    from crossdock.common.rpc import CallError
+
     view = fetch(target, timeout_s, security)
     printer = console()
     if as_json:
@@ -48,8 +52,12 @@ def top(
         with Live(as_screen(view, target, printer.width), console=printer, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
-                view = fetch(target, timeout_s, security)
-                live.update(as_screen(view, target, printer.width), refresh=True)
+                trouble = ""
+                try:
+                    view = fetch(target, timeout_s, security)
+                except CallError as error:
+                    trouble = str(error)
+                live.update(as_screen(view, target, printer.width, trouble), refresh=True)
     raise typer.Exit(0 if view.state == SERVING else 1)
 
 
@@ -96,10 +104,11 @@ def _rank(member: Member, shares: dict[int, float]) -> dict[str, object]:
     }
 
 
-def as_screen(view: GroupView, target: str, width: int = 120) -> RenderableType:
-    """The headline, a row per rank, the heat map, the verdict."""
+def as_screen(view: GroupView, target: str, width: int = 120, trouble: str = "") -> RenderableType:
+    """The headline, a row per rank, the heat map, the verdict. `trouble`: why there is no newer view."""
     verdict = verdict_line(view.verdict) or [Text(f"latency: {view.verdict.text}", style="dim")]
-    return Group(headline(view, target), Text(), _ranks(view), Text(), *_heat(view, width), Text(), *verdict)
+    old = [Text(f"no answer, this is the last view: {printable(trouble)}", style="red")] if trouble else []
+    return Group(headline(view, target), *old, Text(), _ranks(view), Text(), *_heat(view, width), Text(), *verdict)
 
 
 def _ranks(view: GroupView) -> Table:

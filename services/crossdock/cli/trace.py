@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,8 @@ import typer
 
 from crossdock.cli.clock_offsets import Offset, Trace, offsets
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
+from crossdock.common.log import printable
+from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
 
 LANES = ("exchange", "dispatch", "experts", "combine")
@@ -31,16 +33,11 @@ def trace(
 ) -> None:
     """Write the last steps of all ranks to a file that Perfetto opens (operators only)."""
     from crossdock.cli.top import fetch
-    from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
 
     guards = security_of(security)
     members = fetch(target, timeout_s, security).members
-    answers = []
-    for member in members:
-        name = guards.config.worker_name if guards is not None else ""
-        with rpc.channel(member.address, security=guards, name=name) as channel:
-            answers.append(_ask(channel, steps, timeout_s))
+    answers, missing = answers_of(members, lambda member: _ask(member, guards, steps, timeout_s))
     found = of_one_epoch(answers)
     if not any(found.values()):
         raise ConfigFileError(f"--target: expected a group that has taken steps, got none from {len(members)} workers")
@@ -52,19 +49,41 @@ def trace(
     clocks = {str(rank): clock_dict(offset) for rank, offset in apart.items()}
     counts = {str(rank): len(operations) for rank, operations in found.items()}
     if as_json:
-        show_json({"file": str(out), "operations": counts, "clocks": clocks})
+        show_json({"file": str(out), "operations": counts, "clocks": clocks, "missing": missing})
     else:
         print(f"{out}: {sum(counts.values())} operations of {len(counts)} ranks; open it at ui.perfetto.dev")
         print(*(clock_words(rank, offset) for rank, offset in apart.items()), sep="\n")
+        for rank, why in missing.items():
+            print(f"rank {rank} is missing: {printable(why)}")
 
 
-def _ask(channel: Any, steps: int, timeout_s: float) -> TraceResponse:
+def answers_of(
+    members: Sequence[Member], ask: Callable[[Member], TraceResponse]
+) -> tuple[list[TraceResponse], dict[str, str]]:
+    """The answers, and by rank why there is none: a rank that hangs or is gone must not hide the others' steps. Raises
+    CallError where nobody answers."""
+    from crossdock.common.rpc import CallError
+
+    answers, missing, last = [], {}, None
+    for member in members:
+        try:
+            answers.append(ask(member))
+        except CallError as error:
+            missing[str(member.rank)], last = str(error), error
+    if last is not None and not answers:
+        raise last
+    return answers, missing
+
+
+def _ask(member: Member, guards: Any, steps: int, timeout_s: float) -> TraceResponse:
     from crossdock.common import rpc
     from crossdock.protocol.v1.expert_pb2_grpc import ExpertServiceStub
 
-    answer: TraceResponse = rpc.call_sync(
-        ExpertServiceStub(channel).Trace, TraceRequest(steps=steps), timeout_s=timeout_s
-    )
+    name = guards.config.worker_name if guards is not None else ""
+    with rpc.channel(member.address, security=guards, name=name) as channel:
+        answer: TraceResponse = rpc.call_sync(
+            ExpertServiceStub(channel).Trace, TraceRequest(steps=steps), timeout_s=timeout_s
+        )
     return answer
 
 

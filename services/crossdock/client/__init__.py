@@ -1,7 +1,8 @@
 """Clients of the expert service: `Client` and `AsyncClient` for rows of one layer, `attach` for a whole torch model."""
 
 from crossdock.client.attach import Attached, RemoteExperts, attach
-from crossdock.client.client import AsyncClient, Client
+from crossdock.client.blocking import Client
+from crossdock.client.client import AsyncClient
 from crossdock.client.errors import (
     ClientError,
     DeadlineExceeded,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossdock.client.client import Client
+from crossdock.client.blocking import Client
 from crossdock.client.errors import ClientError, ModelMismatch
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol import wire

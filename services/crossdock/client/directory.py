@@ -89,6 +89,11 @@ class Directory:
             raise Unavailable(str(trouble), trouble.lost_ranks, trouble.epoch)
         return self._service
 
+    @property
+    def now(self) -> ServingWorkers | None:
+        """The workers to send requests to; None: the group does not serve, as far as is known. Any thread."""
+        return self._service
+
     async def _wait_for(self, settled: Callable[[], bool]) -> None:
         """Wait under the lock of `_changed`. A leader that was stopped or cut off sends no view: it is checked."""
         while not settled():

@@ -14,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import grpc
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
+from crossdock.client.shares import Response
 from crossdock.common import rpc
 from crossdock.common.security import Security
 from crossdock.common.tasks import background
+from crossdock.protocol.tensor_messages import packed, response_of
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
 _QUIET_S, _ALIVE_S = 1.0, 3.0
@@ -34,8 +38,9 @@ _STREAM_S = 300.0
 """Age at which a stream is replaced between two requests: servers close old connections, with ten minutes for open
 streams."""
 
-_Outbox = asyncio.Queue[expert_pb2.ForwardRequest | None]
-"""Requests to write; None ends the stream."""
+_Outbox = asyncio.Queue[tuple[int, bytes] | None]
+"""Requests to write: whose answer is awaited (0: a cancellation), and its bytes; None ends the stream."""
+_FORWARD = "/crossdock.v1.ExpertService/Forward"
 
 
 class WorkerStream:
@@ -60,7 +65,7 @@ class WorkerStream:
         self._former: set[asyncio.Task[None]] = set()
         self._dial()
         self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[expert_pb2.ForwardResponse]] = {}
+        self._pending: dict[int, asyncio.Future[Response]] = {}
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._opened_at = self._last_answer_at = 0.0
@@ -89,8 +94,10 @@ class WorkerStream:
             raise self._broken(error) from error
         return description
 
-    async def forward(self, request: expert_pb2.ForwardRequest, timeout_s: float) -> expert_pb2.ForwardResponse:
-        """Send one request (its id is set here) and wait for its answer.
+    async def forward(
+        self, request: expert_pb2.ForwardRequest, tensors: Mapping[str, torch.Tensor], timeout_s: float
+    ) -> Response:
+        """Send one request (its id is set here), with tensors by field, and wait for its answer.
 
         Raises:
             ClientError: of the answer or of the stream. A request that is given up, by deadline or by cancelling this
@@ -107,18 +114,28 @@ class WorkerStream:
             self._last_answer_at = time.monotonic()
         outbox, request.id = self._outbox, next(self._ids)
         answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
-        outbox.put_nowait(request)
         try:
+            outbox.put_nowait((request.id, packed(request, tensors)))
             async with asyncio.timeout(timeout_s):
-                response: expert_pb2.ForwardResponse = await answer
+                response: Response = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s") from None
         finally:
             if self._pending.pop(request.id, None) is not None and not self._has_answer(answer):
-                outbox.put_nowait(expert_pb2.ForwardRequest(id=request.id, cancel=True))
-        if response.HasField("error"):
-            raise from_answer(response.error)
+                cancel = expert_pb2.ForwardRequest(id=request.id, cancel=True)
+                outbox.put_nowait((0, cancel.SerializeToString()))
+        if response.message.HasField("error"):
+            raise from_answer(response.message.error)
         return response
+
+    def open_buffer(self, request: expert_pb2.OpenBufferRequest) -> Any:
+        """The open call of a request buffer."""
+        self._renew()
+        return self._stub.OpenBuffer(request)
+
+    async def is_alive(self) -> bool:
+        """Whether the worker answers a probe."""
+        return await self._is_alive(self._channel)
 
     async def close(self) -> None:
         """Close; requests in flight end with Unavailable."""
@@ -143,6 +160,7 @@ class WorkerStream:
         self._version = self._security.version if self._security is not None else 0
         self._channel = self._channel_to_it()
         self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+        self._open = self._channel.stream_stream(_FORWARD, None, response_of)
 
     def _channel_to_it(self) -> grpc.aio.Channel:
         name = self._security.config.worker_name if self._security is not None else ""
@@ -158,16 +176,16 @@ class WorkerStream:
             self._dial()
 
     @staticmethod
-    def _has_answer(answer: asyncio.Future[expert_pb2.ForwardResponse]) -> bool:
+    def _has_answer(answer: asyncio.Future[Response]) -> bool:
         return answer.done() and not answer.cancelled()
 
     async def _read(self, outbox: _Outbox) -> None:
         failure: ClientError | None = None
         watching = background(self._watch(asyncio.current_task()), "watching a stream")
         try:
-            async for response in self._stub.Forward(self._write(outbox)):
+            async for response in self._open(self._write(outbox)):
                 self._last_answer_at = time.monotonic()
-                answer = self._pending.pop(response.id, None)
+                answer = self._pending.pop(response.message.id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(response)
         except grpc.RpcError as error:
@@ -222,10 +240,10 @@ class WorkerStream:
             if not answer.done():
                 answer.set_exception(failure)
 
-    async def _write(self, outbox: _Outbox) -> AsyncIterator[expert_pb2.ForwardRequest]:
+    async def _write(self, outbox: _Outbox) -> AsyncIterator[bytes]:
         while (request := await outbox.get()) is not None:
-            if request.cancel or request.id in self._pending:
-                yield request
+            if not request[0] or request[0] in self._pending:
+                yield request[1]
 
     def _broken(self, error: rpc.CallError) -> ClientError:
         return from_call(error, self._where(), self._lost(), self.epoch)

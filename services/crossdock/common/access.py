@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -66,6 +67,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Postmortems": ANYBODY,
     "/crossdock.v1.ExpertService/Describe": ANYBODY,
     "/crossdock.v1.ExpertService/Forward": ANYBODY,
+    "/crossdock.v1.ExpertService/OpenBuffer": ANYBODY,
     "/crossdock.v1.ExpertService/Drain": OPERATORS,
     "/crossdock.v1.ExpertService/Trace": OPERATORS,
 }
@@ -130,7 +132,7 @@ CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class RateLimiter:
-    """Token bucket per caller: `rate` per second, bursts of twice the rate; a rate of 0 limits nothing.
+    """Token bucket per caller, for any thread: `rate` per second, bursts of twice the rate; a rate of 0 limits nothing.
 
     Args:
         rate: per second.
@@ -138,21 +140,22 @@ class RateLimiter:
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rate, self._clock = rate, clock
+        self.rate, self._clock, self._lock = rate, clock, threading.Lock()
         self._left: dict[object, tuple[float, float]] = {}
 
     def allow(self, caller: object) -> bool:
         """Take one token; False: none is left."""
         if self.rate <= 0:
             return True
-        now, most = self._clock(), max(1.0, 2 * self.rate)
-        left, at = self._left.pop(caller, (most, now))
-        left = min(most, left + (now - at) * self.rate)
-        allowed = left >= 1
-        self._left[caller] = (left - allowed, now)
-        if len(self._left) > _KEPT_CALLERS:
-            del self._left[next(iter(self._left))]  # the least recently used one
-        return allowed
+        with self._lock:
+            now, most = self._clock(), max(1.0, 2 * self.rate)
+            left, at = self._left.pop(caller, (most, now))
+            left = min(most, left + (now - at) * self.rate)
+            allowed = left >= 1
+            self._left[caller] = (left - allowed, now)
+            if len(self._left) > _KEPT_CALLERS:
+                del self._left[next(iter(self._left))]  # the least recently used one
+            return allowed
 
 
 CALL_PERMITS: ContextVar[CallPermits] = ContextVar("call_permits")

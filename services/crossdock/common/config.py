@@ -1,8 +1,6 @@
-"""One typed, frozen config per program: a YAML file, then `--set path=value`, then the checks of the types.
-
-The only readers of the environment in the repository are `Identity.from_env` and `FrameworkConfig.from_env`, and
-nothing writes it. Unknown keys are refused with their path. The chart's schema is generated from these types.
-"""
+"""One typed, frozen config per program: a YAML file, then `--set path=value`, then the checks of the types. The only
+readers of the environment in the repository are `Identity.from_env` and `FrameworkConfig.from_env`, and nothing writes
+it. Unknown keys are refused with their path. The chart's schema is generated from these types."""
 
 from __future__ import annotations
 
@@ -192,6 +190,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     its streams are not read (flow control), except one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
     """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
+    max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
+    """Memory shared with clients of this host; one client gets a quarter, and uses gRPC beyond it. 0: none."""
     max_message_bytes: Count = 2 << 20
     """Largest message accepted from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
     cuts larger batches by rows, into requests that fit the default. A stream can hold one unfinished message."""

@@ -246,13 +246,13 @@ class WorkerMetrics(GuardedMetrics):
 
     def _declare_queue(self) -> None:
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
-        self.queued_bytes = self._gauge(
-            "queued_bytes", "bytes", "Bytes of queued requests and of answers not yet written"
-        )
+        self.queued_bytes = self._gauge("queued_bytes", "bytes", "Bytes of queued requests and unwritten answers")
         self.telemetry_records_dropped_total = self._counter(
             "telemetry_records_dropped_total", "records", "Telemetry records dropped: queue full, or malformed"
         )
         self.open_streams = self._gauge("open_streams", "streams", "Forward streams that are open")
+        self.open_request_buffers = self._gauge("open_request_buffers", "buffers", "Open request buffers (same host)")
+        self.shared_bytes = self._gauge("shared_bytes", "bytes", "Bytes of request buffers, offered or open")
         self.streams_dropped_total = self._counter(
             "streams_dropped_total", "streams", "Forward streams closed because their client did not read its answers"
         )

@@ -6,8 +6,9 @@ self._rebalance_task = background(self._rebalance_if_worth(), "placement plannin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from crossdock.common import log as logs
@@ -45,3 +46,9 @@ def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exceptio
 
     _running.add(future)
     future.add_done_callback(ended)
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Call `function(*args)` in a loop, from any thread. Ignored if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)

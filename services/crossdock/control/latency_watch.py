@@ -7,8 +7,8 @@ names nobody. It is shown in views, exported as a metric, and logged when it cha
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossdock.common import log as logs
@@ -82,6 +82,7 @@ class LatencyWatch:
         report, uid = request.stats.latency, request.worker.uid
         member = group.member(uid)
         if member is not None and report.interval_s and request.epoch == group.epoch:
+            report.DiscardUnknownFields()  # they may be as large as a message
             kept = self._reports.setdefault(uid, deque(maxlen=MAX_REPORTS))
             kept.append((now, pb.LatencyReport.FromString(report.SerializeToString())))
             self._totals.pop(uid, None)
@@ -121,8 +122,9 @@ class LatencyWatch:
 
     def times(self, group: Group) -> Mapping[int, RankTimes]:
         """The ranks' figures of the interval."""
+        hosts = host_names(group.members)
         return {
-            member.rank: _times(self.total(member.uid), _host(member))
+            member.rank: _times(self.total(member.uid), hosts[member.rank])
             for member in group.members
             if member.rank in group.taking_part
         }
@@ -268,9 +270,16 @@ def _add(total: pb.LatencyReport, report: pb.LatencyReport) -> None:
         into.late_s[:] = late if len(into.late_s) == len(one.late_s) else list(one.late_s)
 
 
-def _host(member: Member) -> str:
-    """Ranks of one host share memory."""
-    return member.worker.place.memory_domain or member.worker.place.hostname
+def host_names(members: Sequence[Member]) -> dict[int, str]:
+    """By rank, a name of those that share memory with it, for people: that of the first one's host, with the memory
+    domain behind it where a host has several."""
+    domains = {member.rank: member.worker.place.memory_domain or member.worker.place.hostname for member in members}
+    hosts: dict[str, str] = {}
+    for member in members:
+        hosts.setdefault(domains[member.rank], member.worker.place.hostname)
+    alike = Counter(hosts.values())
+    names = {domain: host if alike[host] == 1 else f"{host} ({domain})" for domain, host in hosts.items()}
+    return {rank: names[domain] for rank, domain in domains.items()}
 
 
 def _times(total: pb.LatencyReport, host: str) -> RankTimes:

@@ -28,6 +28,13 @@ def rdma_devices(network: WorkerNetworkConfig | None) -> tuple[str, ...]:
     return () if network is None or "tcp" in network.provider else network.devices
 
 
+def rdma_gid_index(network: WorkerNetworkConfig | None) -> int:
+    """The entry of the GID table that is configured; -1: none, or of a provider that takes none."""
+    if network is None or "verbs" not in network.provider or "libfabric" in network.provider:
+        return -1
+    return network.gid_index
+
+
 def address_towards(host: str, port: int) -> str:
     """The address from which this host speaks to another one; "" without a route. Sends nothing."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:

@@ -47,15 +47,22 @@ def look(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> RdmaFacts:
     )
 
 
-def judge_nics(facts: HostFacts, rdma: RdmaFacts, devices: Sequence[str] = ()) -> Iterator[Finding]:
-    """Findings about the ports, the first for each GPU which port and GID it uses. `devices`: of the configuration."""
+def judge_nics(
+    facts: HostFacts, rdma: RdmaFacts, devices: Sequence[str] = (), gid_index: int = -1
+) -> Iterator[Finding]:
+    """Findings about the ports, the first for each GPU which port and GID it uses. `devices`, `gid_index`: of the
+    configuration."""
     if not facts.nics:
         return
     try:
-        choices = nic_of_gpus(facts, devices) if facts.gpus else {"": nic_of_rank(facts, devices=devices)}
+        choices = (
+            nic_of_gpus(facts, devices, gid_index)
+            if facts.gpus
+            else {"": nic_of_rank(facts, devices=devices, gid_index=gid_index)}
+        )
     except TransportError as error:
         cure = "check cable, switch port and address of one; name ports that are up in worker.network.devices"
-        yield (fail if devices else warn)("rdma-nic", str(error), "no rank can use RDMA here", cure)
+        yield (fail if devices or gid_index >= 0 else warn)("rdma-nic", str(error), "no rank can use RDMA here", cure)
         return
     for choice in choices.values():
         yield good("rdma-nic", _shown(choice))

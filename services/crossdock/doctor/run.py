@@ -11,6 +11,7 @@ from rich.text import Text
 
 from crossdock.common import transports
 from crossdock.common.config import ConfigFileError
+from crossdock.common.log import printable
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.control.discovery import join
@@ -65,7 +66,8 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
     host = host_facts(facts=facts)
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
-    yield from rdma.judge_nics(facts, rdma.look(), data_port.rdma_devices(request.network))
+    chosen = data_port.rdma_devices(request.network), data_port.rdma_gid_index(request.network)
+    yield from rdma.judge_nics(facts, rdma.look(), *chosen)
     seen = system.look()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
@@ -121,7 +123,7 @@ def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
 
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Print each finding as it comes, then the sum. Returns them."""
+    """Print each finding as it comes, in printable characters, then the sum. Returns them."""
     kept = []
     for finding in findings:
         kept.append(finding)
@@ -137,7 +139,7 @@ def _line(finding: Finding) -> str:
     parts = [f"{finding.check:<16} {finding.what}"]
     if finding.cause:
         parts += [f"{'':<24} cause: {finding.cause}", f"{'':<24} cure:  {finding.cure}"]
-    return "\n".join(parts)
+    return "\n".join(map(printable, parts))
 
 
 def as_dict(findings: Sequence[Finding], *, strict: bool) -> dict[str, Any]:

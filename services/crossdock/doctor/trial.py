@@ -6,6 +6,7 @@ a temporary folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ CPU_RANKS = 2
 HOSTS = 2
 """Of a trial between hosts, with a rank on each."""
 MOST_GPUS = 8
+STEP_NAMES = {"latency", "bandwidth"}
+"""Of `rank.STEPS`."""
 PING_DEADLINE_S = 60.0
 DEADLINE_S = 120.0
 """GPUs: kernels that are not in the wheel are compiled first."""
@@ -103,9 +106,10 @@ def _answer(process: subprocess.Popen[bytes], rank: int, deadline: float, out: P
     except subprocess.TimeoutExpired:
         return {"rank": rank, "failed": "no answer before the deadline"}
     for line in reversed(out.read_text(errors="replace").splitlines()):
-        if line.startswith("{"):
-            answer: dict[str, Any] = json.loads(line)
-            return {"rank": rank, **answer}
+        with contextlib.suppress(ValueError):  # half a line of a process that was killed, or another library's
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return {"rank": rank, **answer}
     words = errors.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
     return {"rank": rank, "failed": words[0]}
 
@@ -128,9 +132,10 @@ def judge_trial(
         expected: what is enough; by default what the transport says of itself.
     """
     expected, name = expected or installed()[transport].expected, name or transport
-    broken = [answer for answer in answers if "failed" in answer]
+    broken = [answer for answer in answers if "failed" in answer or not answer.get("steps", {}).keys() >= STEP_NAMES]
     if broken:
-        words = "; ".join(f"rank {answer['rank']}: {answer['failed']}" for answer in broken[:3])
+        other = "an answer without steps: is the doctor there of this version?"
+        words = "; ".join(f"rank {answer.get('rank')}: {answer.get('failed', other)}" for answer in broken[:3])
         cure = "findings above may say why; of ranks that wait for each other, look at the one they name"
         yield fail(f"{name}-pass", words, "a group of this transport would not serve here", cure)
         return

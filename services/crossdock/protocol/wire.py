@@ -46,25 +46,68 @@ def encode(tensor: torch.Tensor) -> expert_pb2.Tensor:
     Raises:
         WireError: the dtype has no name on the wire.
     """
-    name = NAMES.get(tensor.dtype)
+    return expert_pb2.Tensor(data=bytes(bytes_of(tensor)), dtype=name_of(tensor.dtype), shape=tensor.shape)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name on the wire. Raises WireError."""
+    name = NAMES.get(dtype)
     if name is None:
-        raise WireError("tensor", f"dtype one of {sorted(DTYPES)}", tensor.dtype)
+        raise WireError("tensor", f"dtype one of {sorted(DTYPES)}", dtype)
+    return name
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous and on the host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return expert_pb2.Tensor(data=flat.view(torch.uint8).numpy().tobytes(), dtype=name, shape=tensor.shape)
+    return flat.view(torch.uint8).numpy().data
 
 
-def decode(message: expert_pb2.Tensor, *, name: str, dtypes: Collection[torch.dtype], ndim: int) -> torch.Tensor:
+def decode(
+    message: expert_pb2.Tensor,
+    *,
+    name: str,
+    dtypes: Collection[torch.dtype],
+    ndim: int,
+    data: memoryview | None = None,
+) -> torch.Tensor:
     """Unpack a tensor into memory of its own (writable, contiguous, on the CPU).
 
     Args:
         message: what came in.
+        data: its bytes, where they are not in the message.
         name: the field's name, for errors.
         dtypes: what the dtype may be.
         ndim: number of dimensions it must have.
 
     Raises:
-        WireError: unknown or unexpected dtype, wrong number of dimensions, a negative or huge dimension, or a byte
-            count that does not fit.
+        WireError: as `check`, or a byte count that does not fit.
+    """
+    dtype, shape = check(message, name=name, dtypes=dtypes, ndim=ndim)
+    num_bytes, got = math.prod(shape) * dtype.itemsize, message.data if data is None else data
+    if len(got) != num_bytes:
+        expected = f"{num_bytes} bytes for {message.dtype} {list(shape)}"
+        raise WireError(name, expected, f"{len(got)} bytes")
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(got), dtype=dtype).view(shape)
+
+
+def read_into(out: torch.Tensor, data: bytes | memoryview, *, name: str) -> None:
+    """Copy bytes into a contiguous tensor on the host. Raises WireError: not as many as it has."""
+    into = bytes_of(out)
+    if len(data) != len(into):
+        raise WireError(name, f"{len(into)} bytes for {list(out.shape)}", f"{len(data)} bytes")
+    into[:] = data
+
+
+def check(
+    message: expert_pb2.Tensor, *, name: str, dtypes: Collection[torch.dtype], ndim: int
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """dtype and shape of a tensor, wherever its bytes are; arguments as `decode`.
+
+    Raises:
+        WireError: unknown or unexpected dtype, wrong number of dimensions, a negative or huge dimension.
     """
     dtype = DTYPES.get(message.dtype)
     if dtype is None or dtype not in dtypes:
@@ -75,10 +118,4 @@ def decode(message: expert_pb2.Tensor, *, name: str, dtypes: Collection[torch.dt
     shape = tuple(message.shape)
     if not all(0 <= size <= MAX_DIM for size in shape):
         raise WireError(name, f"dimensions in 0..{MAX_DIM}", list(shape))
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if len(message.data) != num_bytes:
-        expected = f"{num_bytes} bytes for {message.dtype} {list(shape)}"
-        raise WireError(name, expected, f"{len(message.data)} bytes")
-    if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(message.data), dtype=dtype).view(shape)
+    return dtype, shape

@@ -6,12 +6,15 @@ Nothing is checked again later: a rank that fails alone in the middle of a step 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
 import torch
 
 from crossdock.protocol import wire
+from crossdock.protocol.request_buffer import Places, SharedMemory
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
@@ -41,8 +44,20 @@ class RequestValidator:
     spec: ModelSpec
     dtype: torch.dtype
 
-    def validate(self, request: expert_pb2.ForwardRequest) -> Tokens:
-        """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model."""
+    def validate(
+        self,
+        request: expert_pb2.ForwardRequest,
+        data: Mapping[str, memoryview] | None = None,
+        memory: SharedMemory | None = None,
+    ) -> Tokens:
+        """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model.
+
+        Args:
+            request: what came in.
+            data: bytes of its tensors, by field; None: those in the message.
+            memory: where its tensors are instead. x stays there, and its sender may change it; ids and weights are
+                copied before they are checked.
+        """
         spec = self.spec
         if request.model and request.model != spec.fingerprint:
             message = f"model: expected {spec.fingerprint}, got {request.model[:64]}"
@@ -50,18 +65,50 @@ class RequestValidator:
         if request.layer not in spec.moe_layers:
             raise _invalid(f"layer: expected one of {_ranges(spec.moe_layers)}, got {request.layer}")
         try:
-            x = wire.decode(request.x, name="x", dtypes=(self.dtype,), ndim=2)
-            ids = wire.decode(request.topk_ids, name="topk_ids", dtypes=(torch.int32, torch.int64), ndim=2)
-            weights = wire.decode(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
+            x, ids, weights = (
+                self._in_message(request, data or {}) if memory is None else self._in_memory(request, memory)
+            )
         except wire.WireError as error:
             raise _invalid(str(error)) from None
-        if x.shape[1] != spec.hidden_size:
-            raise _invalid(f"x: expected shape [T, {spec.hidden_size}], got {list(x.shape)}")
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if tensor.shape != (x.shape[0], spec.topk):
-                raise _invalid(f"{name}: expected shape [{x.shape[0]}, {spec.topk}], got {list(tensor.shape)}")
         self._check_values(ids, weights)
         return Tokens(x, ids.to(torch.int32), weights)
+
+    def _in_message(
+        self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]
+    ) -> tuple[torch.Tensor, ...]:
+        wanted = {"x": (self.dtype,), "topk_ids": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
+        x, ids, weights = (
+            wire.decode(getattr(request, name), name=name, dtypes=dtypes, ndim=2, data=data.get(name))
+            for name, dtypes in wanted.items()
+        )
+        self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
+        return x, ids, weights
+
+    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> tuple[torch.Tensor, ...]:
+        _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
+        _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
+        _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
+        self._check_shapes(rows, ids, weights)
+        places = self.places(rows[0])
+        if places.num_bytes > memory.num_bytes or not rows[0]:
+            raise _invalid(f"x: expected 1 to as many rows as {memory.num_bytes} bytes hold, got {rows[0]}")
+        few = (rows[0], self.spec.topk)
+        return (
+            memory.tensor(self.dtype, (rows[0], self.spec.hidden_size), places.x),
+            memory.tensor(torch.int32, few, places.ids).clone(),
+            memory.tensor(torch.float32, few, places.weights).clone(),
+        )
+
+    def places(self, num_tokens: int) -> Places:
+        """Where the tensors of a request lie in a request buffer."""
+        return Places.of(num_tokens, self.spec.hidden_size, self.spec.topk, self.dtype.itemsize)
+
+    def _check_shapes(self, x: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...]) -> None:
+        if x[1] != self.spec.hidden_size:
+            raise _invalid(f"x: expected shape [T, {self.spec.hidden_size}], got {list(x)}")
+        for name, shape in (("topk_ids", ids), ("topk_weights", weights)):
+            if shape != (x[0], self.spec.topk):
+                raise _invalid(f"{name}: expected shape [{x[0]}, {self.spec.topk}], got {list(shape)}")
 
     def _check_values(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if not ids.numel():
@@ -70,7 +117,7 @@ class RequestValidator:
         if low < -1 or high >= self.spec.num_experts:
             got = low if low < -1 else high
             raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
-        if not bool(weights.isfinite().all()):
+        if not all(math.isfinite(float(value)) for value in weights.aminmax()):  # a NaN anywhere makes both NaN
             raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
 
 

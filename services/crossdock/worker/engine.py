@@ -289,7 +289,7 @@ class Engine:
             if work.answered:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
-            if piece.num_tokens == work.num_tokens:
+            if work.y is None and piece.num_tokens == work.num_tokens:
                 work.y = rows.to(work.x.dtype, copy=len(batch.slices) > 1)  # a view would keep the rows of all requests
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y

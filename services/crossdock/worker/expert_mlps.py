@@ -2,15 +2,17 @@
 
 `down(gating(first(x)))` for each expert's group of rows, where `first` is gate and up (`gating.py`). Where torch has a
 grouped GEMM for this device and dtype, and weight rows are a multiple of 16 bytes, it is used; else a loop of torch.mm
-over the experts that have rows. There is no GEMM of our own. On a GPU the grouped GEMM reads the groups' offsets there:
-the host waits for nothing, and rows past the last group cost nothing. The loop needs the offsets on the host.
+over the experts that have rows. On a GPU the grouped GEMM reads the groups' offsets there: the host waits for nothing,
+and rows past the last group cost nothing. The loop needs the offsets on the host.
 
-Quantised weights stay as they are stored (`weights.py`). The loop makes floats of one tile of rows at a time, in the
-dtype that products are computed in, and multiplies it while it is in the cache.
+Quantised weights stay as they are stored (`weights.py`). GPUs multiply them by grouped GEMMs of our own, in Triton
+(`grouped/`), since torch has none for blocks on Hopper, nor for MXFP4; where these do not serve, and on CPUs, the loop
+makes floats of one tile of rows at a time, in the dtype that products are computed in, and multiplies it in the cache.
 
 Precision. Sums inside a product are fp32. What a product is rounded to depends on where it is computed:
 * A GPU, and bf16 on a CPU with bf16 products (AVX-512 BF16, AMX): to the weights' dtype, as in any model there. The
   activation between the products is computed in fp32 and rounded once.
+* fp8 on a GPU: rows are quantised to e4m3 before each product, a scale per 128 columns (`grouped/products.py`).
 * Half types on other CPUs: an expert's weights are widened into one scratch buffer for each call, and nothing is
   rounded between the two products.
 * Weights held in float32 (`expert_dtype` of a worker): the same without widening for each call, for twice the memory.
@@ -22,13 +24,21 @@ Letters: N rows, L experts here, H hidden size, I intermediate size of one exper
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
+from crossdock.common import log
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.gating import Gating
+from crossdock.worker.grouped import support
 from crossdock.worker.weights import Stack, tile_elements
+
+if TYPE_CHECKING:
+    from crossdock.worker.grouped.products import GroupedProducts
+
+_log = log.get(__name__)
 
 Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
@@ -70,14 +80,20 @@ class ExpertMLPs:
         plain = self._format.kind == "float"
         aligned = all(stack.columns * dtype.itemsize % 16 == 0 for stack in (first, down))
         self._grouped = plain and aligned and has_grouped_mm(self._device, dtype)
+        self._products = None if plain else products_for((first, down), gating, dtype)
         widened = self._device.type == "cpu" and not has_products(dtype)
         self.output_dtype = torch.float32 if widened else dtype
-        if not plain or self.output_dtype is not dtype:
+        if (not plain and self._products is None) or self.output_dtype is not dtype:
             sizes = [
                 stack.rows * stack.columns if plain else tile_elements(stack.columns, stack.format)
                 for stack in (first, down)
             ]
             self._scratch = torch.empty(max(sizes), device=self._device, dtype=self.output_dtype)
+
+    @property
+    def computes(self) -> str:
+        """How: "grouped GEMM" (torch's), "grouped products" (of quantised weights), or "loop"."""
+        return "grouped products" if self._products is not None else "grouped GEMM" if self._grouped else "loop"
 
     @staticmethod
     def load(
@@ -157,6 +173,8 @@ class ExpertMLPs:
         """
         if layer not in self._weights:
             raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
+        if self._products is not None:
+            return self._quantised(layer, tokens, offsets, counts, out, num_rows)
         if not self._grouped:
             return self._loop(layer, tokens, offsets, counts, torch.empty_like(tokens) if out is None else out)
         first, down = self._weights[layer]
@@ -164,11 +182,22 @@ class ExpertMLPs:
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
         hidden = inner.new_empty(inner.shape[0], down.columns)
         self._gating(inner[:num_rows], hidden[:num_rows])
-        rows = self._grouped_product(hidden, down, offsets, slots)
-        if out is None:
-            return rows.to(tokens.dtype)
-        out[:num_rows].copy_(rows[:num_rows])
-        return out
+        return _given(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
+
+    def _quantised(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        offsets: torch.Tensor,
+        counts: torch.Tensor,
+        out: torch.Tensor | None,
+        num_rows: int | None,
+    ) -> torch.Tensor:
+        assert self._products is not None
+        rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
+        rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
+        self._products.forward(self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
+        return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
     def _grouped_product(
@@ -213,6 +242,22 @@ class ExpertMLPs:
         return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
 
 
+def products_for(weights: Weights, gating: Gating, dtype: torch.dtype) -> GroupedProducts | None:
+    """Grouped GEMMs for quantised weights, compiled; None, and a line in the log of a GPU's worker, where there are
+    none."""
+    reason = support.reason_against(*weights, gating, dtype)
+    if not reason:
+        from crossdock.worker.grouped.products import GroupedProducts
+
+        try:
+            return GroupedProducts.compiled(weights, gating, dtype)
+        except Exception as error:  # the compiler's: no C compiler, no folder to write to, another Triton
+            reason = f"{type(error).__name__}: {error}"
+    if weights[0].data.device.type == "cuda":
+        _log.warning("quantised experts are computed one after the other", reason=reason, format=str(weights[0].format))
+    return None
+
+
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """torch's grouped GEMM: rows [N, A] in groups that end at int32 ends [L], times weight [L, B, A] transposed."""
     function = getattr(functional, "grouped_mm", None) or torch._grouped_mm
@@ -246,6 +291,14 @@ def has_products(dtype: torch.dtype) -> bool:
 def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool = False) -> int:
     """Bytes of one expert of one layer, as held."""
     return sum(stack.num_bytes for stack in checkpoint.stacks(1, dtype, "meta", widen=widen))
+
+
+def _given(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
+    """The first num_rows rows copied into `out`; without one, the rows in that dtype."""
+    if out is None:
+        return rows.to(dtype)
+    out[:num_rows].copy_(rows[:num_rows])
+    return out
 
 
 def _slots(offsets: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from crossdock.worker import device as devices
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.data_network import network_of, with_device
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights
+from crossdock.worker.grouped.support import compile_into
 from crossdock.worker.placement import Placement
 from crossdock.worker.room import DTYPES, check_room
 from crossdock.worker.seat import ControlGroup
@@ -53,6 +54,8 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
+        if self.device.type == "cuda" and config.kernel_cache_dir:
+            compile_into(config.kernel_cache_dir)
         self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
         self._experts: ExpertMLPs | None = None

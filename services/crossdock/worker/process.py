@@ -22,7 +22,7 @@ import grpc.aio
 import torch
 
 from crossdock.common import log, rpc
-from crossdock.common.access import authorizer_of
+from crossdock.common.access import RateLimiter, authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
@@ -37,6 +37,7 @@ from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.protocol.wire import NAMES
 from crossdock.topo.facts import host_facts
 from crossdock.worker.admission import RequestValidator
+from crossdock.worker.backend import Backend
 from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
@@ -45,7 +46,7 @@ from crossdock.worker.device import DeviceLost, peak_bytes_per_s, used_bytes, uu
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.model import Model
-from crossdock.worker.service import SERVICE_NAME, Backend, ExpertService
+from crossdock.worker.service import SERVICE_NAME, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.threads import give_memory_back
 from crossdock.worker.worker_status import WorkerStatus
@@ -213,10 +214,13 @@ class _Process:
             self._engine,
             self._telemetry,
             self._budget,
+            RateLimiter(self._config.max_requests_per_s),
             self._tracer,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
+        self._metrics.open_request_buffers.set_function(lambda: len(self._service.buffers))
+        self._metrics.shared_bytes.set_function(lambda: self._service.buffers.num_bytes)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
         return server, rpc.bind(server, self._config.listen, self._security)
 
@@ -264,7 +268,9 @@ class _Process:
         )
 
     def _stats(self) -> control_pb2.WorkerStats:
-        return self._telemetry.stats(self._engine.num_queued())
+        stats = self._telemetry.stats(self._engine.num_queued())
+        stats.streams, stats.request_buffers = self._service.num_streams, len(self._service.buffers)
+        return stats
 
     def _expert_report(self) -> control_pb2.ExpertReport | None:
         return self._mover.report()

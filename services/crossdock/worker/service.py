@@ -26,19 +26,21 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.common.access import CALLER, RateLimiter, host_of
-from crossdock.common.config import WorkerConfig
-from crossdock.common.tracing import RequestTrace, TraceContext, Tracer, context_of_call
-from crossdock.protocol import wire
+from crossdock.common.access import CALL_PERMITS, CALLER, host_of
+from crossdock.common.tasks import call_in_loop
+from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
+from crossdock.protocol import tensor_messages
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import request_trace
-from crossdock.worker.admission import REQUEST_BYTES, RequestValidator, Tokens
-from crossdock.worker.budget import Budget, BudgetExceeded
-from crossdock.worker.engine import Engine
+from crossdock.worker.admission import REQUEST_BYTES, Tokens
+from crossdock.worker.answers import response_of
+from crossdock.worker.backend import Backend
+from crossdock.worker.budget import BudgetExceeded
+from crossdock.worker.buffer_server import RequestBuffers
 from crossdock.worker.operations import trace_of
 from crossdock.worker.work import Done, Failure, Refused, Work
-from crossdock.worker.worker_telemetry import WorkerTelemetry
 
+Request = tensor_messages.Received[expert_pb2.ForwardRequest]
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
 _log = log.get(__name__)
@@ -47,18 +49,6 @@ _MAX_UNREAD = 1024
 """Unread answers of a client before its stream is no longer read; errors cost no bytes of the budget."""
 _STALLED_S = 2.0
 """Time blocked in a write after which a stream may be closed if its bytes are needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """Shared parts of all streams."""
-
-    config: WorkerConfig
-    validator: RequestValidator
-    engine: Engine
-    telemetry: WorkerTelemetry
-    budget: Budget
-    tracer: Tracer | None = None
 
 
 class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
@@ -78,7 +68,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
         self._streams: set[_Stream] = set()
-        self._limiter = RateLimiter(backend.config.max_requests_per_s)
+        self.buffers = RequestBuffers(backend)
         self._none_left = asyncio.Event()
         self._ended: rpc.CallError | None = None
 
@@ -96,6 +86,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
         stream is left, or after `timeout_s`; a stream that comes later ends at once."""
         self._ended = error
+        self.buffers.close()
         for stream in self._streams:
             stream.end(error)
         if self._streams:
@@ -118,12 +109,12 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
             raise rpc.FailedPrecondition("trace: this worker has no rank yet")
         return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
-    async def Forward(self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any) -> AsyncIterator[bytes]:
+    async def Forward(self, requests: AsyncIterator[Request], context: Any) -> AsyncIterator[bytes]:
         """Many requests in flight, answered in any order: ForwardResponse messages."""
         if self._ended is not None:
             raise self._ended
         parent = context_of_call(context) if self._backend.tracer is not None else None
-        stream = _Stream(self._backend, _client_of(context), self._limiter, self._make_room, parent)
+        stream = _Stream(self._backend, _client_of(context), self._make_room, parent)
         self._streams.add(stream)
         stream.reader = asyncio.create_task(stream.read(requests))
         try:
@@ -136,6 +127,18 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
             self._streams.discard(stream)
             if self._ended is not None and not self._streams:
                 self._none_left.set()
+
+    Forward.parse = staticmethod(tensor_messages.request_of)  # type: ignore[attr-defined]  # see interceptor.py
+
+    async def OpenBuffer(
+        self, request: expert_pb2.OpenBufferRequest, context: Any
+    ) -> AsyncIterator[expert_pb2.OpenBufferResponse]:
+        """A request buffer for a client of this host, until either end closes it."""
+        permits = CALL_PERMITS.get(None)
+        progress = permits.progress if permits is not None else lambda: None
+        async with self.buffers.offered(_client_of(context), request, progress) as (offer, ended):
+            yield offer
+            await ended.wait()
 
     def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
         """Close another stream, the one blocked longest in a write, of the same client or of all."""
@@ -169,14 +172,9 @@ class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
     def __init__(
-        self,
-        backend: Backend,
-        client: Hashable,
-        limiter: RateLimiter,
-        make_room: Callable[..., None],
-        parent: TraceContext | None = None,
+        self, backend: Backend, client: Hashable, make_room: Callable[..., None], parent: TraceContext | None = None
     ) -> None:
-        self._backend, self._limiter, self._make_room, self._parent = backend, limiter, make_room, parent
+        self._backend, self._make_room, self._parent = backend, make_room, parent
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
@@ -192,12 +190,12 @@ class _Stream:
         """Whose stream it is."""
         return self._quota.client
 
-    async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
+    async def read(self, requests: AsyncIterator[Request]) -> None:
         """Read requests until the client has no more. Invalid bytes end the stream."""
-        request: expert_pb2.ForwardRequest | None = None
+        request: Request | None = None
         try:
             async for request in requests:
-                while not (request.cancel or self._has_room(request)):
+                while not (request.message.cancel or self._has_room(request)):
                     self._make_room(self, of_client=True)
                     self._room.clear()
                     with contextlib.suppress(TimeoutError):
@@ -221,7 +219,7 @@ class _Stream:
             if isinstance(event, rpc.CallError):
                 raise event
             if event is not None:
-                message, num_bytes = _response(event).SerializeToString(), event.num_bytes
+                message, num_bytes = _message(event), event.num_bytes
                 del event  # keep one copy only while the client reads
                 with self._write_deadline(num_bytes):
                     yield message
@@ -276,19 +274,22 @@ class _Stream:
             self._backend.engine.withdraw(each.work, Failure(grpc.StatusCode.CANCELLED, why))
             self._backend.telemetry.answered(grpc.StatusCode.CANCELLED, 0, 0.0, trace=each.work.trace, why=why)
 
-    def _take(self, request: expert_pb2.ForwardRequest) -> None:
+    def _take(self, received: Request) -> None:
+        request = received.message
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:
-            if not self._limiter.allow(self.client):
-                limit = f"requests: expected at most {self._limiter.rate:g} a second of one client, got more"
+            limiter = self._backend.limiter
+            if not limiter.allow(self.client):
+                limit = f"requests: expected at most {limiter.rate:g} a second of one client, got more"
                 raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
-            self._submit(request, self._backend.validator.validate(request), received_ns, trace)
+            tokens = self._backend.validator.validate(request, received.data)
+            self._submit(request, tokens, received_ns, trace)
         except Refused as refused:
             code, why = refused.failure.code, refused.failure.message
             _log.debug("request refused", request=request.id, client=self.client, code=code.name, why=why)
@@ -336,9 +337,8 @@ class _Stream:
             self._backend.engine.withdraw(self._pending[request_id].work, failure)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
-        """Called by the engine, from any thread. Ignored if the loop is closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._answered, request_id, answer)
+        """Called by the engine, from any thread."""
+        call_in_loop(self._loop, self._answered, request_id, answer)
 
     def _answered(self, request_id: int, answer: Done | Failure) -> None:
         pending = self._pending.pop(request_id, None)
@@ -357,28 +357,13 @@ class _Stream:
         self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s, trace, why)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
-    def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.ByteSize() + REQUEST_BYTES)
+    def _has_room(self, request: Request) -> bool:
+        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.num_bytes + REQUEST_BYTES)
 
 
-def _response(event: _Answer) -> expert_pb2.ForwardResponse:
-    answer = event.answer
-    if isinstance(answer, Failure):
-        error = expert_pb2.Error(
-            code=rpc.code_number(answer.code),
-            message=answer.message,
-            lost_ranks=answer.lost_ranks,
-            epoch=answer.epoch,
-        )
-        return expert_pb2.ForwardResponse(id=event.request_id, error=error)
-    timing = expert_pb2.Timing(
-        queue_ns=answer.timing.queue_ns,
-        dispatch_ns=answer.timing.dispatch_ns,
-        experts_ns=answer.timing.experts_ns,
-        combine_ns=answer.timing.combine_ns,
-        steps=answer.timing.steps,
-    )
-    return expert_pb2.ForwardResponse(id=event.request_id, y=wire.encode(answer.y), timing=timing)
+def _message(event: _Answer) -> bytes:
+    rows = {"y": event.answer.y} if isinstance(event.answer, Done) else {}
+    return tensor_messages.packed(response_of(event.request_id, event.answer), rows)
 
 
 def _refused(code: grpc.StatusCode, message: str) -> Refused:

@@ -101,7 +101,7 @@ class WorkerTelemetry:
         self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
-        self._rows_lock = threading.Lock()
+        self._rows_lock, self._answers_lock = threading.Lock(), threading.Lock()
         self._scattered = self._failed = False
         self._phases = [
             metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
@@ -172,11 +172,12 @@ class WorkerTelemetry:
         trace: RequestTrace | None = None,
         why: str = "",
     ) -> None:
-        """Count a request that was answered, or refused after 0 seconds; end its trace (service)."""
+        """Count a request that was answered, or refused after 0 seconds; end its trace. Any thread."""
         exemplar = None if trace is None else trace.exemplar
-        self._num_requests += 1
+        with self._answers_lock:
+            self._num_requests += 1
+            self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
         if code is grpc.StatusCode.OK:
-            self._num_tokens += num_tokens
             self._metrics.tokens_total.inc(num_tokens)
             self._metrics.queue_duration_seconds.observe(queue_s, exemplar)
         if seconds:

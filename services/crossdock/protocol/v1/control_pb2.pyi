@@ -239,7 +239,7 @@ class ReadyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "scattered", "latency")
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "streams", "request_buffers", "scattered", "latency")
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,8 @@ class WorkerStats(_message.Message):
     FIRST_EXPERT_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_BUFFERS_FIELD_NUMBER: _ClassVar[int]
     SCATTERED_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     tokens_total: int
@@ -258,9 +260,11 @@ class WorkerStats(_message.Message):
     first_expert: int
     num_experts: int
     expert_bytes: int
+    streams: int
+    request_buffers: int
     scattered: bool
     latency: LatencyReport
-    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., request_buffers: _Optional[int] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
 
 class LatencyReport(_message.Message):
     __slots__ = ("interval_s", "steps", "step_s", "experts_s", "tokens", "rows", "hot_expert", "hot_rows", "operations")

@@ -1,0 +1,1 @@
+"""What the expert service costs beside its experts: see `__main__.py`."""

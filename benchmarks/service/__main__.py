@@ -1,0 +1,224 @@
+"""The expert service beside its experts: what a call costs, and where its time goes.
+
+    python -m benchmarks.service [--out DIR] [--seconds S] [--shapes model,path]        (make bench-service)
+
+Two workers of this host on the `cpu` transport serve a generated model; processes of clients call `forward` in closed
+and open loop (`load.py`). Beside them, in the same run: the same experts in one process, a bare gRPC echo of the same
+bytes, and tokens per second of a `transformers` model with its own experts and through `attach`. Two shapes: `model`
+has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
+is measured. Where the time goes is from the workers' own metrics: means of a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import facts
+from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
+from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
+from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.demo.models import write_checkpoint
+from crossdock.host.supervisor import Supervisor
+
+WORKERS, LAYER, PROCESSES = 2, 0, 2
+SHAPES = {"model": (Sizes(1024, 64, 8), 512), "path": (Sizes(7168, 8, 2), 16)}
+"""Of the calls, and I."""
+TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
+OPEN_SHARE = 0.6
+"""Rate of the open loop, of what the closed loop has reached."""
+FORM_S = 120.0
+PHASES = ("queue", "dispatch", "experts", "combine")
+_HISTOGRAMS = {"queue_duration_seconds": "queue", "request_duration_seconds": "request"}
+_SAMPLE = r"^crossdock_(\w+?)_(sum|count)(\{.*?\})? (\S+)$"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. Times in ms.
+
+    Attributes:
+        shape: "model" or "path".
+        path: "grpc", "shared", "echo", "in-process 1 thread", ..., "attached".
+        loop: "closed", "open", or "".
+        clients, tokens: of the case.
+        p50_ms, p99_ms: of a call.
+        rows_per_s: of all clients.
+        queue_ms, dispatch_ms, experts_ms, combine_ms: means on the serving ranks.
+        agree_ms: the rest of a request's time there: exchanges between ranks, hand-over of its answer.
+        outside_ms: mean time of a call less that of its request on the worker.
+    """
+
+    shape: str
+    path: str
+    loop: str
+    clients: int
+    tokens: int
+    p50_ms: float
+    p99_ms: float
+    rows_per_s: float
+    queue_ms: float | None = None
+    dispatch_ms: float | None = None
+    experts_ms: float | None = None
+    combine_ms: float | None = None
+    agree_ms: float | None = None
+    outside_ms: float | None = None
+
+
+class Counters:
+    """Sums and counts of the workers' histograms."""
+
+    def __init__(self, pages: Sequence[str]) -> None:
+        self.sums = dict.fromkeys((*PHASES, "request"), 0.0)
+        self.counts = dict(self.sums)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        for page in pages:
+            with opener.open(f"http://{page}/metrics", timeout=10) as answer:
+                self._add(answer.read().decode())
+
+    def _add(self, text: str) -> None:
+        for name, kind, labels, value in re.findall(_SAMPLE, text, re.MULTILINE):
+            key = _HISTOGRAMS.get(name)
+            if name == "step_phase_duration_seconds":
+                key = next(phase for phase in PHASES[1:] if f'"{phase}"' in labels)
+            if key is not None:
+                (self.sums if kind == "sum" else self.counts)[key] += float(value)
+
+    def means_since(self, before: Counters) -> dict[str, float]:
+        """ms of a request, by part."""
+        found = {}
+        for key, total in self.sums.items():
+            number = self.counts[key] - before.counts[key]
+            found[key] = 1e3 * (total - before.sums[key]) / number if number else 0.0
+        return found
+
+
+class Bench:
+    """All cases of one shape."""
+
+    def __init__(
+        self, shape: str, folder: Path, load: LoadProcesses, echo_at: str, arguments: argparse.Namespace
+    ) -> None:
+        self.shape, self._folder, self._load, self._arguments = shape, folder / shape, load, arguments
+        self._echo_at = echo_at
+        self.sizes, inner = SHAPES[shape]
+        self._folder.mkdir()
+        self.model = write_checkpoint(
+            "qwen3_moe", self._folder / "model", dtype=torch.bfloat16, num_layers=2, hidden_size=self.sizes.hidden,
+            intermediate_size=inner, num_experts=self.sizes.experts, topk=self.sizes.topk,
+        )  # fmt: skip
+
+    def rows(self) -> Iterator[Row]:
+        """As they are measured."""
+        seconds = self._arguments.seconds
+        if "in-process" in self._arguments.paths:
+            yield from self._in_process(seconds)
+        if "echo" in self._arguments.paths:
+            yield from self._echo(seconds)
+        anywhere = "127.0.0.1:0"
+        control = ControlConfig(listen=anywhere, http_listen=anywhere, world_size=WORKERS)
+        workers = [WorkerConfig(model=str(self.model), local_rank=i, uid=f"w{i}") for i in range(WORKERS)]
+        with Supervisor(control, workers, self._folder / "logs") as supervisor:
+            view = supervisor.wait_serving(FORM_S)
+            self._pages = [member.http_address for member in view.members]
+            for path in ("shared", "grpc"):
+                if path in self._arguments.paths:
+                    yield from self._service(path, supervisor.control_address, seconds)
+
+    def _in_process(self, seconds: float) -> Iterator[Row]:
+        experts = InProcess(self.model)
+        for threads in (1, os.cpu_count() or 1):
+            torch.set_num_threads(threads)
+            for tokens in self._arguments.tokens:
+                took = experts.measure(self.sizes, LAYER, tokens, seconds / 2)
+                case = Job("", self.sizes, tokens, LAYER, 1, 0)
+                yield self._row(f"in-process, threads={threads}", "", case, Measured(took, sum(took)))
+
+    def _echo(self, seconds: float) -> Iterator[Row]:
+        for tokens in self._arguments.tokens:
+            for clients in self._arguments.clients:
+                job = Job(self._echo_at, self.sizes, tokens, LAYER, clients, seconds / 2, echo=True)
+                yield self._row("echo", "closed", job, self._load.run(job))
+
+    def _service(self, path: str, target: str, seconds: float) -> Iterator[Row]:
+        for tokens in self._arguments.tokens:
+            for clients in self._arguments.clients:
+                job = Job(target, self.sizes, tokens, LAYER, clients, seconds, shared=path == "shared")
+                closed = self._measured(path, job)
+                yield closed
+                if self._arguments.open:
+                    rate = OPEN_SHARE * closed.rows_per_s / tokens
+                    yield self._measured(path, replace(job, rate=rate))
+        if self.shape == "model" and self._arguments.attach:
+            own, attached = tokens_per_s(self.model, target, path == "shared")
+            yield Row(self.shape, "own experts, tokens/s", "", 1, 0, 0, 0, round(own, 1))
+            yield Row(self.shape, f"attached by {path}, tokens/s", "", 1, 0, 0, 0, round(attached, 1))
+
+    def _measured(self, path: str, job: Job) -> Row:
+        before = Counters(self._pages)
+        got = self._load.run(job)
+        parts = Counters(self._pages).means_since(before)
+        row = self._row(path, "open" if job.rate else "closed", job, got)
+        rest = parts["request"] - sum(parts[phase] for phase in PHASES)
+        outside = 1e3 * statistics.fmean(got.took) - parts["request"]
+        queue, dispatch, experts, combine = (round(parts[phase], 3) for phase in PHASES)
+        return replace(
+            row,
+            queue_ms=queue,
+            dispatch_ms=dispatch,
+            experts_ms=experts,
+            combine_ms=combine,
+            agree_ms=round(rest, 3),
+            outside_ms=round(outside, 3),
+        )
+
+    def _row(self, path: str, loop: str, job: Job, got: Measured) -> Row:
+        ordered = sorted(1e3 * seconds for seconds in got.took)
+        p50, p99 = statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+        rows_per_s = job.tokens * len(ordered) / got.elapsed
+        return Row(self.shape, path, loop, job.clients, job.tokens, round(p50, 3), round(p99, 3), round(rows_per_s, 1))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Of "1,8"."""
+    return tuple(map(int, text.split(",")))
+
+
+def main() -> None:
+    """Measure; print each row as it is done."""
+    parser = argparse.ArgumentParser(description="Measure the expert service beside its experts.")
+    parser.add_argument("--out", type=Path, help="folder for service.csv and run.json; none: print only")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--paths", default="in-process,echo,shared,grpc")
+    parser.add_argument("--tokens", type=numbers, default=TOKENS)
+    parser.add_argument("--clients", type=numbers, default=CLIENTS)
+    parser.add_argument("--open", type=int, default=1, help="0: no open loop")
+    parser.add_argument("--attach", type=int, default=1, help="0: no tokens/s through attach")
+    arguments = parser.parse_args()
+    load_before, rows = os.getloadavg()[0], list[Row]()
+    names = [field.name for field in fields(Row)]
+    print("  ".join(names))
+    with tempfile.TemporaryDirectory() as name, LoadProcesses(PROCESSES) as load, EchoProcess() as echo:
+        for shape in arguments.shapes.split(","):
+            for row in Bench(shape, Path(name), load, echo.address, arguments).rows():
+                rows.append(row)
+                print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
+    if arguments.out:
+        config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
+        found = facts.of_control(sys.argv[1:], config, "benchmarks.service")
+        facts.keep(arguments.out, "service", Row, rows, found)
+
+
+if __name__ == "__main__":
+    main()

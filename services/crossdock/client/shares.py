@@ -1,0 +1,111 @@
+"""How a batch is checked and cut into requests. Pure.
+
+Letters: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from crossdock.client.errors import ClientError, InvalidRequest
+from crossdock.protocol import wire
+from crossdock.protocol.tensor_messages import Received
+from crossdock.protocol.v1 import expert_pb2
+
+Parts = Sequence[torch.Tensor]
+Response = Received[expert_pb2.ForwardResponse]
+
+REQUEST_BYTES = (2 << 20) - (64 << 10)
+"""A larger share is sent as several requests: a worker can start before all of it has arrived, and accepts messages of
+at most its `max_message_bytes`, 2 MiB by default."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """One call of `forward`.
+
+    Attributes:
+        layer: with the experts.
+        parts: x [T, H], topk_ids [T, K], topk_weights float32 [T, K] on the host; T > 0.
+        deadline: monotonic seconds.
+        turn: number of the call, which says where its first share goes.
+    """
+
+    layer: int
+    parts: Parts
+    deadline: float
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows start..stop of a batch, for the worker at position `worker` of the list."""
+
+    worker: int
+    start: int
+    stop: int
+
+
+def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_tokens: int) -> list[Share]:
+    """Cut a batch into even shares, one per worker, and shares into requests. Pure.
+
+    Args:
+        num_tokens: T > 0.
+        num_workers: number of workers.
+        first: worker of the first share.
+        max_tokens: limit of one request.
+        min_tokens: smallest share; fewer workers are used if necessary.
+    """
+    parts = max(1, min(num_workers, num_tokens // min_tokens))
+    bounds = [part * num_tokens // parts for part in range(parts + 1)]
+    return [
+        Share((first + part) % num_workers, start, min(start + max_tokens, bounds[part + 1]))
+        for part in range(parts)
+        for start in range(bounds[part], bounds[part + 1], max_tokens)
+    ]
+
+
+def most_tokens(parts: Sequence[torch.Tensor]) -> int:
+    """Rows that fit in one request."""
+    row_bytes = sum(part.shape[1] * part.element_size() for part in parts)
+    return max(1, REQUEST_BYTES // max(1, row_bytes))
+
+
+def check(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Raises InvalidRequest: what no worker would take, apart from sizes of the model."""
+    for name, tensor, dtypes in (
+        ("x", x, _FLOATS),
+        ("topk_ids", topk_ids, _INTS),
+        ("topk_weights", topk_weights, _FLOATS),
+    ):
+        if tensor.ndim != 2:
+            raise InvalidRequest(f"{name}: expected 2 dimensions, got {tensor.ndim}")
+        if tensor.dtype not in dtypes:
+            raise InvalidRequest(f"{name}: expected dtype one of {dtypes}, got {tensor.dtype}")
+    expected = (x.shape[0], topk_ids.shape[1])
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tuple(tensor.shape) != expected:
+            raise InvalidRequest(f"{name}: expected {list(expected)}, got {list(tensor.shape)}")
+
+
+def read_rows(response: Response, out: torch.Tensor) -> None:
+    """Copy y of an answer into out [T, H]. Raises ClientError: it is not of that shape and dtype."""
+    y, data = response.message.y, response.data.get("y")
+    try:
+        _, shape = wire.check(y, name="y", dtypes=[out.dtype], ndim=2)
+        if shape != tuple(out.shape):
+            raise wire.WireError("y", str(list(out.shape)), list(shape))
+        wire.read_into(out, y.data if data is None else data, name="y")
+    except wire.WireError as error:
+        raise ClientError(f"answer: {error}") from error
+
+
+def on_host(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As requests carry them, the ids apart."""
+    return x.detach().cpu(), topk_ids.cpu(), topk_weights.detach().float().cpu()

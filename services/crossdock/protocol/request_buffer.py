@@ -1,0 +1,111 @@
+"""Memory that a client and a worker of one host share for one request at a time, and where its tensors lie.
+
+    client                                            worker
+    OpenBuffer(host, num_bytes) ──── gRPC ──────────▶ checks role, host, room; offers a socket and a ticket
+    connect, ticket ─────────── UNIX socket ────────▶ makes the memfd, sends its descriptor
+    x, ids, weights ─▶ memory
+    ForwardRequest without data ── UNIX socket ─────▶ copies ids and weights, checks them; a step reads x in place
+    y ◀─ memory  ◀── ForwardResponse without y ────── writes y in place
+    either end closes the socket ═══════════════════▶ the other end has its end
+
+A packet of the socket is one message. The memory is a memfd that the worker makes and seals: its size cannot change,
+so neither end can fault the other. Places follow from T, H, K and the itemsize alone; no offset travels.
+
+Letters: T tokens, H hidden size, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from crossdock.protocol import wire
+from crossdock.protocol.v1 import expert_pb2
+
+MAX_PACKET_BYTES = 4096
+"""Of a message without data; longer texts of errors are cut."""
+MAX_BUFFER_BYTES = 16 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ALIGN = 64
+
+
+def host_identity() -> str:
+    """The kernel and the network namespace of this process, where abstract socket names are known; empty: unknown."""
+    proc = Path("/proc")
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(proc / 'self/ns/net').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tensors of a request of one shape lie: offsets in bytes, and what they need in all."""
+
+    x: int
+    ids: int
+    weights: int
+    y: int
+    num_bytes: int
+
+    @staticmethod
+    def of(num_tokens: int, hidden: int, topk: int, itemsize: int) -> Places:
+        """For x [T, H], topk_ids int32 [T, K], topk_weights float32 [T, K] and y [T, H]."""
+        rows, few = _aligned(num_tokens * hidden * itemsize), _aligned(4 * num_tokens * topk)
+        return Places(0, rows, rows + few, rows + 2 * few, 2 * rows + 2 * few)
+
+
+class SharedMemory:
+    """One mapping of a request buffer; it lives until the last tensor made of it dies.
+
+    Args:
+        fd: of the memfd; not kept.
+        num_bytes: size.
+
+    Raises:
+        OSError: no such memory, or one that is smaller, or whose size could change.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        if os.fstat(fd).st_size < num_bytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(f"request buffer: expected {num_bytes} sealed bytes")
+        self._mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        self.num_bytes = num_bytes
+
+    @staticmethod
+    def make(num_bytes: int) -> tuple[SharedMemory, int]:
+        """New memory, and its descriptor, which the caller closes. Raises OSError."""
+        fd = os.memfd_create("crossdock-request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            return SharedMemory(fd, num_bytes), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> torch.Tensor:
+        """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
+        count = shape[0] * shape[1]
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def give_back(self) -> None:
+        """Free the pages, whoever else maps them still."""
+        with contextlib.suppress(OSError):  # then they go with the last mapping
+            self._mapping.madvise(mmap.MADV_REMOVE)
+
+
+def described(dtype: torch.dtype, shape: tuple[int, int]) -> expert_pb2.Tensor:
+    """A tensor that lies in the memory."""
+    return expert_pb2.Tensor(dtype=wire.NAMES[dtype], shape=shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

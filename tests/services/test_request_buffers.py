@@ -1,0 +1,448 @@
+"""Request buffers: a client of this host shares memory with a worker, and what a wrong one can do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, direct
+from crossdock.client.retry import RetryBudget
+from crossdock.common import rpc
+from crossdock.common.access import METHODS, RateLimiter
+from crossdock.common.config import WorkerConfig
+from crossdock.common.metrics import WorkerMetrics
+from crossdock.protocol.request_buffer import Places, SharedMemory, described, host_identity
+from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.worker import buffer_server
+from crossdock.worker.admission import RequestValidator
+from crossdock.worker.backend import Backend
+from crossdock.worker.budget import Budget
+from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.engine import Engine
+from crossdock.worker.service import ExpertService
+from crossdock.worker.work import Done, Failure, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
+from tests.services.cluster import Batch, E, H, K, write_model
+from tests.services.control_world import TIMEOUT_S
+
+KIB = 1 << 10
+INVALID, EXHAUSTED, LATE = 3, 8, 4
+
+
+class Doubling(Engine):
+    """Answers each request with twice its rows, once it is let go; remembers what came."""
+
+    def __init__(self, telemetry: WorkerTelemetry) -> None:
+        super().__init__(64, telemetry)
+        self.go, self.seen = threading.Event(), list[Work]()
+        self.go.set()
+
+    def submit(self, work: Work) -> None:
+        self.seen.append(work)
+        threading.Thread(target=self._serve, args=(work,), daemon=True).start()
+
+    def _serve(self, work: Work) -> None:
+        self.go.wait(TIMEOUT_S)
+        work.y = torch.empty_like(work.x) if work.y is None else work.y
+        if not work.answered:
+            work.y.copy_(2 * work.x)
+            self._answer([work], Done(work.y, work.timing))
+
+
+class World:
+    """A worker without a group."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        write_model(folder)
+        telemetry = self._telemetry = WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))
+        self.engine = Doubling(telemetry)
+        config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
+        validator = RequestValidator(Checkpoint.open(folder).spec, torch.float32)
+        backend = Backend(config, validator, self.engine, telemetry, Budget(1 << 20, 64 << 20), RateLimiter(0))
+
+        async def drain() -> None:
+            raise AssertionError("nobody asks for it")
+
+        self.service = ExpertService(backend, expert_pb2.DescribeResponse, drain)
+        self.buffers = self.service.buffers
+
+    async def start(self) -> None:
+        self.server = await rpc.server(8 << 20, rpc.Health([]))
+        expert_pb2_grpc.add_ExpertServiceServicer_to_server(self.service, self.server)
+        self.address = rpc.bind(self.server, "127.0.0.1:0")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        self.buffers.close()
+        await self.server.stop(0)
+        self._telemetry.close()
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, **settings: object) -> AsyncIterator[World]:
+    made = World(folder, **settings)
+    await made.start()
+    try:
+        yield made
+    finally:
+        made.engine.go.set()
+        await made.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Guest:
+    """A buffer without `crossdock.client`."""
+
+    def __init__(self, world: World, num_bytes: int = 64 * KIB, host: str | None = None) -> None:
+        self._channel = rpc.aio_channel(world.address)
+        stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
+        host = host_identity() if host is None else host
+        self.call = stub.OpenBuffer(expert_pb2.OpenBufferRequest(host=host, num_bytes=num_bytes), timeout=TIMEOUT_S)
+        self.sock: socket.socket | None = None
+
+    async def __aenter__(self) -> Guest:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.sock is not None:
+            self.sock.close()
+        await self._channel.close(0)
+
+    async def redeem(self, ticket: bytes | None = None) -> Guest:
+        """Raises OSError: no memory came."""
+        self.offer = await self.call.read()
+        self.sock = self.dial(self.offer.socket)
+        self.sock.send(self.offer.ticket if ticket is None else ticket)
+        _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, self.sock, 1, 1)
+        if not fds:
+            raise OSError("no memory")
+        self.fd = fds[0]
+        self.memory = SharedMemory(self.fd, self.offer.num_bytes)
+        return self
+
+    @staticmethod
+    def dial(name: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(TIMEOUT_S)
+        sock.connect(f"\0{name}")
+        return sock
+
+    def write(self, batch: Batch) -> Places:
+        places = Places.of(len(batch.x), H, K, 4)
+        few = (len(batch.x), K)
+        self.memory.tensor(torch.float32, (len(batch.x), H), places.x).copy_(batch.x)
+        self.memory.tensor(torch.int32, few, places.ids).copy_(batch.ids)
+        self.memory.tensor(torch.float32, few, places.weights).copy_(batch.weights)
+        return places
+
+    async def ask(self, request_id: int, num_tokens: int, **fields: object) -> expert_pb2.ForwardResponse:
+        self.tell(request_id, num_tokens, **fields)
+        return await self.answer()
+
+    def tell(self, request_id: int, num_tokens: int, **fields: object) -> None:
+        assert self.sock is not None
+        request = expert_pb2.ForwardRequest(
+            id=request_id,
+            layer=1,
+            x=described(torch.float32, (num_tokens, H)),
+            topk_ids=described(torch.int32, (num_tokens, K)),
+            topk_weights=described(torch.float32, (num_tokens, K)),
+        )
+        for name, value in fields.items():
+            if isinstance(value, expert_pb2.Tensor):
+                getattr(request, name).CopyFrom(value)
+            else:
+                setattr(request, name, value)
+        self.sock.send(request.SerializeToString())
+
+    async def answer(self) -> expert_pb2.ForwardResponse:
+        assert self.sock is not None
+        packet = await asyncio.to_thread(self.sock.recv, 4096)
+        if not packet:
+            raise EOFError
+        return expert_pb2.ForwardResponse.FromString(packet)
+
+
+async def warm(client: AsyncClient, world: World) -> None:
+    """Calls until the client has a buffer."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not len(world.buffers):
+            await client.forward(1, *_tensors(Batch.random(3)))
+            await asyncio.sleep(0.01)
+
+
+def _tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return batch.x, batch.ids, batch.weights
+
+
+async def test_a_client_of_this_host_opens_one_by_itself(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+        await warm(client, made)
+        for num_tokens in (1, 7, 64, 2000, 3):  # the fourth needs a larger one, and goes by gRPC meanwhile
+            batch = Batch.random(num_tokens)
+            assert torch.equal(await client.forward(1, *_tensors(batch)), 2 * batch.x)
+            work = made.engine.seen[-1]
+            assert torch.equal(work.topk_ids, batch.ids.int())
+            assert torch.equal(work.topk_weights, batch.weights)
+        answers = await asyncio.gather(*(client.forward(1, *_tensors(Batch.random(5))) for _ in range(20)))
+        assert len(answers) == 20
+    await until(lambda: made.buffers.num_bytes == 0)
+
+
+async def test_threads_share_one_client(tmp_path: Path) -> None:
+    def ask(client: Client) -> None:
+        for _ in range(40):
+            batch = Batch.random(int(torch.randint(1, 50, ())))
+            assert torch.equal(client.forward(1, *_tensors(batch)), 2 * batch.x)
+
+    async with world(tmp_path) as made:
+        client = await asyncio.to_thread(Client, made.address)
+        await asyncio.gather(*(asyncio.to_thread(ask, client) for _ in range(4)))
+        assert 1 <= len(made.buffers) <= 4
+        assert any(isinstance(work.stream, buffer_server._Buffer) for work in made.engine.seen)
+        await asyncio.to_thread(client.close)
+
+
+@pytest.mark.parametrize("settings", [{"max_shared_bytes": 0}, {"max_shared_bytes": 4 * 63 * KIB}])
+async def test_without_room_calls_go_by_grpc(tmp_path: Path, settings: dict[str, int]) -> None:
+    async with world(tmp_path, **settings) as made, AsyncClient(made.address) as client:
+        for _ in range(3):
+            batch = Batch.random(9)
+            assert torch.equal(await client.forward(1, *_tensors(batch)), 2 * batch.x)
+            await asyncio.sleep(0.02)
+        assert not len(made.buffers)
+        async with Guest(made) as guest:
+            with pytest.raises(grpc.RpcError, match="expected at most"):
+                await guest.redeem()
+
+
+async def test_of_one_client_a_quarter(tmp_path: Path) -> None:
+    async with world(tmp_path, max_shared_bytes=4 * 130 * KIB) as made, contextlib.AsyncExitStack() as held:
+        guests = [await (await held.enter_async_context(Guest(made))).redeem() for _ in range(2)]
+        third = await held.enter_async_context(Guest(made))
+        with pytest.raises(grpc.RpcError, match="expected at most 133120 shared with one client"):
+            await third.redeem()
+        guests[0].call.cancel()
+        await until(lambda: made.buffers.num_bytes == 64 * KIB)
+        async with Guest(made) as another:
+            await another.redeem()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"host": "another"}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"num_bytes": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"num_bytes": 1 << 62}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_wrong_offers(tmp_path: Path, fields: dict[str, object], code: grpc.StatusCode) -> None:
+    async with world(tmp_path) as made, Guest(made, **fields) as guest:  # type: ignore[arg-type]
+        with pytest.raises(grpc.RpcError) as raised:
+            await guest.redeem()
+        assert raised.value.code() is code
+        assert made.buffers.num_bytes == 0
+
+
+async def test_a_ticket_is_good_once_and_only_while_its_call_is_open(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest, Guest(made) as other:
+        await guest.redeem()
+        for ticket in (guest.offer.ticket, os.urandom(32), b""):
+            with guest.dial(guest.offer.socket) as thief:
+                thief.send(ticket)
+                assert not (await asyncio.to_thread(socket.recv_fds, thief, 1, 1))[1]
+        offer = await other.call.read()
+        other.call.cancel()
+        await until(lambda: made.buffers.num_bytes == 64 * KIB)
+        with guest.dial(offer.socket) as late:
+            late.send(offer.ticket)
+            assert not (await asyncio.to_thread(socket.recv_fds, late, 1, 1))[1]
+
+
+async def test_a_ticket_that_nobody_redeems_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_server, "_REDEEM_S", 0.1)
+    async with world(tmp_path) as made, Guest(made) as guest:
+        offer = await guest.call.read()
+        with guest.dial(offer.socket) as stranger:
+            await until(lambda: made.buffers.num_bytes == 0)
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+
+
+async def test_what_a_wrong_client_gets(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        batch = Batch.random(5)
+        places = guest.write(batch)
+        assert not (await guest.ask(1, 5)).HasField("error")
+        assert torch.equal(guest.memory.tensor(torch.float32, (5, H), places.y), 2 * batch.x)
+        wrong: list[tuple[int, dict[str, object], str]] = [
+            (0, {}, "x: expected 1 to as many rows"),
+            (10_000, {}, "x: expected 1 to as many rows"),
+            (1 << 40, {}, "dimensions in 0"),
+            (5, {"layer": 0}, "layer"),
+            (5, {"x": described(torch.bfloat16, (5, H))}, "x: expected dtype"),
+            (5, {"x": described(torch.float32, (5, H + 1))}, "x: expected shape"),
+            (5, {"topk_ids": described(torch.int64, (5, K))}, "topk_ids: expected dtype"),
+            (5, {"topk_ids": described(torch.int32, (6, K))}, "topk_ids: expected shape"),
+            (5, {"topk_weights": described(torch.float32, (5, 1))}, "topk_weights: expected shape"),
+            (5, {"model": "x" * 64}, "model"),
+        ]
+        for number, (num_tokens, fields, words) in enumerate(wrong):
+            answer = await guest.ask(2 + number, num_tokens, **fields)
+            assert words in answer.error.message, answer
+        for bad, words in ((E, "topk_ids: expected -1"), (-2, "topk_ids")):
+            guest.memory.tensor(torch.int32, (5, K), places.ids)[3, 1] = bad
+            assert words in (await guest.ask(50, 5)).error.message
+        guest.write(batch)
+        guest.memory.tensor(torch.float32, (5, K), places.weights)[4, 0] = torch.inf
+        assert "topk_weights" in (await guest.ask(51, 5)).error.message
+        for size in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(guest.fd, size)
+        assert guest.sock is not None
+        guest.sock.send(b"\xff" * 100)
+        with pytest.raises(EOFError):
+            await guest.answer()
+    await until(lambda: made.buffers.num_bytes == 0)
+
+
+async def test_what_a_client_changes_after_it_was_checked_changes_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        batch = Batch.random(5)
+        places = guest.write(batch)
+        made.engine.go.clear()
+        guest.tell(1, 5)
+        await until(lambda: len(made.engine.seen) == 1)
+        guest.memory.tensor(torch.int32, (5, K), places.ids).fill_(E + 7)
+        guest.memory.tensor(torch.float32, (5, K), places.weights).fill_(torch.nan)
+        work = made.engine.seen[0]
+        assert torch.equal(work.topk_ids, batch.ids.int())
+        assert torch.equal(work.topk_weights, batch.weights)
+        answer = await guest.ask(2, 5)
+        assert answer.id == 2
+        assert answer.error.code == INVALID
+        made.engine.go.set()
+        assert (await guest.answer()).id == 1
+
+
+async def test_the_buffer_of_a_dead_client_is_freed(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(100))
+        assert os.fstat(guest.fd).st_blocks
+        made.engine.go.clear()
+        guest.tell(1, 100)
+        await until(lambda: len(made.engine.seen) == 1)
+        assert guest.sock is not None
+        guest.sock.close()
+        await until(lambda: made.engine.seen[0].answered)
+        await until(lambda: made.buffers.num_bytes == 0)
+        await until(lambda: os.fstat(guest.fd).st_blocks == 0)  # although this end maps it still
+
+
+async def test_a_late_request_is_answered_and_its_buffer_serves_on(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(2))
+        made.engine.go.clear()
+        assert (await guest.ask(1, 2, timeout_ms=1)).error.code == LATE
+        guest.tell(2, 2)
+        guest.tell(2, 2, cancel=True)
+        assert (await guest.answer()).error.code == rpc.code_number(grpc.StatusCode.CANCELLED)
+        made.engine.go.set()
+        assert not (await guest.ask(3, 2)).HasField("error")
+
+
+async def test_a_client_that_reads_no_answers_loses_its_buffer(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+
+        def flood() -> None:
+            for number in range(100_000):
+                guest.tell(number, 1, layer=99)
+
+        with pytest.raises(OSError, match=r"."):
+            await asyncio.to_thread(flood)
+        await until(lambda: made.buffers.num_bytes == 0)
+
+
+async def test_a_dead_worker_hangs_no_client(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address, retry=False) as client:
+        await warm(client, made)
+        made.engine.go.clear()
+        waiting = asyncio.create_task(client.forward(1, *_tensors(Batch.random(3))))
+        await until(lambda: not made.engine.seen[-1].answered)
+        made.buffers.close()
+        with pytest.raises(Unavailable, match="request buffer was closed"):
+            await asyncio.wait_for(waiting, TIMEOUT_S)
+
+
+async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "QUIET_S", 0.1)
+    async with world(tmp_path) as made, AsyncClient(made.address, retry=False) as client:
+        await warm(client, made)
+        made.engine.go.clear()
+        probes = [True, True, False]
+
+        async def is_alive(address: str) -> bool:
+            assert address == made.address
+            return probes.pop(0)
+
+        monkeypatch.setattr(client, "_is_alive", is_alive)
+        with pytest.raises(Unavailable, match="silent"):
+            await client.forward(1, *_tensors(Batch.random(3)))
+        assert not probes
+        await until(lambda: made.engine.seen[-1].answered)
+
+
+async def test_a_refusal_counts_as_one_however_it_came(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+        await warm(client, made)
+        client._budget = RetryBudget(most=0.0, per_s=0.0)
+        sent: list[Work] = []
+
+        def refuse(work: Work) -> None:
+            sent.append(work)
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+
+        made.engine.submit = refuse  # type: ignore[method-assign]
+        with pytest.raises(Overloaded, match="full"):
+            await client.forward(1, *_tensors(Batch.random(3)), timeout_s=0.3)
+        assert len(sent) == 1, "without a token of the budget it is not sent again"
+
+
+async def test_deadlines_and_wrong_requests(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+        await warm(client, made)
+        batch = Batch.random(3)
+        for bad in (E, 1 << 40, -(1 << 40)):
+            batch.ids[1, 1] = bad
+            with pytest.raises(InvalidRequest, match="topk_ids"):
+                await client.forward(1, *_tensors(batch))
+            await warm(client, made)
+        made.engine.go.clear()
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await client.forward(1, *_tensors(Batch.random(3)), timeout_s=0.2)
+        assert 0.2 <= time.monotonic() - began < TIMEOUT_S
+        await until(lambda: made.engine.seen[-1].answered)
+
+
+def test_who_may_not_call_forward_may_not_get_a_buffer() -> None:
+    assert METHODS["/crossdock.v1.ExpertService/OpenBuffer"] == METHODS["/crossdock.v1.ExpertService/Forward"]

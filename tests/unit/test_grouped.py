@@ -1,0 +1,133 @@
+"""Grouped products of quantised experts: in Triton's interpreter, on a GPU; and when they are not taken."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.gating import Gating
+from crossdock.worker.grouped.support import compile_into, reason_against, reason_in_shapes
+from crossdock.worker.weights import Format, Stack
+from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
+
+LIMITS = {"blocks, gelu": 0.1, "blocks, ungated": 0.1}
+"""In the interpreter: the rest differ by the order of sums, or by what that carries over a step of bf16 or e4m3. Here
+rows between the products are rounded to bf16 first, and one in a hundred lands on the other side."""
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+def run(module: str, *args: str, **environment: str) -> dict[str, Any]:
+    """What a program of this folder prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.unit.{module}", *args],
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+@functools.cache
+def interpreted() -> dict[str, float]:
+    """Errors of all cases, from one process: Triton reads TRITON_INTERPRET when it is imported."""
+    return run("grouped_interpreted", str(random.getrandbits(31)), TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_products(name: str) -> None:
+    assert interpreted()[name] < LIMITS.get(name, 0.02)
+
+
+@needs_triton
+def test_compiled_for_hopper() -> None:
+    """Without a GPU: the tensor cores' instructions, registers that hold the sums, nothing compiled while serving."""
+    found = run("grouped_compiled")
+    kinds = {(kind.split(".")[4], kind.split(".f32.")[1]) for kind in found["wgmma"]}
+    assert kinds == {("m64n32k32", "e4m3.e4m3"), ("m64n128k32", "e4m3.e4m3"), ("m64n16k16", "bf16.bf16"),
+                     ("m64n64k16", "bf16.bf16")}  # fmt: skip
+    assert found["stack"] <= 160, "bytes of local memory: an inner loop spills"
+    assert (found["kernels"], found["again"]) == (9, 0), "another number of rows compiled a kernel anew"
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", CASES)
+def test_products_on_a_gpu(name: str) -> None:
+    """Of the dequantised model within e4m3's rounding of rows, or bf16's; the host waits for nothing."""
+    weights, gating = layer(name, 7)
+    assert_right(weights, gating, [3, 0, 130, 16, 70, 1, 300], 2)
+    assert_right(weights, gating, [0, 0, 0, 1, 0, 0, 0], 0)
+
+
+def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int], padding: int) -> None:
+    """For groups of so many rows, and `padding` rows of nobody behind each."""
+    tokens = tokens_of(counts, padding, weights[0].columns, more=4 * padding)
+    begins, end = groups(counts, padding)
+    there = tuple(Stack(s.format, *(None if t is None else t.cuda() for t in (s.data, s.scales, s.bias)), s.parts)
+                  for s in weights)  # fmt: skip
+    experts = ExpertMLPs({0: (there[0], there[1])}, gating, torch.bfloat16)
+    assert experts.computes == "grouped products"
+    sent = tokens.cuda(), *(torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([*begins, end], counts))
+    out = torch.full(tokens.shape, 7.0, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts.forward(0, *sent, out=out, num_rows=end + padding)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    limit = 0.01 if weights[0].format.kind == "mxfp4" else 0.08
+    for slot, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+        rows, found = tokens[begin : begin + count].float(), out[begin : begin + count].float().cpu()
+        first, down = (stack[slot] for stack in weights)
+        inner = rows @ floats(first).t() + (0 if first.bias is None else first.bias.float())
+        hidden = gating(inner, torch.empty(count, down.columns))
+        expected = hidden @ floats(down).t() + (0 if down.bias is None else down.bias.float())
+        assert not count or float((found - expected).norm() / expected.norm()) < limit
+        assert bool((out[begin + count : begin + count + padding] == 7).all()), "a row of nobody was written"
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "inner", "parts", "dtype", "reason"),
+    [
+        (BLOCKS, 256, 136, 2, torch.bfloat16, "no multiple of 16 bytes"),
+        (BLOCKS, 288, 144, 1, torch.bfloat16, "does not end where gate ends, after 144 rows"),
+        (Format("fp8", (64, 64)), 256, 128, 2, torch.bfloat16, "they know no fp8, a scale per block of 64 x 64"),
+        (MXFP4, 256, 128, 1, torch.float16, "MXFP4 with torch.float16"),
+        (BLOCKS, 256, 128, 2, torch.bfloat16, ""),
+    ],
+)
+def test_when_they_are_not_taken(
+    format: Format, rows: int, inner: int, parts: int, dtype: torch.dtype, reason: str
+) -> None:
+    stacks = [
+        Stack.empty(format, (2, *shape), dtype, "meta", parts=p)
+        for *shape, p in ((2 * inner, 256, parts), (256, inner, 1))
+    ]
+    found = reason_in_shapes(stacks[0], stacks[1], Gating(), dtype)
+    assert reason in found if reason else found == ""
+
+
+@needs_triton
+def test_compiled_kernels_go_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", knobs.cache.dir)
+    compile_into(str(tmp_path))
+    assert knobs.cache.dir == str(tmp_path / "triton")
+
+
+def test_on_a_cpu_the_loop_serves() -> None:
+    weights, gating = layer("blocks", 2)
+    assert reason_against(*weights, gating, torch.bfloat16) == "they are for GPUs, and weights are on cpu"
+    assert ExpertMLPs({0: weights}, gating, torch.bfloat16).computes == "loop"
