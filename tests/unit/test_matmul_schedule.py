@@ -70,6 +70,8 @@ def test_every_row_is_multiplied_once(monkeypatch: pytest.MonkeyPatch, order: li
     rows: list[int] = []
     multiply = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: (rows.append(len(a)), multiply(a, b, out=out)))
+    twice = torch.bmm  # of two places at once
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out: (rows.append(2 * a.shape[1]), twice(a, b, out=out)))
     ys = matmul.follow(Pending(order), x, w, 8, [rank in here for rank in range(8)])
     assert sum(rows) == 2 * len(x)
     for y, each in zip(ys, w, strict=True):
