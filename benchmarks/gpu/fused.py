@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.fused --one-gpu [--out DIR]
 
-RANKS shards of x stand on this GPU; a pacer on a stream of its own says when each of the others has arrived, at the
-rate of the links. Per shape (M rows in all, N, K), bf16:
+RANKS shards of x stand on this GPU, RANK's is its own; a pacer on a stream of its own says when each of the others has
+arrived, at the rate of the links: copy engines move bytes of the host for as long, so that no multiprocessor is taken.
+Per shape (M rows in all, N, K), bf16:
 
 * `cublas`: one matmul of all rows, when all are there.
 * `ready`: the schedule of `matmul.follow` with all shards arrived. Target: `cublas / ready` >= READY.
@@ -32,7 +33,8 @@ from ep_kernels.collectives import matmul
 from ep_kernels.telemetry import quantile
 
 MODULE = "benchmarks.gpu.fused"
-RANKS = 8
+RANKS, RANK = 8, 5
+"""RANK: what arrives together lies in two places there, so that it takes one product more than at others."""
 EFFICIENCY = {
     (1792, 4096): {4096: 0.60, 8192: 0.74, 16384: 0.82},
     (3584, 8192): {4096: 0.84, 8192: 0.91, 16384: 0.95},
@@ -41,7 +43,7 @@ EFFICIENCY = {
 """Of (N, K), by M: max(matmul, all-gather) over the fused time, on several GPUs."""
 READY, SHARE, BESIDE = 0.95, 0.90, 0.97
 SETS, COPY_BYTES, SQUARE = 2, 64 << 20, 8192
-HOLD_US = 300
+HOLD_US = 600
 """The host queues a whole schedule meanwhile."""
 
 
@@ -64,15 +66,63 @@ class Row:
     iterations: int = 0
 
 
+class CopyClock:
+    """Copies from pinned memory that take as long as they are asked to."""
+
+    def __init__(self) -> None:
+        self._host = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8).pin_memory()
+        self._here = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        short, long = COPY_BYTES // 64, COPY_BYTES // 4
+        least, most = self._taken_us(short), self._taken_us(long)
+        self._us_per_byte = (most - least) / (long - short)
+        self._first_us = least - short * self._us_per_byte
+
+    def _taken_us(self, num_bytes: int) -> float:
+        taken = []
+        for _ in range(10):
+            begin, end = events(2)
+            sleep(HOLD_US)
+            begin.record()
+            for _ in range(5):
+                self._copy(num_bytes)
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3 / 5)
+        return quantile(taken, 0.5)
+
+    def _copy(self, num_bytes: int) -> None:
+        self._here[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+
+    def pass_us(self, us: float) -> None:
+        """Keep the current stream for so long."""
+        self._copy(min(COPY_BYTES, max(16, round((us - self._first_us) / self._us_per_byte))))
+
+    def error(self, us: float) -> float:
+        """By how much seven such spans, one after the other, are too long; 0: exact."""
+        taken = []
+        for _ in range(10):
+            begin, end = events(2)
+            sleep(HOLD_US)
+            begin.record()
+            for _ in range(RANKS - 1):
+                self.pass_us(us)
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3)
+        return quantile(taken, 0.5) / (us * (RANKS - 1)) - 1
+
+
 class Pacer:
     """Stands for a gather that is under way: shards arrive one after another, each as long as the links need for it.
 
     Args:
         shard_us: between arrivals; 0: all are there.
+        clock: what passes the time.
     """
 
-    def __init__(self, shard_us: float) -> None:
+    def __init__(self, shard_us: float, clock: CopyClock) -> None:
         self._shard_us, self._stream = shard_us, torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._clock = clock
         self._arrived: list[Any] = []
 
     def start(self) -> None:
@@ -82,15 +132,15 @@ class Pacer:
         with torch.cuda.stream(self._stream):
             for event in self._arrived:
                 if self._shard_us:
-                    sleep(self._shard_us)
+                    self._clock.pass_us(self._shard_us)
                 event.record()
 
-    def shards(self) -> Iterator[int]:
-        """See `collective_base.PendingGather`."""
-        yield 0
-        for rank, event in enumerate(self._arrived, 1):
+    def shards(self) -> Iterator[list[int]]:
+        """See `collective_base.PendingGather`: in the order in which they come to RANK."""
+        yield [RANK]
+        for step, event in enumerate(self._arrived, 1):
             torch.cuda.current_stream().wait_event(event)
-            yield rank
+            yield [(RANK - step) % RANKS]
 
     def wait(self) -> None:
         """See `collective_base.PendingCollective`."""
@@ -123,18 +173,6 @@ class Watch:
         return taken[WARMUP:]
 
 
-def _clock() -> float:
-    """What `sleep` is off by: asked microseconds over what passes."""
-    begin, end = events(2)
-    sleep(100)
-    torch.cuda.synchronize()
-    begin.record()
-    sleep(1000)
-    end.record()
-    end.synchronize()
-    return 1.0 / float(begin.elapsed_time(end))
-
-
 def _row(what: str, shape: tuple[int, int, int], us: Sequence[float], cublas: float, **more: Any) -> Row:
     m, n, k = shape
     value, target = more.get("value", ""), more.get("target", "")
@@ -143,7 +181,7 @@ def _row(what: str, shape: tuple[int, int, int], us: Sequence[float], cublas: fl
     return Row(what, m, n, k, RANKS, *times, round(cublas, 2), met=met, iterations=len(us), **more)
 
 
-def shape_rows(watch: Watch, m: int, n: int, k: int, clock: float) -> list[Row]:
+def shape_rows(watch: Watch, m: int, n: int, k: int, clock: CopyClock) -> list[Row]:
     """`cublas`, `ready` and `paced` of one shape."""
     xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
     w = torch.randn(k, n, device="cuda", dtype=torch.bfloat16) * k**-0.5
@@ -152,8 +190,8 @@ def shape_rows(watch: Watch, m: int, n: int, k: int, clock: float) -> list[Row]:
     cublas, active = quantile(whole, 0.5), (True,) * RANKS
     gather = (RANKS - 1) * (m // RANKS) * k * 2 / bounds.gbps(RANKS) / 1e3
     found: dict[str, list[float]] = {}
-    for what, shard_us in (("ready", 0.0), ("paced", gather / (RANKS - 1) * clock)):
-        pacer = Pacer(shard_us)
+    for what, shard_us in (("ready", 0.0), ("paced", gather / (RANKS - 1))):
+        pacer = Pacer(shard_us, clock)
 
         def fused(turn: int, pacer: Pacer = pacer) -> torch.Tensor:
             pacer.start()
@@ -200,7 +238,7 @@ def copies_row(watch: Watch) -> Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where a target was missed."""
     options = _parse(arguments)
-    watch, clock = Watch(options.iterations), _clock()
+    watch, clock = Watch(options.iterations), CopyClock()
     rows = [
         row
         for (n, k), by_m in EFFICIENCY.items()
@@ -208,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in shape_rows(watch, m, n, k, clock)
     ]  # fmt: skip
     rows.append(copies_row(watch))
-    config: dict[str, object] = {"iterations": options.iterations, "ranks": RANKS}
+    off = {f"{us} us": round(clock.error(us), 3) for us in (12, 49, 196)}
+    config: dict[str, object] = {"iterations": options.iterations, "ranks": RANKS, "pacer_is_off_by": off}
     facts.keep(options.out, "fused", Row, rows, facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1))
     for row in rows:
         shape = f"{row.m:6} x {row.n:5} x {row.k:5}"

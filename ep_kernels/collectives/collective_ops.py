@@ -148,15 +148,16 @@ def matmul_all_reduce(
 
 def done(result: T) -> Work[T]:
     """The Work of an operation of compiled code."""
-    return Work(result, _nothing, _true)
+    return Work(result, _Done(), _nothing)
 
 
-def _nothing() -> None:
+class _Done:
+    def is_completed(self) -> bool:
+        return True
+
+
+def _nothing(done: _Done) -> None:
     pass
-
-
-def _true() -> bool:
-    return True
 
 
 def _called(coll: Operated, operator: Any, *args: Any) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ overlap with a collective in `matmul.py`. docs/collectives.md says what moves wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,9 +23,9 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
 from ep_kernels.collectives.fallback import TorchCollectives
-from ep_kernels.collectives.repeats import Key, Repeats
+from ep_kernels.collectives.repeats import Repeats
 from ep_kernels.collectives.work import Work
-from ep_kernels.errors import ArgumentError
+from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.membership import GroupMember
 from ep_kernels.transports.collective_base import (
     CollectiveTransport,
@@ -57,8 +56,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
-        self._repeats = Repeats(self.size, transport.offset_of)
-        self._key: Key | None = None  # of the operation that is being begun, where it may repeat
+        self._repeats = Repeats(self.size, transport.pool())
         try:
             with torch.inference_mode(False):
                 self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
@@ -106,11 +104,11 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
-        again = self._again(CollectiveOp.ALL_GATHER, x, out, num_sms)
+        again = self._again("all_gather", x, out, num_sms)
         if again is not None:
             return again
         gathered, pending = self._gather([x], None if out is None else [out], num_sms)
-        return Work(gathered[0], self._finisher(pending), pending.is_completed)
+        return Work(gathered[0], pending, self._finish)
 
     def all_gather_coalesced(
         self,
@@ -124,7 +122,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if torch.compiler.is_compiling():
             return ops.done(ops.all_gather(self, xs, outs, num_sms))
         gathered, pending = self._gather(xs, outs, num_sms)
-        return Work(gathered, self._finisher(pending), pending.is_completed)
+        return Work(gathered, pending, self._finish)
 
     def reduce_scatter(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, op: str = "sum", num_sms: int | None = None
@@ -142,13 +140,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.reduce_scatter(self, x, out, op, num_sms))
-        again = self._again(CollectiveOp.REDUCE_SCATTER, x, out, num_sms) if op == "sum" else None
+        again = self._again("reduce_scatter", x, out, num_sms) if op == "sum" else None
         if again is not None:
             return again
         self._ready("reduce_scatter")
         given, made = checks.scattered(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
-        return Work(made, self._finisher(pending), pending.is_completed)
+        return Work(made, pending, self._finish)
 
     def all_reduce(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, op: str = "sum", num_sms: int | None = None
@@ -161,13 +159,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         """
         if torch.compiler.is_compiling():
             return ops.done(ops.all_reduce(self, x, out, op, num_sms))
-        again = self._again(CollectiveOp.ALL_REDUCE, x, out, num_sms) if op == "sum" else None
+        again = self._again("all_reduce", x, out, num_sms) if op == "sum" else None
         if again is not None:
             return again
         self._ready("all_reduce")
         given, made = checks.reduced(x, out, self._own_rank())
         pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
-        return Work(made, self._finisher(pending), pending.is_completed)
+        return Work(made, pending, self._finish)
 
     def all_gather_matmul(
         self,
@@ -248,33 +246,38 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._repeats.clear()
 
     def _again(
-        self, op: CollectiveOp, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
+        self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
     ) -> Work[torch.Tensor] | None:
         """The operation, by the plan of an earlier one like it; None where there is none, or somebody has to look."""
-        key = self._key = self._repeats.key(op, x, out, num_sms)
-        found = None if key is None else self._repeats.find(key)
+        found = self._repeats.find(op, x, out, num_sms)
         if found is None or self._closed or self._fault is not None:
             return None
-        self._key = None  # there is a plan
         plan, shape = found
         made = x.new_empty(shape) if out is None else out
-        pending = self._run(plan.begin, x, made)
-        if pending is None:
-            return None
+        try:
+            pending = plan.begin(x, made)
+        except TransportError as error:
+            self._broken(error)
+            raise
+        return None if pending is None else Work(made, pending, self._finish_again)
 
-        def finish() -> None:  # `begin` has looked at what `_ready` would
-            if self._closed or self._fault is not None:
-                self._ready("wait")
-            self._run(pending.wait)
-
-        return Work(made, finish, pending.is_completed)
+    def _finish_again(self, pending: PendingCollective) -> None:
+        """`_finish` of an operation whose plan has looked at what `_ready` would."""
+        if self._closed or self._fault is not None:
+            self._ready("wait")
+        try:
+            pending.wait()
+        except TransportError as error:
+            self._broken(error)
+            raise
 
     def _remember(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
         """Plan for the next operation like this one, which has begun."""
-        key, self._key = self._key, None
-        plan = None if key is None or not all(self._active) else self._transport.plan_for(args, op)
-        if key is not None and plan is not None:
-            self._repeats.keep(key, plan, out)
+        if not self._repeats.misses() or not all(self._active):
+            return
+        plan = self._transport.plan_for(args, op)
+        if plan is not None:
+            self._repeats.keep(plan, out)
 
     def _own_rank(self) -> checks.OwnRank:
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
@@ -344,12 +347,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         warn_once(self._warned, f"{op}: {why}")
         return self._torch
 
-    def _finisher(self, pending: PendingCollective) -> Any:
-        def finish() -> None:
-            self._ready("wait")
-            self._run(pending.wait)
-
-        return finish
+    def _finish(self, pending: PendingCollective) -> None:
+        self._ready("wait")
+        self._run(pending.wait)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

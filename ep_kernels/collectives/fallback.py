@@ -54,11 +54,10 @@ class TorchPending:
         """See `PendingCollective.is_completed`."""
         return all(work.is_completed() for work in self._works) and self._after is None
 
-    def shards(self) -> Iterator[int]:
+    def shards(self) -> Iterator[list[int]]:
         """See `PendingGather.shards`: all come together."""
         self.wait()
-        yield self._own
-        yield from (rank for rank in range(self._ranks) if rank != self._own)
+        yield [self._own, *(rank for rank in range(self._ranks) if rank != self._own)]
 
 
 class TorchCollectives:
@@ -174,6 +173,10 @@ class TorchCollectives:
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See `CollectiveTransport.offset_of`: nothing is registered."""
         return None
+
+    def pool(self) -> range:
+        """See `CollectiveTransport.pool`: nothing is registered."""
+        return range(0)
 
     def all_gather(self, args: GatherArgs) -> TorchPending:
         """See `CollectiveTransport.all_gather`."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ep_kernels.collectives.collective_types import CollectiveOp
 from ep_kernels.transports.collective_base import CollectivePlan
 
 Key = tuple[Any, ...]
@@ -20,47 +18,59 @@ class Repeats:
 
     Args:
         size: R.
-        offset_of: see `CollectiveTransport.offset_of`.
+        pool: addresses of registered memory.
     """
 
-    def __init__(self, size: int, offset_of: Callable[[torch.Tensor], int | None]) -> None:
-        self._size, self._offset_of = size, offset_of
-        self._plans: dict[Key, tuple[CollectivePlan, tuple[int, ...]]] = {}
+    def __init__(self, size: int, pool: range) -> None:
+        self._size, self._first, self._last = size, pool.start, pool.stop
+        self._plans: dict[Key, tuple[CollectivePlan, torch.Size]] = {}
+        self._missed: Key | None = None
 
-    def key(self, op: CollectiveOp, x: Any, out: Any, num_sms: int | None) -> Key | None:
-        """What a plan is kept by; None for arguments that need another look."""
-        first = _told(x)
-        if first is None or (num_sms is not None and type(num_sms) is not int):
+    def find(self, op: str, x: Any, out: Any, num_sms: int | None) -> tuple[CollectivePlan, torch.Size] | None:
+        """(plan, shape of out). None: there is none, or the arguments need another look; the next `keep` is of them."""
+        self._missed = None
+        if type(x) is not torch.Tensor or (num_sms is not None and type(num_sms) is not int):
             return None
-        if out is None:
-            return op, num_sms, first, self._offset_of(x)
-        second = _told(out)
-        if second is None:
+        if x.layout is not torch.strided or x.requires_grad or not x.is_contiguous():
             return None
-        apart = out.data_ptr() - x.data_ptr()
-        near = self._size * x.numel() * x.element_size()
-        distance = apart if -near < apart < near else None
-        return op, num_sms, first, self._offset_of(x), second, self._offset_of(out), distance
+        at = x.data_ptr()
+        told: Any = out is x
+        place = at - self._first if self._first <= at < self._last else None
+        if out is not None and out is not x:
+            told = self._told(x, out, at)
+            if told is None:
+                return None
+        key = op, num_sms, x.shape, x.dtype, x.device, place, told
+        found = self._plans.get(key)
+        if found is None:
+            self._missed = key
+        return found
 
-    def find(self, key: Key) -> tuple[CollectivePlan, tuple[int, ...]] | None:
-        """(plan, shape of out)."""
-        return self._plans.get(key)
+    def _told(self, x: torch.Tensor, out: Any, at: int) -> Key | None:
+        """What decides whether an out is good for an x at that address; None: it needs another look."""
+        if type(out) is not torch.Tensor or out.layout is not torch.strided or out.requires_grad:
+            return None
+        if not out.is_contiguous():
+            return None
+        there = out.data_ptr()
+        place = there - self._first if self._first <= there < self._last else None
+        near = self._size * x.nbytes
+        distance = there - at if -near < there - at < near else None
+        return out.shape, out.dtype, out.device, place, distance
 
-    def keep(self, key: Key, plan: CollectivePlan, out: torch.Tensor) -> None:
-        """From now on `find` has it."""
+    def misses(self) -> bool:
+        """Whether the arguments of the last `find` are to have a plan."""
+        return self._missed is not None
+
+    def keep(self, plan: CollectivePlan, out: torch.Tensor) -> None:
+        """From now on `find` has it for the arguments that it had none for."""
+        key, self._missed = self._missed, None
+        assert key is not None
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        self._plans[key] = plan, tuple(out.shape)
+        self._plans[key] = plan, out.shape
 
     def clear(self) -> None:
         """Forget all plans."""
         self._plans.clear()
-
-
-def _told(tensor: Any) -> tuple[Any, ...] | None:
-    """What decides whether a tensor is a good argument."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return None
-    if tensor.requires_grad or not tensor.is_contiguous():
-        return None
-    return tensor.shape, tensor.dtype, tensor.device
+        self._missed = None

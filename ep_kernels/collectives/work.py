@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """An operation under way, as far as a Work cares."""
+
+    def is_completed(self) -> bool:
+        """Whether its result is there."""
+
+
+P = TypeVar("P", bound=Pending)
 
 
 class Work(Generic[T]):
@@ -13,14 +23,15 @@ class Work(Generic[T]):
 
     Args:
         result: what `wait` returns.
-        wait: finishes the operation; called once.
-        is_completed: whether the result is there; asked until it is.
+        pending: the operation.
+        finish: called once with it, by the first `wait`.
     """
 
-    def __init__(self, result: T, wait: Callable[[], None], is_completed: Callable[[], bool]) -> None:
-        self._result = result
-        self._finish: Callable[[], None] | None = wait
-        self._ask = is_completed
+    __slots__ = ("_error", "_finish", "_pending", "_result")
+
+    def __init__(self, result: T, pending: P, finish: Callable[[P], None]) -> None:
+        self._result, self._pending = result, pending
+        self._finish: Callable[[P], None] | None = finish
         self._error: BaseException | None = None
 
     def wait(self) -> T:
@@ -30,10 +41,11 @@ class Work(Generic[T]):
         Raises: PeerTimeout, AbortedError, ClosedError, TransportError (ranks brought different arguments, by rank), and
         HandleError where `set_active` came between. On GPUs, `check` raises what the device finds later.
         """
-        finish, self._finish = self._finish, None
+        finish = self._finish
         if finish is not None:
+            self._finish = None
             try:
-                finish()
+                finish(self._pending)
             except BaseException as error:
                 self._error = error
         if self._error is not None:
@@ -42,6 +54,4 @@ class Work(Generic[T]):
 
     def is_completed(self) -> bool:
         """Whether the result is there. Waits for nothing and raises nothing; False for ever where it failed."""
-        if self._error is not None:
-            return False
-        return self._ask()
+        return self._error is None and self._pending.is_completed()

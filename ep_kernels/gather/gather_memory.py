@@ -30,7 +30,7 @@ HEAD_BYTES = 16
 ROUND_BYTES = 16
 """Pieces of a shard that kernels like to move."""
 LEAST_STAGING, MOST_STAGING = 1 << 20, 64 << 20
-"""Bytes of a staging slot: the rows of a whole step, within these. GPUs have seven slots."""
+"""Bytes of a staging slot: the rows of a whole step, within these. GPUs have five slots."""
 COLLECTIVES = 3
 """Of a dispatch and its combine, at most: tokens, rows, gradients of weights."""
 _PAGE = 4096

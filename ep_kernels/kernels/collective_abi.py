@@ -8,12 +8,14 @@ A rank's region, which its peers write (each array 256-byte aligned; S = 2 slots
     copy_flags  16B [COPY_FLAGS, R]      by peer: seq and signature of its copies (transports/nvlink/copy_schedule.py)
     lines           [S, R, packets]      one-shot all-reduce, by source: LL128 packets; zero before anybody writes
     reduce          [S, R, reduce_row]   by source: a chunk to be summed here
-    gather          [S, gather_stride]   this rank's shard, which peers read; or the sums of a two-shot all-reduce
-    copies          [S + 1, stride]      this rank's shard for copy engines of peers; the last slot is for CUDA graphs
+    gather          [S, slot_stride]     in the same bytes: this rank's shard, which peers read. In a two-shot sum
+                                         into a plain out: sums, in the second half, behind the chunks
+    copies          [S + 1, slot_stride] this rank's shard for copy engines of peers; the last slot is for CUDA graphs
     pool            bytes                registered tensors
 
 Why two slots suffice: every operation waits for data of every active peer, so a rank that begins operation n has
-received those of n - 1, and each peer that sent them had ended n - 2, the last one to read that slot.
+received those of n - 1, and each peer that sent them had ended n - 2, the last one to use that slot, wherever it lies:
+it does not matter for what. Copy engines have slots of their own, for they count for themselves; so do graphs of them.
 """
 
 from __future__ import annotations
@@ -46,9 +48,8 @@ CollectiveMap = _records.declare(
     ("reduce", "u64", "byte offset in the region"),
     ("reduce_row", "u64", "bytes from one source to the next"),
     ("gather", "u64", "byte offset in the region"),
-    ("gather_stride", "u64", "bytes from one slot to the next"),
     ("copies", "u64", "byte offset in the region"),
-    ("copies_stride", "u64", "bytes from one slot to the next"),
+    ("slot_stride", "u64", "bytes from one slot to the next, of reduce, gather and copies"),
     ("pool", "u64", "byte offset in the region"),
     ("num_bytes", "u64", "size of the region"),
 )
@@ -102,7 +103,7 @@ class CollectiveSizes:
     Attributes:
         size: R.
         line_packets: LL128 packets of a source; 0 = no one-shot all-reduce.
-        staging_bytes: of a slot of `gather`, of `reduce` over all sources, and of `copies`.
+        staging_bytes: of a slot.
         pool_bytes: registered memory.
     """
 
@@ -114,7 +115,12 @@ class CollectiveSizes:
     @property
     def reduce_row(self) -> int:
         """Bytes of a chunk that one round of a reduction moves."""
-        return max(abi.ALIGN, self.staging_bytes // self.size // abi.ALIGN * abi.ALIGN)
+        return max(2 * abi.ALIGN, self.staging_bytes // self.size // abi.ALIGN * abi.ALIGN)
+
+    @property
+    def shared_row(self) -> int:
+        """The same, where the sums are in the slot, too."""
+        return self.reduce_row // 2 // abi.ALIGN * abi.ALIGN
 
 
 def collective_map(sizes: CollectiveSizes) -> Any:
@@ -127,17 +133,24 @@ def collective_map(sizes: CollectiveSizes) -> Any:
         ("signatures", SLOTS * size * 16),
         ("copy_flags", len(COPY_FLAGS) * size * 16),
         ("lines", SLOTS * size * lines_row),
-        ("reduce", SLOTS * size * row),
-        ("gather", SLOTS * stride),
+        ("reduce", SLOTS * stride),
         ("copies", (SLOTS + 1) * stride),
         ("pool", sizes.pool_bytes),
     )
-    result = CollectiveMap(lines_row=lines_row, reduce_row=row, gather_stride=stride, copies_stride=stride)
+    result = CollectiveMap(lines_row=lines_row, reduce_row=row, slot_stride=stride)
     offset = _aligned(len(abi.FLAGS) * size * 8)
     for name, num_bytes in arrays:
         setattr(result, name, offset)
         offset += _aligned(num_bytes)
-    result.num_bytes = offset
+    result.num_bytes, result.gather = offset, result.reduce
+    return result
+
+
+def shared_map(sizes: CollectiveSizes) -> Any:
+    """The byte map of an operation that has chunks and sums in its slot."""
+    result = collective_map(sizes)
+    result.reduce_row = sizes.shared_row
+    result.gather = result.reduce + sizes.size * sizes.shared_row
     return result
 
 

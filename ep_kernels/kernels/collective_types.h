@@ -17,13 +17,12 @@ struct CollectiveMap {
   u64 reduce;  // byte offset in the region
   u64 reduce_row;  // bytes from one source to the next
   u64 gather;  // byte offset in the region
-  u64 gather_stride;  // bytes from one slot to the next
   u64 copies;  // byte offset in the region
-  u64 copies_stride;  // bytes from one slot to the next
+  u64 slot_stride;  // bytes from one slot to the next, of reduce, gather and copies
   u64 pool;  // byte offset in the region
   u64 num_bytes;  // size of the region
 };
-static_assert(sizeof(CollectiveMap) == 104, "CollectiveMap: host and GPU differ");
+static_assert(sizeof(CollectiveMap) == 96, "CollectiveMap: host and GPU differ");
 struct GatherRange {
   u8* x;  // [num_bytes] of this rank's shard
   u8* out;  // the same bytes of rank 0's shard in out
@@ -47,5 +46,5 @@ struct CollectiveArgs {
   i32 num_parts;  // all-gather; copy_wait: its phase
   GatherRange parts[16];  // all-gather
 };
-static_assert(sizeof(CollectiveArgs) == 1776, "CollectiveArgs: host and GPU differ");
+static_assert(sizeof(CollectiveArgs) == 1768, "CollectiveArgs: host and GPU differ");
 }  // namespace ep

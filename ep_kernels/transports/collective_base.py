@@ -111,10 +111,10 @@ class PendingCollective(Protocol):
 class PendingGather(PendingCollective, Protocol):
     """An all-gather that has begun."""
 
-    def shards(self) -> Iterator[int]:
-        """Active ranks in the order of arrival, this rank first; each is given when its shard of every part is in out
-        (GPUs: for whatever the current stream runs from then on). The end of it is `wait`. At most once, and not after
-        `wait`; raises what `wait` does."""
+    def shards(self) -> Iterator[list[int]]:
+        """Active ranks in the order of arrival, this rank first; those that come together in one list. Each is given
+        when its shard of every part is in out (GPUs: for whatever the current stream runs from then on). The end of it
+        is `wait`. At most once, and not after `wait`; raises what `wait` does."""
 
 
 class CollectivePlan(Protocol):
@@ -145,6 +145,9 @@ class CollectiveTransport(base.MemberTransport, Protocol):
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where the tensor's first byte lies in the pool; None where the tensor is not wholly in it, or is empty."""
+
+    def pool(self) -> range:
+        """Addresses of registered memory, as this process maps it; the same for a life."""
 
     def all_gather(self, args: GatherArgs) -> PendingGather:
         """Begin. The caller's stream orders it behind what made x."""

@@ -148,7 +148,7 @@ def follows_arrivals(rank: int, size: int, store: Store, transport: str) -> list
         shape = (4, 6)
         xs = everyone(coll, shape, torch.float32, 3)
         _, pending = coll._gather([on_device(coll, xs[rank])], None, None)
-        order = list(pending.shards())
+        order = [rank for together in pending.shards() for rank in together]
         weights = [values((6, n), torch.float32, 0, n) for n in (3, 8)]
         ys, whole = coll.all_gather_matmul(on_device(coll, xs[rank]), [on_device(coll, w) for w in weights])
         same_bits(whole, torch.cat(xs), "x_all")

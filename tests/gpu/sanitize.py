@@ -2,6 +2,7 @@
 
     python -m tests.gpu.sanitize              all tools at once, spread over the GPUs; one line per tool
     python -m tests.gpu.sanitize racecheck    one of them
+    python -m tests.gpu.sanitize collectives  all tools over the collectives' kernels alone (moe: over the others)
     python -m tests.gpu.sanitize --steps      the steps alone, without a tool
 
 racecheck looks at shared memory only: the order between ranks is what the tests with delays and poison are for.
@@ -64,8 +65,8 @@ def configurations() -> Iterator[dict[str, Any]]:
         yield {"layout": layout, "exact_combine": True}
 
 
-def take_steps() -> int:
-    """Run them all, each compared with the reference; returns their number."""
+def take_moe_steps() -> int:
+    """Dispatch and combine, each compared with the reference; the number of steps."""
     from tests.gpu.loopback import Loopback
     from tests.gpu.test_loopback import SPLIT, check
 
@@ -83,7 +84,7 @@ def take_steps() -> int:
             check(loop, case, mode)
             check(loop, case, mode, phases=SPLIT, backward=len(overrides) == 1)
             count += 2
-    return count + take_collective_steps()
+    return count
 
 
 def take_collective_steps() -> int:
@@ -106,17 +107,21 @@ def take_collective_steps() -> int:
     return 2 * 8
 
 
-def command(tool: str) -> list[str]:
-    """The tool over this module's steps; only our kernels are watched, except where all writes have to be known."""
+PARTS = {"moe": take_moe_steps, "collectives": take_collective_steps}
+
+
+def command(tool: str, parts: Sequence[str]) -> list[str]:
+    """The tool over those parts of this module's steps; only our kernels are watched, except where all writes have to
+    be known."""
     sanitizer = shutil.which("compute-sanitizer")
     assert sanitizer is not None, "compute-sanitizer is not on PATH"
     scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier", "all_", "reduce_")]
     if tool == "initcheck":
         scope = ["--check-api-memory-access", "no"]
-    return [sanitizer, "--tool", tool, *OPTIONS, *scope, sys.executable, "-m", "tests.gpu.sanitize", "--steps"]
+    return [sanitizer, "--tool", tool, *OPTIONS, *scope, sys.executable, "-m", "tests.gpu.sanitize", "--steps", *parts]
 
 
-def examine(tools: Sequence[str], deadline_s: float = DEADLINE_S) -> list[Finding]:
+def examine(tools: Sequence[str], parts: Sequence[str] = tuple(PARTS), deadline_s: float = DEADLINE_S) -> list[Finding]:
     """Run the tools side by side, each on a GPU of its own where there are enough."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     devices = visible.split(",")
@@ -125,7 +130,7 @@ def examine(tools: Sequence[str], deadline_s: float = DEADLINE_S) -> list[Findin
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
         running.append(
             subprocess.Popen(
-                command(tool), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command(tool, parts), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )
     return [finish(tool, process, begin, deadline_s) for tool, process in zip(tools, running, strict=True)]
@@ -161,10 +166,11 @@ def judge(tool: str, status: int, text: str, took_s: float) -> Finding:
 
 def main(words: Sequence[str]) -> int:
     """See the module's docstring; the exit status."""
-    if list(words) == ["--steps"]:
-        print(f"steps passed: {take_steps()}", flush=True)
+    parts = [word for word in words if word in PARTS] or list(PARTS)
+    if "--steps" in words:
+        print(f"steps passed: {sum(PARTS[part]() for part in parts)}", flush=True)
         return 0
-    findings = examine(words or TOOLS)
+    findings = examine([word for word in words if word not in PARTS] or TOOLS, parts)
     for finding in findings:
         print(finding.summary if finding.ok else f"{finding.summary}\n{finding.report}", flush=True)
     return 0 if all(finding.ok for finding in findings) else 1

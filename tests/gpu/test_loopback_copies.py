@@ -78,6 +78,14 @@ def right(rank: int, size: int, store: Any, way: str) -> None:
             same_bits(got, reference.all_gather(xs)[rank], "coalesced")
         assert coll._transport._copies.seq >= 20  # type: ignore[attr-defined]
         coll.barrier()
+        records = [record for record in coll.samples() if record.mode.startswith("copy_")]
+        assert len(records) >= 20
+        for record in records:
+            assert record.op == "all_gather"
+            assert 0 < record.send_ns <= record.total_ns < 60e9
+            assert record.peer_wait_ns[rank] == 0
+            assert all(0 < wait <= record.total_ns for peer, wait in enumerate(record.peer_wait_ns) if peer != rank)
+        assert [record.seq for record in records] == sorted(record.seq for record in records)
 
 
 @pytest.mark.parametrize("way", [PUSH, PULL])

@@ -18,8 +18,19 @@ from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.kernels import collective_abi
 from ep_kernels.transports.nvlink import copies, copy_schedule
 from ep_kernels.transports.nvlink.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_schedule import COPY, WAIT, WRITE, CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.copy_schedule import (
+    COPY,
+    GRAPH,
+    MARK,
+    WAIT,
+    WRITE,
+    CopyMarks,
+    CopyPart,
+    CopyPlaces,
+)
+from ep_kernels.transports.nvlink.copy_times import RING, CopyTimes
 from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.repeat_records import DISTURBED, CopyRepeat, Quiet
 from tests.cases import draw_seed
 from tests.emulator.machine import without_driver
 
@@ -33,6 +44,9 @@ class Streams:
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
+        self.passed: dict[int, int] = {}  # when it has passed an event
+        self.graphs: dict[int, list[tuple[int, ...]]] = {}
+        self.is_disturbed = False
         self.is_stopped = False  # the process that owns it is gone
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -40,12 +54,44 @@ class Streams:
     def cd_copies(self, address: int, count: int, stream: int) -> int:
         words = (ctypes.c_uint64 * (4 * count)).from_address(address)
         for i in range(0, 4 * count, 4):
-            self._steps.put(tuple(words[i : i + 4]))
+            step = tuple(words[i : i + 4])
+            for one in self.graphs[step[1]] if step[0] == GRAPH else [step]:
+                self._steps.put(one)
         return 0
+
+    def cd_graph(self, address: int, count: int, made: int) -> int:
+        words = (ctypes.c_uint64 * (4 * count)).from_address(address)
+        self.graphs[number := len(self.graphs) + 1] = [tuple(words[i : i + 4]) for i in range(0, 4 * count, 4)]
+        ctypes.c_uint64.from_address(made).value = number
+        return 0
+
+    def cd_graph_free(self, graph: int) -> int:
+        del self.graphs[graph]
+        return 0
+
+    def cd_repeat_copies(self, address: int, seq: int, behind: int, events: int) -> int:
+        if self.is_disturbed:
+            return DISTURBED
+        record, listed = CopyRepeat.from_address(address), ctypes.c_uint64 * 1
+        steps = (ctypes.c_uint64 * (4 * record.count)).from_address(record.steps)
+        for i in (ctypes.c_int64 * record.num_numbers).from_address(record.numbers):
+            steps[i] = seq
+        marks = (ctypes.c_int64 * record.num_marks).from_address(record.marks)
+        for i, at in enumerate(marks, 1):
+            steps[at] = listed.from_address(events + 8 * i)[0]
+        steps[record.seen_at] = record.seen_first + seq % record.seen_slots * record.seen_bytes
+        return self.cd_copies_behind(record.steps, record.count, 0, behind, listed.from_address(events)[0])
+
+    def cd_copies_behind(self, address: int, count: int, stream: int, behind: int, event: int) -> int:
+        self._steps.put((MARK, event, 0, 0))
+        return self.cd_copies(address, count, stream)
 
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
             kind, to, source, amount = step
+            if kind == MARK:
+                self.passed[to] = time.monotonic_ns()
+                continue
             word = ctypes.c_int64.from_address(to)
             if kind == COPY:
                 ctypes.memmove(to, source, amount)
@@ -60,6 +106,28 @@ class Streams:
         self.is_stopped = True
         self._steps.put(None)
         self._thread.join()
+
+
+class Events:
+    """`copy_times.DeviceEvents` of such a stream."""
+
+    def __init__(self, stream: Streams) -> None:
+        self._passed, self._numbers = stream.passed, itertools.count(1)
+        self.is_closed = False
+
+    def create(self) -> int:
+        return next(self._numbers)
+
+    def pass_now(self, event: int) -> bool:
+        self._passed[event] = time.monotonic_ns()
+        return True
+
+    def between_ns(self, first: int, second: int) -> int | None:
+        both = self._passed.get(first), self._passed.get(second)
+        return None if both[0] is None or both[1] is None else both[1] - both[0]
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Flags:
@@ -97,7 +165,8 @@ class Ranks:
         addresses = tuple(region.data_ptr() for region in self.regions)
         places = CopyPlaces(rank, (True,) * self.size, addresses, READY, SHARD, word, 0, 0, 0)
         flags: Any = self.flags[rank]
-        return CopyEngines(places, self.hosts[rank], timeout_s, 0, self.streams[rank], flags)
+        times = CopyTimes(self.size, Events(self.streams[rank]))
+        return CopyEngines(places, self.hosts[rank], timeout_s, 0, self.streams[rank], flags, times)
 
     def begin(self, rank: int, shards: list[torch.Tensor], outs: list[Any], pushes: bool, signature: int = 7) -> int:
         """outs: offsets in the pool where it pushes, tensors else."""
@@ -155,25 +224,38 @@ def places(rank: int, active: tuple[bool, ...]) -> CopyPlaces:
 def test_the_order_of_a_push() -> None:
     """Rank 1 of 4 ranks, of which rank 3 is inactive; two parts, one of them empty."""
     parts = [CopyPart(50, 300, 0, 32, 32), CopyPart(60, 600, 0, 0, 0)]
-    copy, wait, write = COPY, WAIT, WRITE
-    assert copy_schedule.push(places(1, (True, True, True, False)), 9, 77, parts) == [
-        (write, 6, 0, 9), (write, 5, 0, 9), (write, 13, 0, 77),
-        (copy, 3000 + 100 + 16, 5, 16), (copy, 1000 + 100 + 16, 5, 16),
-        (wait, 2000 + 100 + 32, 0, 9), (copy, 3000 + 300 + 32, 50, 32), (copy, 3000 + 200 + 16, 5, 16),
-        (wait, 2000 + 100 + 0, 0, 9), (copy, 1000 + 300 + 32, 50, 32), (copy, 1000 + 200 + 16, 5, 16),
-        (wait, 2000 + 200 + 0, 0, 9), (wait, 2000 + 200 + 32, 0, 9),
-        (copy, 8 + 9 * 64, 2000 + 200, 64), (write, 7, 0, 9),
+    copy, wait, write, mark = COPY, WAIT, WRITE, MARK
+    marks, there = CopyMarks(11, 12, {0: 13, 2: 14}), places(1, (True, True, True, False))
+    word, begun = [(write, 5, 0, 9), (write, 13, 0, 77)], (write, 6, 0, 9)
+    ready = [(copy, 3000 + 100 + 16, 5, 16), (copy, 1000 + 100 + 16, 5, 16)]
+    waits = [(wait, 2000 + 100 + 32, 0, 9), (wait, 2000 + 100 + 0, 0, 9)]
+    shards = [
+        (copy, 3000 + 300 + 32, 50, 32), (copy, 3000 + 200 + 16, 5, 16),
+        (copy, 1000 + 300 + 32, 50, 32), (copy, 1000 + 200 + 16, 5, 16),
     ]  # fmt: skip
+    end = [
+        (mark, 11, 0, 0),
+        (wait, 2000 + 200 + 0, 0, 9), (mark, 13, 0, 0), (wait, 2000 + 200 + 32, 0, 9), (mark, 14, 0, 0),
+        (mark, 12, 0, 0), (copy, 8 + 9 * 64, 2000 + 200, 64), (write, 7, 0, 9),
+    ]  # fmt: skip
+    assert copy_schedule.push(there, 9, 77, parts, marks) == [
+        *word, *ready, begun, waits[0], *shards[:2], waits[1], *shards[2:], *end
+    ]  # fmt: skip
+    graphs = [(GRAPH, 701, 0, 0), begun, *waits, (GRAPH, 702, 0, 0)]
+    assert copy_schedule.push_by_graphs(there, 9, 77, 701, 702, marks) == [*word, *graphs, *end]
+    assert copy_schedule.ready_flags(there) == ready
+    assert copy_schedule.all_shards(there, parts) == shards
 
 
 def test_the_order_of_a_pull() -> None:
-    copy, wait, write = COPY, WAIT, WRITE
-    assert copy_schedule.pull(places(1, (True,) * 3), 9, 77, [CopyPart(0, 70, 400, 16, 40)]) == [
-        (write, 6, 0, 9), (write, 5, 0, 9), (write, 13, 0, 77),
-        (copy, 3000 + 200 + 16, 5, 16), (copy, 1000 + 200 + 16, 5, 16),
-        (wait, 2000 + 200 + 32, 0, 9), (copy, 70 + 2 * 40, 3000 + 400, 16),
-        (wait, 2000 + 200 + 0, 0, 9), (copy, 70, 1000 + 400, 16),
-        (copy, 8 + 9 * 48, 2000 + 200, 48), (write, 7, 0, 9),
+    copy, wait, write, mark = COPY, WAIT, WRITE, MARK
+    marks = CopyMarks(1, 2, {0: 3, 2: 4})
+    assert copy_schedule.pull(places(1, (True,) * 3), 9, 77, [CopyPart(0, 70, 400, 16, 40)], marks) == [
+        (write, 5, 0, 9), (write, 13, 0, 77),
+        (copy, 3000 + 200 + 16, 5, 16), (copy, 1000 + 200 + 16, 5, 16), (mark, 1, 0, 0), (write, 6, 0, 9),
+        (wait, 2000 + 200 + 32, 0, 9), (mark, 4, 0, 0), (copy, 70 + 2 * 40, 3000 + 400, 16),
+        (wait, 2000 + 200 + 0, 0, 9), (mark, 3, 0, 0), (copy, 70, 1000 + 400, 16),
+        (mark, 2, 0, 0), (copy, 8 + 9 * 48, 2000 + 200, 48), (write, 7, 0, 9),
     ]  # fmt: skip
 
 
@@ -299,3 +381,74 @@ def test_flag_rows_are_where_peers_look() -> None:
     rows = [copies.flag_row(found, name, 3) for name in collective_abi.COPY_FLAGS]
     assert rows == [found.copy_flags + 48 * i for i in range(4)]
     assert rows[-1] + 48 <= found.lines
+
+
+def test_pushes_that_repeat_by_graphs(ranks: Callable[..., Ranks]) -> None:
+    """Beside ranks that list their steps anew; two places, in any order; what is freed, and when nothing begins."""
+    loop, size = ranks(3), 3
+    templates = []
+    for rank in (0, 1):
+        base, n = loop.regions[rank].data_ptr() + POOL, 64
+        parts = [[CopyPart(base + at + rank * n, POOL + at, 0, n, n)] for at in (0, 4096)]
+        made = [loop.engines[rank].template(part, 7, Quiet([])) for part in parts]
+        assert len(loop.streams[rank].graphs) == 3, "the flags', and one for each place"
+        templates.append(made)
+    for turn in range(6):
+        at = 4096 * (turn % 3 % 2)
+        for rank in range(size):
+            loop.out(rank, at, size * 64).fill_(0xA5)
+            loop.out(rank, at + rank * 64, 64).fill_(16 * turn + rank)
+        for rank in (0, 1):
+            template: Any = templates[rank][at // 4096]
+            assert loop.engines[rank].push_again(template, None, 5) == turn + 1
+        loop.begin(2, [torch.full((64,), 16 * turn + 2, dtype=torch.uint8)], [at], True)
+        await_(lambda: all(engine.has_ended(engine.seq) for engine in loop.engines))
+        want = torch.arange(size).repeat_interleave(64) + 16 * turn
+        for rank in range(size):
+            assert torch.equal(loop.out(rank, at, size * 64).long(), want), (turn, rank)
+    assert all(engine.mismatch() is None for engine in loop.engines)
+    assert [sample.seq for sample in loop.engines[0].samples()] == list(range(1, 7))
+    loop.streams[0].is_disturbed = True
+    assert loop.engines[0].push_again(template, None, 5) == 0
+    assert loop.engines[0].seq == 6
+    loop.engines[0].restart(10, (True,) * size)
+    assert loop.streams[0].graphs == {}
+    copies_before, copies.MAX_GRAPHS = copies.MAX_GRAPHS, 3
+    try:
+        assert [loop.engines[1].template(parts[0], 7, Quiet([])) for _ in range(2)] == [None, None]
+    finally:
+        copies.MAX_GRAPHS = copies_before
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_each_operation_leaves_a_record(ranks: Callable[..., Ranks], pushes: bool) -> None:
+    """The second rank comes late: the others' records name it, one by one where its wait is marked."""
+    loop = ranks(3)
+    begin_all(loop, [0, 1, 2], pushes)
+    await_(lambda: all(engine.has_ended(1) for engine in loop.engines))
+    begin = time.monotonic_ns()
+    begin_all(loop, [0, 2], pushes)
+    time.sleep(0.1)
+    assert [sample.seq for sample in loop.engines[0].samples()] == [1], "of what has ended"
+    begin_all(loop, [1], pushes)
+    await_(lambda: all(engine.has_ended(2) for engine in loop.engines))
+    (sample,) = loop.engines[0].samples()
+    assert (sample.op, sample.mode) == ("all_gather", "copy_push" if pushes else "copy_pull")
+    assert (sample.seq, sample.tokens) == (2, 64)
+    assert begin <= sample.start_ns <= time.monotonic_ns()
+    assert 0 < sample.send_ns <= sample.total_ns
+    assert sample.total_ns > 9e7
+    assert sample.peer_wait_ns[0] == 0
+    assert sample.peer_wait_ns[1] > 9e7
+    assert pushes or sample.peer_wait_ns[2] >= sample.peer_wait_ns[1], "in the order in which they are waited for"
+    assert loop.engines[0].samples() == []
+
+
+def test_who_reads_late_loses_the_oldest_records(ranks: Callable[..., Ranks]) -> None:
+    loop = ranks(2)
+    for _ in range(RING + 10):
+        begin_all(loop, [0, 1], True)
+    await_(lambda: all(engine.has_ended(engine.seq) for engine in loop.engines))
+    assert [sample.seq for sample in loop.engines[0].samples()] == list(range(11, RING + 11))
+    loop.engines[1].restart(500, (True, True))
+    assert loop.engines[1].samples() == [], "what was before is void"

@@ -13,8 +13,20 @@ import pytest
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, find_compiler, native_of
-from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.copy_schedule import COPY, WAIT, WRITE
+from ep_kernels.transports.nvlink import copy_schedule, launch
+from ep_kernels.transports.nvlink.copy_schedule import (
+    COPY,
+    GRAPH,
+    MARK,
+    SMALL_BYTES,
+    WAIT,
+    WRITE,
+    CopyMarks,
+    CopyPart,
+    CopyPlaces,
+)
+from ep_kernels.transports.nvlink.copy_times import TimedKind
+from ep_kernels.transports.nvlink.repeat_records import DISTURBED, PushTemplate, Quiet
 
 FAKE_DRIVER = """
 #include <cstdint>
@@ -41,7 +53,7 @@ int cuLaunchKernelEx(const Config* c, void* function, void** arguments, void** e
   for (int i = 0; i < num_arguments; ++i) memcpy(&seen[i], arguments[i], sizeof(double));
   return answer;
 }
-uint64_t steps[8][4];
+uint64_t steps[200][4];
 int num_steps = 0, refused = -1;
 int note(uint64_t kind, uint64_t a, uint64_t b, uint64_t c) {
   if (num_steps == refused) return 719;
@@ -57,6 +69,36 @@ int cuStreamWaitValue64_v2(void* stream, uint64_t at, uint64_t value, unsigned f
 }
 int cuStreamWriteValue64_v2(void* stream, uint64_t at, uint64_t value, unsigned flags) {
   return note((uint64_t)stream, 2, at + flags, value);
+}
+struct WordOp { uint32_t kind, pad; uint64_t at, value; uint32_t flags, pad2; uint64_t alias, rest; };
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, WordOp* ops, unsigned flags) {
+  int status = note((uint64_t)stream, 1000 + count, flags, 0);
+  for (unsigned i = 0; i < count && !status; ++i)
+    status = note((uint64_t)stream, ops[i].kind - 3, ops[i].at + ops[i].flags, ops[i].value);
+  return status;
+}
+uint64_t no_graph = 0, num_graphs = 0;
+int cuStreamCreate(void** stream, unsigned flags) {
+  *stream = (void*)500;
+  return note(500, 4000, flags, 0);
+}
+int cuStreamDestroy_v2(void* stream) { return note((uint64_t)stream, 4001, 0, 0); }
+int cuStreamBeginCapture_v2(void* stream, int mode) { return note((uint64_t)stream, 4002, mode, 0); }
+int cuStreamEndCapture(void* stream, void** graph) {
+  *graph = (void*)600;
+  return note((uint64_t)stream, 4003, 0, 0);
+}
+int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long flags) {
+  if (no_graph) return 719;
+  *exec = (void*)(700 + num_graphs++);
+  return note(0, 4004, (uint64_t)graph, flags);
+}
+int cuGraphDestroy(void* graph) { return note(0, 4005, (uint64_t)graph, 0); }
+int cuGraphExecDestroy(void* exec) { return note(0, 4006, (uint64_t)exec, 0); }
+int cuGraphLaunch(void* exec, void* stream) { return note((uint64_t)stream, 4007, (uint64_t)exec, 0); }
+int cuEventRecord(void* event, void* stream) { return note((uint64_t)stream, 3000, (uint64_t)event, 0); }
+int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  return note((uint64_t)stream, 3001, (uint64_t)event, flags);
 }
 int cuGetErrorName(int status, const char** text) {
   *text = status == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
@@ -93,6 +135,14 @@ def driver(folder: Path) -> ctypes.CDLL:
 def library(folder: Path) -> ctypes.CDLL:
     copied = replace(native_of("nvlink"), library=folder / "_native.so")
     return launch.load(copied, str(folder / "driver.so"))
+
+
+def asked(driver: ctypes.CDLL) -> list[list[int]]:
+    """What the driver was asked to put on streams since the last call."""
+    count, found = ctypes.c_int.in_dll(driver, "num_steps"), ((ctypes.c_uint64 * 4) * 200).in_dll(driver, "steps")
+    noted = [list(found[i]) for i in range(count.value)]
+    count.value = 0
+    return noted
 
 
 def notes(driver: ctypes.CDLL) -> list[int]:
@@ -149,26 +199,100 @@ def test_one_kernel_in_several_shapes(library: ctypes.CDLL, driver: ctypes.CDLL)
 
 STEPS = [
     (WRITE, 0x1000, 0, 7),
-    (WAIT, 0x2000, 0, 1 << 63),
     (COPY, 0x3000, 0x4000, 5 << 32),
+    (MARK, 0x5000, 0, 0),
+    (WAIT, 0x2000, 0, 1 << 63),
 ]
-NOTED = [[9, 2, 0x1000, 7], [9, 1, 0x2000, 1 << 63], [9, 0x3000, 0x4000, 5 << 32]]
+NOTED = [[9, 2, 0x1000, 7], [9, 0x3000, 0x4000, 5 << 32], [9, 3000, 0x5000, 0], [9, 1, 0x2000, 1 << 63]]
 
 
 def test_copies_waits_and_writes(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
     """Of one call; those behind a refused one are not asked for."""
-    count, refused = (ctypes.c_int.in_dll(driver, name) for name in ("num_steps", "refused"))
-    for refuse, done in ((-1, 3), (1, 1)):
-        count.value, refused.value = 0, refuse
-        if refuse < 0:
-            launch.run_steps(STEPS, 9, library)
-        else:
+    refused = ctypes.c_int.in_dll(driver, "refused")
+    asked(driver)
+    try:
+        launch.run_steps(STEPS, 9, library)
+        assert asked(driver) == NOTED
+        for refused.value in range(4):
             with pytest.raises(TransportError, match="copies on a stream: CUDA_ERROR_LAUNCH_FAILED: it broke"):
                 launch.run_steps(STEPS, 9, library)
-        found = ((ctypes.c_uint64 * 4) * 8).in_dll(driver, "steps")
-        assert count.value == done
-        assert [list(found[i]) for i in range(done)] == NOTED[:done]
+            assert asked(driver) == NOTED[: refused.value]
+    finally:
+        refused.value = -1
     launch.run_steps([], 9, library)
+    launch.run_steps_behind(STEPS, 9, 5, 77, library)
+    assert asked(driver) == [[5, 3000, 77, 0], [9, 3001, 77, 0], *NOTED]
+    launch.run_steps_behind(STEPS, 9, 9, 77, library)
+    assert asked(driver) == [[9, 3000, 77, 0], *NOTED]
+    assert library.cd_await(5, 77) == 0
+    assert asked(driver) == [[5, 3001, 77, 0]]
+
+
+def row(kind: int, count: int) -> list[tuple[int, int, int, int]]:
+    return [(kind, 100 + i, 200 + i, 300 + i) for i in range(count)]
+
+
+def test_waits_and_writes_side_by_side_are_one_call(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+    """Of 64 at most."""
+    asked(driver)
+    launch.run_steps([*row(WRITE, 2), *row(WAIT, 1), *row(COPY, 2), *row(WAIT, 65), (GRAPH, 700, 0, 0)], 9, library)
+    waits = [[9, 1, 100 + i, 300 + i] for i in range(65)]
+    assert asked(driver) == [
+        [9, 1003, 0, 0], [9, 2, 100, 300], [9, 2, 101, 301], waits[0], [9, 100, 200, 300], [9, 101, 201, 301],
+        [9, 1064, 0, 0], *waits[:64], waits[64], [9, 4007, 700, 0],
+    ]  # fmt: skip
+
+
+def test_a_graph_of_copies(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+    """Nothing is left of its making, whatever the driver refuses."""
+    refused, none = ctypes.c_int.in_dll(driver, "refused"), ctypes.c_uint64.in_dll(driver, "no_graph")
+    made = [[500, 4000, 1, 0], [500, 4002, 2, 0], [500, 100, 200, 300], [500, 101, 201, 301], [500, 4003, 0, 0]]
+    asked(driver)
+    graph = launch.graph_of(row(COPY, 2), library)
+    assert asked(driver) == [*made, [0, 4004, 600, 0], [0, 4005, 600, 0], [500, 4001, 0, 0]]
+    launch.free_graph(graph, library)
+    assert asked(driver) == [[0, 4006, graph, 0]]
+    try:
+        none.value = 1
+        with pytest.raises(TransportError, match="a graph of copies: CUDA_ERROR_LAUNCH_FAILED"):
+            launch.graph_of(row(COPY, 2), library)
+        assert asked(driver) == [*made, [0, 4005, 600, 0], [500, 4001, 0, 0]]
+        none.value, refused.value = 0, 1
+        with pytest.raises(TransportError, match="a graph of copies: CUDA_ERROR_LAUNCH_FAILED"):
+            launch.graph_of(row(COPY, 2), library)
+        assert asked(driver) == made[:1]
+    finally:
+        none.value, refused.value = 0, -1
+
+
+@pytest.mark.parametrize("active", [(True,) * 4, (True, True, False, True)])
+@pytest.mark.parametrize("num_bytes", [320, SMALL_BYTES])
+def test_a_template_is_a_push_of_any_number(
+    library: ctypes.CDLL, driver: ctypes.CDLL, active: tuple[bool, ...], num_bytes: int
+) -> None:
+    """By one call, behind another stream, and not where a word is not quiet."""
+    places = CopyPlaces(1, active, tuple(1 << (20 + r) for r in range(4)), 256, 512, 64, 8, 16, 1 << 30)
+    parts = [CopyPart(4096, 8192, 0, num_bytes, num_bytes), CopyPart(1 << 40, 70000, 0, 48, 64)]
+    kind = TimedKind("", 0, copy_schedule.marked(places, parts), ())
+    words = (ctypes.c_int64 * 3)(0, 4, -1)
+    quiet = Quiet((ctypes.addressof(words) + 8 * i, most) for i, most in enumerate((0, 4, 0)))
+    template = PushTemplate(places, kind, 77, (701, 702), 9, quiet)
+    arrivals = places.others(-1) if num_bytes == SMALL_BYTES else []
+    assert list(kind.arrivals) == arrivals
+    for seq in (1, 2, 63, 64, 65, 77, 4096, 1 << 33):
+        events = (ctypes.c_uint64 * 6)(*(1000 * seq + i for i in range(6)))
+        steps = copy_schedule.push_by_graphs(places, seq, 77, 701, 702, CopyMarks.of(events[1:], arrivals))
+        asked(driver)
+        launch.run_steps_behind(steps, 9, 5, events[0], library)
+        want = asked(driver)
+        assert len(want) > 10
+        assert library.cd_repeat_copies(template.address, seq, 5, events) == 0
+        assert asked(driver) == want
+    for i in range(3):
+        words[i] += 2
+        assert library.cd_repeat_copies(template.address, seq, 5, events) == DISTURBED
+        assert asked(driver) == []
+        words[i] -= 2
 
 
 def test_missing_and_old_drivers_are_named(folder: Path) -> None:

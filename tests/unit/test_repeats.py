@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+import ctypes
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ep_kernels import jit
 from ep_kernels.collectives import Algorithm, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
-from ep_kernels.transports.nvlink import copy_schedule
+from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.collective_repeat import KernelPlan
-from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, PushTemplate
+from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, Quiet
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
 from tests.emulator.build import compiler
@@ -126,25 +124,35 @@ def test_who_has_to_look_takes_the_long_way(planned: tuple[Collectives, list[Pla
     assert [plan.num_begun for plan in made] == [1, 0]
 
 
-@pytest.mark.parametrize("active", [(True,) * 4, (True, True, False, True)])
-def test_a_template_is_a_push_of_any_number(active: tuple[bool, ...]) -> None:
-    places = CopyPlaces(1, active, tuple(1 << (20 + r) for r in range(4)), 256, 512, 64, 8, 16, 1 << 30)
-    parts = [CopyPart(4096, 8192, 0, 320, 320), CopyPart(1 << 40, 70000, 0, 48, 64)]
-    template = PushTemplate(places, parts, 77)
-    for seq in (1, 2, 63, 64, 65, 77, 4096, 1 << 33):
-        assert template.words(seq) == array("Q", chain.from_iterable(copy_schedule.push(places, seq, 77, parts)))
-
-
 class Owner:
-    """Of plans, on a stream that is none; a start writes down what it is given."""
+    """Of plans, on a stream that is none."""
 
     epoch = 0
 
     def __init__(self) -> None:
-        self.is_quiet = True
+        self.is_quiet, self.num_captured = True, 0
 
     def undisturbed(self) -> Any:
         return SimpleNamespace(cuda_stream=7, device=torch.device("cpu")) if self.is_quiet else None
+
+    def note_capture(self) -> None:
+        self.num_captured += 1
+
+
+class Library:
+    """Takes the place of the native library: writes down what is launched."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, ...]] = []
+        self.answer = 0
+
+    def cd_repeat_kernel(self, address: int, stream: int, x: int, out: int) -> int:
+        record = KernelRepeat.from_address(address)
+        if self.answer != DISTURBED:
+            for at, value in ((record.x, x), (record.out, out)):
+                ctypes.c_uint64.from_address(at).value = value
+            self.started.append((record.prepared, stream, record.argument))
+        return self.answer
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs g++")
@@ -157,22 +165,29 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
     for engine in loop.engines:
         gone = torch.empty(n)
         (call,) = engine.all_reduce(gone, gone, None, algorithm, None)
-        started: list[tuple[int, Any]] = []
-        ready = SimpleNamespace(starter=lambda *_, started=started, **__: lambda *what: started.append(what))
-        functions: Mapping[jit.Variant, Any] = {call.variant: ready}
-        owner: Any = Owner()
-        plans.append((KernelPlan(owner, functions, call, call.args, [0, 1, 2]), started, owner))
+        library, owner = Library(), Owner()
+        kernel = SimpleNamespace(prepared=lambda *_, prepared=launch.Prepared(), **__: prepared, library=library)
+        plans.append((KernelPlan(owner, kernel, call, call.args, [0, 1, 2], Quiet([])), kernel, owner))
         calls.append([call])
     for _ in range(2):
         xs = list(rows(3, n, torch.float32, generator))
         outs = [torch.full((n,), float("nan")) for _ in xs]
-        for (plan, started, _), x, out, (call,) in zip(plans, xs, outs, calls, strict=True):
+        for (plan, kernel, _), x, out, (call,) in zip(plans, xs, outs, calls, strict=True):
             assert plan.begin(x, out) is not None
-            assert started.pop() == (7, call.args)
+            assert kernel.library.started.pop() == (ctypes.addressof(kernel.prepared()), 7, ctypes.addressof(call.args))
         loop.run(calls)
         loop.check()
         for out, want in zip(outs, reference.all_reduce(xs), strict=True):
             same_bits(out, want, "sum")
-    plans[0][2].is_quiet = False
-    assert plans[0][0].begin(xs[0], outs[0]) is None
-    assert plans[0][1] == []
+    plan, kernel, owner = plans[0]
+    library = kernel.library
+    library.answer = -1
+    assert plan.begin(xs[0], outs[0]) is not None
+    assert owner.num_captured == 1
+    library.started.clear()
+    library.answer = DISTURBED
+    assert plan.begin(xs[0], outs[0]) is None
+    owner.is_quiet = False
+    library.answer = 0
+    assert plan.begin(xs[0], outs[0]) is None
+    assert library.started == []

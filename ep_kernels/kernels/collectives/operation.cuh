@@ -64,12 +64,11 @@ __device__ __forceinline__ u8* signature_at(const CollectiveArgs& args, i32 at, 
 }
 
 __device__ __forceinline__ u8* reduce_row_at(const CollectiveArgs& args, i32 at, i32 slot, i32 from) {
-  return region_at<u8>(args.world, at, args.map.reduce) +
-         (static_cast<u64>(slot) * args.world.size + from) * args.map.reduce_row;
+  return region_at<u8>(args.world, at, args.map.reduce) + slot * args.map.slot_stride + from * args.map.reduce_row;
 }
 
 __device__ __forceinline__ u8* gather_slot_at(const CollectiveArgs& args, i32 at, i32 slot) {
-  return region_at<u8>(args.world, at, args.map.gather) + slot * args.map.gather_stride;
+  return region_at<u8>(args.world, at, args.map.gather) + slot * args.map.slot_stride;
 }
 
 // Begins operation `op`; all threads. False: the rank is stopped, and nothing may be touched. Block 0 tells the peers

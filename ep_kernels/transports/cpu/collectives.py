@@ -77,13 +77,14 @@ class CpuCollective:
         """See `PendingCollective.is_completed`."""
         return self._transport.poll(self)
 
-    def shards(self) -> Iterator[int]:
+    def shards(self) -> Iterator[list[int]]:
         """See `PendingGather.shards`."""
         given = 0
         while True:
             fresh = self.op.arrived & ~given
             given |= fresh
-            yield from (rank for rank in range(fresh.bit_length()) if fresh >> rank & 1)
+            if fresh:
+                yield [rank for rank in range(fresh.bit_length()) if fresh >> rank & 1]
             if given == mask_of(self._transport.active):
                 break
             self._transport.one_shard(self)
@@ -195,6 +196,10 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         num_bytes = tensor.numel() * tensor.element_size()
         offset = tensor.data_ptr() - self._pool_address
         return offset if num_bytes and 0 <= offset <= self._pool.num_bytes - num_bytes else None
+
+    def pool(self) -> range:
+        """See `CollectiveTransport.pool`."""
+        return range(self._pool_address, self._pool_address + self._pool.num_bytes)
 
     def _source(self, tensor: torch.Tensor) -> int | None:
         """Where a registered tensor lies in the region."""

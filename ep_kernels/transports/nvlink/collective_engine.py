@@ -60,6 +60,7 @@ class CollectiveEngine:
         self.group, self.available = group, available
         self.sizes = plan.sizes_of(group.size, pool_bytes, staging_bytes)
         self.map: Any = collective_abi.collective_map(self.sizes)
+        self._shared_map: Any = collective_abi.shared_map(self.sizes)
         self.tables = RankTables(group, timeout_s, device)
         self.active = [True] * group.size
         self._words = torch.zeros(abi.OP_WORDS + 2, dtype=torch.int64, device=device)
@@ -87,7 +88,7 @@ class CollectiveEngine:
     @property
     def graph_slot(self) -> int:
         """Offset in the region of the slot from which peers' copy engines read in CUDA graphs."""
-        return int(self.map.copies) + collective_abi.SLOTS * int(self.map.copies_stride)
+        return int(self.map.copies) + collective_abi.SLOTS * int(self.map.slot_stride)
 
     def copy_wait(self, word: int, phase: int) -> Call:
         """What stands before (phase 0) and behind (1) the copies of an all-gather in a CUDA graph."""
@@ -97,7 +98,7 @@ class CollectiveEngine:
 
     def copy_slot(self, seq: int) -> int:
         """Offset in the region of the slot from which peers' copy engines read in operation `seq`."""
-        return int(self.map.copies) + seq % collective_abi.SLOTS * int(self.map.copies_stride)
+        return int(self.map.copies) + seq % collective_abi.SLOTS * int(self.map.slot_stride)
 
     def attach(self, addresses: Sequence[int]) -> None:
         """The address of every rank's region."""
@@ -127,7 +128,7 @@ class CollectiveEngine:
         places = [push and shard.offset for shard in shards]
         word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), (more, places), tag)
         calls = []
-        for ranges in plan.gather_rounds(lengths, None if push else int(self.map.gather_stride)):
+        for ranges in plan.gather_rounds(lengths, None if push else int(self.map.slot_stride)):
             moved = sum(each.num_bytes for each in ranges)
             blocks = self._blocks(moved * (self.group.size - 1), plan.GATHER_BLOCKS, num_sms)
             args = self._record(word, moved)
@@ -163,7 +164,9 @@ class CollectiveEngine:
         num_bytes, size = x.numel() * x.itemsize, self.group.size
         direct = offset is not None and offset % 16 == 0 and not one_shot
         word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, direct and offset)
-        most = self.sizes.line_packets * abi.PACKET_DATA if one_shot else self.sizes.reduce_row * sum(self.active)
+        shares = not one_shot and not direct
+        row = self.sizes.shared_row if shares else self.sizes.reduce_row
+        most = self.sizes.line_packets * abi.PACKET_DATA if one_shot else row * sum(self.active)
         variant = plan.reduce_variant("all_reduce", x.dtype, plan.ONE_SHOT if one_shot else plan.TWO_SHOT)
         calls = []
         for begin, length in plan.reduce_rounds(num_bytes, most):
@@ -171,6 +174,8 @@ class CollectiveEngine:
             args.x, args.out, args.num_bytes = x.data_ptr() + begin, out.data_ptr() + begin, length
             if direct and offset is not None:
                 args.out_offset = offset + begin
+            if shares:
+                args.map = self._shared_map
             moved = length * (size - 1) if one_shot else 2 * length
             launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms), size)
             calls.append(Call(variant, launch, args, [x, out]))

@@ -109,8 +109,8 @@ def reduce_rounds(num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def slot_bytes(sizes: CollectiveSizes) -> int:
-    """What a slot of `gather` or `copies` holds."""
-    return int(collective_abi.collective_map(sizes).gather_stride)
+    """What a slot holds."""
+    return int(collective_abi.collective_map(sizes).slot_stride)
 
 
 def copy_wait_variant() -> jit.Variant:

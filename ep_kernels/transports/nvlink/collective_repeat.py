@@ -8,23 +8,26 @@ sees to all of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ep_kernels.jit import Variant
+from ep_kernels.errors import TransportError
+from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.collective_work import CopyWork, KernelWork, WorkOwner
 from ep_kernels.transports.nvlink.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_schedule import PushTemplate
 from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, PushTemplate, Quiet
 
 
 class PlanOwner(WorkOwner, Protocol):
     """What a plan asks of its transport."""
 
     def undisturbed(self) -> torch.cuda.Stream | None:
-        """The current stream, where an operation may begin on it without another look; else None."""
+        """The current stream, where an operation may begin on it as far as Python knows; else None."""
 
     def note_capture(self) -> None:
         """A CUDA graph has captured an operation."""
@@ -35,30 +38,39 @@ class KernelPlan:
 
     Args:
         owner: the transport.
-        functions: kernels by variant.
+        kernel: a `launch.Kernel`.
         call: the launch.
         addressed: what of its record has `x` and `out`: itself, or its only part.
         ranks: whose shards come, this rank first.
+        quiet: what it looks at first.
     """
 
     def __init__(
-        self, owner: PlanOwner, functions: Mapping[Variant, Any], call: Call, addressed: Any, ranks: Sequence[int]
+        self, owner: PlanOwner, kernel: Any, call: Call, addressed: Any, ranks: Sequence[int], quiet: Quiet
     ) -> None:
-        self._owner, self._ranks, launch = owner, ranks, call.launch
-        self._start = functions[call.variant].starter(
-            launch.num_blocks, call.variant.num_threads, cooperative=launch.cooperative, overlapped=launch.overlapped
+        self._owner, self._ranks, self._epoch, how = owner, ranks, owner.epoch, call.launch
+        prepared = kernel.prepared(
+            how.num_blocks, call.variant.num_threads, cooperative=how.cooperative, overlapped=how.overlapped
         )
-        self._args, self._addressed = call.args, addressed
+        self._library = kernel.library
+        at, kind = ctypes.addressof(addressed), type(addressed)
+        x, out = at + kind.x.offset, at + kind.out.offset
+        self._record = KernelRepeat(quiet.address, ctypes.addressof(prepared), ctypes.addressof(call.args), x, out)
+        self._address, self._repeat = ctypes.addressof(self._record), self._library.cd_repeat_kernel
+        self._keep = call.args, kernel, quiet
 
     def begin(self, x: torch.Tensor, out: torch.Tensor) -> KernelWork | None:
         """See `collective_base.CollectivePlan`."""
         stream = self._owner.undisturbed()
         if stream is None:
             return None
-        self._addressed.x, self._addressed.out = x.data_ptr(), out.data_ptr()
-        if self._start(stream.cuda_stream, self._args):
+        status = self._repeat(self._address, stream.cuda_stream, x.data_ptr(), out.data_ptr())
+        if status:
+            if status == DISTURBED:
+                return None
+            launch.raise_refused(launch.LAUNCH, status, self._library)
             self._owner.note_capture()
-        return KernelWork(self._owner, stream, self._ranks)
+        return KernelWork(self._owner, stream, self._ranks, self._epoch)
 
 
 class CopyPlan:
@@ -67,24 +79,35 @@ class CopyPlan:
     Args:
         owner: the transport.
         engines: its copy engines.
-        stream: of the copies.
-        template: the operation, for x at a fixed place of the pool.
+        make: the operation, for x at a fixed place of the pool; None where it has none. Called when it repeats first.
         rank: this rank.
     """
 
     def __init__(
-        self, owner: PlanOwner, engines: CopyEngines, stream: torch.cuda.Stream, template: PushTemplate, rank: int
+        self, owner: PlanOwner, engines: CopyEngines, make: Callable[[], PushTemplate | None], rank: int
     ) -> None:
-        self._owner, self._engines, self._stream = owner, engines, stream
-        self._template, self._rank, self._arrivals = template, rank, engines.arrivals()
+        self._owner, self._engines, self._rank = owner, engines, rank
+        self._make: Callable[[], PushTemplate | None] | None = make
+        self._template: PushTemplate | None = None
+        self._arrivals, self._epoch = engines.arrivals(), owner.epoch
 
     def begin(self, x: torch.Tensor, out: torch.Tensor) -> CopyWork | None:
         """See `collective_base.CollectivePlan`."""
         current = self._owner.undisturbed()
-        if current is None or torch.cuda.is_current_stream_capturing():
+        if current is None or torch._C._cuda_isCurrentStreamCapturing():
             return None
-        engines = self._engines
-        self._stream.wait_stream(current)
-        seq = engines.push_again(self._template, (x, out))
-        end = self._stream.record_event()
-        return CopyWork(self._owner, end, seq, self._rank, self._arrivals, True, None, engines.has_ended)
+        template = self._template or self._made()
+        if template is None:
+            return None
+        seq = self._engines.push_again(template, (x, out), current.cuda_stream)
+        if not seq:
+            return None
+        splits = bool(template.kind.arrivals)
+        return CopyWork(self._owner, seq, self._rank, self._arrivals, splits, None, self._epoch)
+
+    def _made(self) -> PushTemplate | None:
+        make, self._make = self._make, None
+        if make is not None:
+            with contextlib.suppress(TransportError):  # the driver makes no such graph: the long way needs none
+                self._template = make()
+        return self._template

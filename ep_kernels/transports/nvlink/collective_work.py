@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,12 @@ class WorkOwner(Protocol):
     def await_shard(self, seq: int, peer: int) -> None:
         """The current stream waits for a peer's shard of an all-gather by copy engines."""
 
+    def await_end(self, seq: int) -> None:
+        """The current stream waits for the end of one."""
+
+    def has_ended(self, seq: int) -> bool:
+        """Whether the copy engines are through with one."""
+
 
 class KernelWork:
     """See `collective_base.PendingGather`. What kernels do is in order on the stream on which they were launched.
@@ -31,11 +37,13 @@ class KernelWork:
         owner: the transport.
         stream: of the launches.
         ranks: whose shards come, this rank first.
+        epoch: the transport's.
     """
 
-    def __init__(self, owner: WorkOwner, stream: torch.cuda.Stream, ranks: Sequence[int]) -> None:
-        self._owner, self._stream, self._ranks, self._epoch = owner, stream, ranks, owner.epoch
-        self._handle: int = stream.cuda_stream
+    __slots__ = ("_epoch", "_event", "_owner", "_ranks", "_stream", "_waited")
+
+    def __init__(self, owner: WorkOwner, stream: torch.cuda.Stream, ranks: Sequence[int], epoch: int) -> None:
+        self._owner, self._stream, self._ranks, self._epoch = owner, stream, ranks, epoch
         self._event: torch.cuda.Event | None = None
         self._waited = False
 
@@ -43,9 +51,11 @@ class KernelWork:
         """See `collective_base.PendingCollective`."""
         if self._waited:
             return
-        require_epoch(self._epoch, self._owner.epoch)
-        if int(torch._C._cuda_getCurrentRawStream(self._stream.device.index)) != self._handle:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._marked())
+        if self._epoch != self._owner.epoch:
+            require_epoch(self._epoch, self._owner.epoch)
+        stream = self._stream
+        if torch._C._cuda_getCurrentRawStream(stream.device_index) != stream.cuda_stream:
+            torch.cuda.current_stream(stream.device).wait_event(self._marked())
         self._waited = True
         self._owner.raise_fault()
 
@@ -61,10 +71,10 @@ class KernelWork:
             return False
         return bool(self._marked().query())  # type: ignore[no-untyped-call]
 
-    def shards(self) -> Iterator[int]:
+    def shards(self) -> Iterator[list[int]]:
         """See `collective_base.PendingGather`: all at once."""
         self.wait()
-        yield from self._ranks
+        yield list(self._ranks)
 
 
 class CopyWork:
@@ -72,28 +82,27 @@ class CopyWork:
 
     Args:
         owner: the transport.
-        end: after its last copy; on the stream of the copies.
         seq: its number.
         rank: this rank.
         arrivals: peers in the order in which their shards come; each may be waited for alone where `splits`.
         placed: behind the kernel that puts this rank's own shard in its place; None where it is there.
-        has_ended: whether the stream of the copies is through with an operation.
+        epoch: the transport's.
     """
+
+    __slots__ = ("_arrivals", "_epoch", "_owner", "_placed", "_rank", "_seq", "_splits", "_waited")
 
     def __init__(
         self,
         owner: WorkOwner,
-        end: torch.cuda.Event,
         seq: int,
         rank: int,
         arrivals: Sequence[int],
         splits: bool,
         placed: torch.cuda.Event | None,
-        has_ended: Callable[[int], bool],
+        epoch: int,
     ) -> None:
-        self._owner, self._end, self._seq, self._rank = owner, end, seq, rank
-        self._arrivals, self._splits, self._has_ended = arrivals, splits, has_ended
-        self._epoch, self._placed, self._waited = owner.epoch, placed, False
+        self._owner, self._seq, self._rank, self._arrivals, self._splits = owner, seq, rank, arrivals, splits
+        self._epoch, self._placed, self._waited = epoch, placed, False
 
     def _await_own(self) -> None:
         if self._placed is not None:
@@ -103,30 +112,30 @@ class CopyWork:
         """See `collective_base.PendingCollective`."""
         if self._waited:
             return
-        require_epoch(self._epoch, self._owner.epoch)
+        if self._epoch != self._owner.epoch:
+            require_epoch(self._epoch, self._owner.epoch)
         self._waited = True
         self._await_own()
-        torch.cuda.current_stream().wait_event(self._end)
+        self._owner.await_end(self._seq)
         self._owner.raise_fault()
 
     def is_completed(self) -> bool:
         """See `collective_base.PendingCollective`."""
-        if self._epoch != self._owner.epoch or not self._has_ended(self._seq):
+        if self._epoch != self._owner.epoch or not self._owner.has_ended(self._seq):
             return False
         return self._placed is None or bool(self._placed.query())  # type: ignore[no-untyped-call]
 
-    def shards(self) -> Iterator[int]:
+    def shards(self) -> Iterator[list[int]]:
         """See `collective_base.PendingGather`."""
         require_epoch(self._epoch, self._owner.epoch)
         self._await_own()
-        yield self._rank
-        if not self._splits:
-            self.wait()
-        for peer in self._arrivals:
-            if self._splits:
-                self._owner.await_shard(self._seq, peer)
-            yield peer
+        yield [self._rank]
+        for peer in self._arrivals if self._splits else ():
+            self._owner.await_shard(self._seq, peer)
+            yield [peer]
         self.wait()
+        if self._arrivals and not self._splits:
+            yield list(self._arrivals)
 
 
 class DoneWork:
@@ -146,9 +155,9 @@ class DoneWork:
         """True."""
         return True
 
-    def shards(self) -> Iterator[int]:
+    def shards(self) -> Iterator[list[int]]:
         """All of them."""
-        yield from self._ranks
+        yield list(self._ranks)
 
 
 def require_epoch(then: int, now: int) -> None:

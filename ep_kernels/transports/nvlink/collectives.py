@@ -1,8 +1,7 @@
 """Collectives of the transport (see `transports/collective_base.py`): registered memory, kernels on the current stream,
-copy engines on a stream of their own.
+copy engines on a stream of their own (gather_copies.py).
 
-A failed wait is raised by the next call, or by `check`. Under graph capture a kernel of two warps waits between the
-copies: a stream's own wait could not count at a replay, nor be released at a deadline.
+A failed wait is raised by the next call, or by `check`.
 """
 
 from __future__ import annotations
@@ -21,18 +20,22 @@ from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabil
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from ep_kernels.kernels import abi, collective_abi
-from ep_kernels.transports.collective_base import GatherArgs, GatherPart, ReduceArgs, other_tag
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, other_tag
 from ep_kernels.transports.nvlink import collective_plan as plan
 from ep_kernels.transports.nvlink import copies, launch, links
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
 from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.collective_work import CopyWork, DoneWork, KernelWork
-from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.copy_schedule import CopyPlaces
+from ep_kernels.transports.nvlink.copy_times import CopyTimes
 from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.gather_copies import GatherCopies
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.plan import Launch
-from ep_kernels.transports.nvlink.signature import difference, signature, tags
+from ep_kernels.transports.nvlink.repeat_records import Quiet
+from ep_kernels.transports.nvlink.signature import difference, tags
+from ep_kernels.types import LatencySample
 
 COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
@@ -88,6 +91,7 @@ class NvlinkCollectives(NvlinkMember):
     def allocate(self) -> bytes:
         """See `collective_base.CollectiveTransport`."""
         self._enter_device()
+        self._index: int = self._device.index
         c = self._config
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._engine = CollectiveEngine(c.group, c.timeout_s, c.pool_bytes, c.staging_bytes, self._device, num_sms)
@@ -107,6 +111,8 @@ class NvlinkCollectives(NvlinkMember):
             self.capabilities = replace(self.capabilities, algorithms=can)
 
     def _attach(self) -> None:
+        from ep_kernels.transports.nvlink import driver
+
         self._engine.attach(self._domain.addresses)
         size, base = self._config.group.size, self._domain.region.mapping.address
         self._pool_first = base + int(self._engine.map.pool)
@@ -115,19 +121,21 @@ class NvlinkCollectives(NvlinkMember):
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
         )  # fmt: skip
-        stride = int(self._engine.map.copies_stride)
-        slots = [self._engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [self._engine.graph_slot]
-        self._slots = [self._domain.region.mapping.view(slot, (stride,), torch.uint8) for slot in slots]
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
-            places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags
+            places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
+            CopyTimes(size, driver.TimedEvents()),
+        )  # fmt: skip
+        self._gathers = GatherCopies(
+            self, self._engine, self._copies, self._copy_stream, self._domain.region.mapping, self._region_offset
         )
 
     def _detach(self) -> None:
         if hasattr(self, "_copies"):
             self._copies.close()
-            self._slots = []
+        if hasattr(self, "_gathers"):
+            del self._gathers  # its views keep the region mapped
 
     def _kept_for_graphs(self) -> list[Any]:
         return [self._domain.mappings] if self._keeps_peers else []
@@ -173,10 +181,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def raise_fault(self) -> None:
         """See `collective_work.WorkOwner`."""
-        self._raise_fault()
-
-    def _raise_fault(self) -> None:
-        if self._is_quiet():
+        if self._tables.host.is_quiet() and self._copies.is_quiet():
             return
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
             if found is None:
@@ -187,14 +192,18 @@ class NvlinkCollectives(NvlinkMember):
             self._found = self._found or other_tag(found.op, both[0], found.peer, both[1])
         super()._raise_fault()
 
-    def _is_quiet(self) -> bool:
-        return self._tables.host.is_quiet() and self._copies.is_quiet()
+    _raise_fault = raise_fault
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """See `collective_repeat.PlanOwner`."""
-        if self._found is not None or self._domain.mailbox.is_ahead() or not self._is_quiet():
+        if self._found is not None or not self._copies.is_quiet():
             return None
-        return self._streams.alone_on() if torch._C._cuda_getDevice() == self._device.index else None
+        return self._streams.alone_on() if torch._C._cuda_getDevice() == self._index else None
+
+    def _quiet(self) -> Quiet:
+        """What an operation that repeats looks at first, until `set_active`: nothing has failed, was found, or is
+        ahead."""
+        return Quiet([*self._tables.host.quiet_words(), *self._domain.mailbox.watched()])
 
     def note_capture(self) -> None:
         """See `collective_repeat.PlanOwner`."""
@@ -227,6 +236,10 @@ class NvlinkCollectives(NvlinkMember):
         num_bytes = tensor.numel() * tensor.itemsize
         return offset if num_bytes and offset <= self._config.pool_bytes - num_bytes else None
 
+    def pool(self) -> range:
+        """See `collective_base.CollectiveTransport`."""
+        return range(self._pool_first, self._pool_first + self._config.pool_bytes)
+
     def _region_offset(self, tensor: torch.Tensor) -> int | None:
         offset = self.offset_of(tensor)
         return None if offset is None else offset + int(self._engine.map.pool)
@@ -251,8 +264,10 @@ class NvlinkCollectives(NvlinkMember):
             raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
         if args.algorithm in _COPIES:
             if torch.cuda.is_current_stream_capturing():
-                return self._graph_copies(moved, args.tag)
-            return self._push_copies(moved, args.tag) if pushes else self._pull_copies(moved, args.tag)
+                self._gathers.capture(moved, args.tag, self._launch_on)
+                self._keeps_peers = True
+                return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
+            return self._gathers.push(moved, args.tag) if pushes else self._gathers.pull(moved, args.tag)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
@@ -278,123 +293,51 @@ class NvlinkCollectives(NvlinkMember):
         else:
             offset = self._region_offset(args.out)
             calls = self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms)
-        return KernelPlan(self, self._functions, calls[0], calls[0].args, self._ranks()) if len(calls) == 1 else None
+        return self._kernel_plan(calls, calls[0].args) if len(calls) == 1 else None
 
     def _gather_plan(self, args: GatherArgs) -> KernelPlan | CopyPlan | None:
         part, offset = args.parts[0], self._region_offset(args.parts[0].out)
         if len(args.parts) > 1 or not part.x.numel():
             return None
-        if args.algorithm is Algorithm.COPY_PUSH and self._own(part).data_ptr() == part.x.data_ptr():
-            listed, word = self._pushed([part], args.tag)
-            template = self._copies.template(listed, word)
-            return CopyPlan(self, self._copies, self._copy_stream, template, self._config.group.rank)
+        if args.algorithm is Algorithm.COPY_PUSH:
+            return self._gathers.plan_for(part, args.tag, self._quiet())
         if args.algorithm in _COPIES:
             return None
         shard = Shard(part.x, part.out, offset, part.dtype, part.pitch(self._size))
         calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms, args.tag)
         if len(calls) > 1:
             return None
-        return KernelPlan(self, self._functions, calls[0], calls[0].args.parts[0], self._ranks())
+        return self._kernel_plan(calls, calls[0].args.parts[0])
+
+    def _kernel_plan(self, calls: Sequence[Call], addressed: Any) -> KernelPlan:
+        kernel = self._functions[calls[0].variant]
+        return KernelPlan(self, kernel, calls[0], addressed, self._ranks(), self._quiet())
 
     def _run(self, calls: Sequence[Call]) -> KernelWork | DoneWork:
         for call in calls:
             self._launch(call)
-        return KernelWork(self, torch.cuda.current_stream(), self._ranks()) if calls else DoneWork(self._ranks())
+        if not calls:
+            return DoneWork(self._ranks())
+        return KernelWork(self, torch.cuda.current_stream(), self._ranks(), self._epoch)
 
     def _ranks(self) -> list[int]:
         mine, active = self._config.group.rank, self._engine.active
         return [mine] + [rank for rank, alive in enumerate(active) if alive and rank != mine]
 
-    # Copy engines.
-
-    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any, tag: int) -> int:
-        lengths = [part.x.numel() for part in parts]
-        more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
-        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
-
-    def _own(self, part: GatherPart) -> torch.Tensor:
-        return part.out[self._config.group.rank * part.pitch(self._size) :][: part.x.numel()]
-
-    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
-        """(parts as copy engines push them, signature)."""
-        offsets = [self._region_offset(part.out) for part in parts]
-        listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size))
-            for part, offset in zip(parts, offsets, strict=True) if offset is not None
-        ]  # fmt: skip
-        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
-
-    def _push_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
-        listed, word = self._pushed(parts, tag)
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        seq = self._copies.all_gather(listed, word, True, list(parts))
-        return self._copy_work(parts, seq, True)
-
-    def _pull_copies(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
-        word = self._signature(parts, Algorithm.COPY_PULL, None, tag)
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        rounds = list(plan.gather_rounds([part.x.numel() for part in parts], int(self._engine.map.copies_stride)))
-        seq = 0
-        for ranges in rounds:
-            seq = self._pull_round(parts, ranges, word)
-        return self._copy_work(parts, seq, len(rounds) == 1)
-
-    def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
-        seq = self._copies.seq + 1
-        with torch.cuda.stream(self._copy_stream):
-            listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
-        return self._copies.all_gather(listed, word, False, list(parts))
-
-    def _stage(
-        self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
-    ) -> list[CopyPart]:
-        """Copy this rank's shards into a slot, on the current stream."""
-        listed, at = [], 0
-        for each in ranges:
-            part = parts[each.index]
-            copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
-            out = part.out.data_ptr() + each.begin
-            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
-            at += -(-each.num_bytes // 16) * 16
-        return listed
-
-    def _graph_copies(self, parts: Sequence[GatherPart], tag: int) -> KernelWork:
-        """Under capture: a pull, on a branch of the graph that `wait` joins."""
-        offsets = [self._region_offset(part.out) for part in parts]
-        in_place = all(self._own(part).data_ptr() == part.x.data_ptr() for part in parts)
-        direct = [
-            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.pitch(self._size), part.pitch(self._size))
-            for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
-        ]  # fmt: skip
-        whole = len(direct) == len(parts)
-        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None, tag)
-        lengths, slot = [part.x.numel() for part in parts], int(self._engine.map.copies_stride)
-        rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, slot))
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            for each in rounds:
-                listed = each if whole else self._stage(parts, each, self._engine.graph_slot, self._slots[-1])
-                self._launch_copies(word, listed)
-            for part in parts:
-                copies.copy_by_kernel(self._own(part), part.x)
-        self._keeps_peers = True
-        return KernelWork(self, self._copy_stream, self._ranks())
-
-    def _launch_copies(self, word: int, parts: Sequence[CopyPart]) -> None:
-        self._launch_on(self._copy_stream, self._engine.copy_wait(word, 0))
-        self._copies.graph_copies(parts)
-        self._launch_on(self._copy_stream, self._engine.copy_wait(word, 1))
-
-    def _copy_work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
-        end = self._copy_stream.record_event()
-        apart = [part for part in parts if self._own(part).data_ptr() != part.x.data_ptr()]
-        for part in apart:
-            copies.copy_by_kernel(self._own(part), part.x)
-        placed = torch.cuda.current_stream().record_event() if apart else None
-        return CopyWork(
-            self, end, seq, self._config.group.rank, self._copies.arrivals(), splits, placed, self._copies.has_ended
-        )
+    # What works ask.
 
     def await_shard(self, seq: int, peer: int) -> None:
         """See `collective_work.WorkOwner`."""
         self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream)
+
+    def await_end(self, seq: int) -> None:
+        """See `collective_work.WorkOwner`."""
+        self._copies.await_end(seq, torch._C._cuda_getCurrentRawStream(self._index))
+
+    def has_ended(self, seq: int) -> bool:
+        """See `collective_work.WorkOwner`."""
+        return self._copies.has_ended(seq)
+
+    def samples(self) -> list[LatencySample]:
+        """See `base.MemberTransport`: of kernels and of copy engines, by when they began."""
+        return sorted([*super().samples(), *self._copies.samples()], key=lambda sample: sample.start_ns)

@@ -20,14 +20,21 @@ from typing import Any
 
 import torch
 
+from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.nvlink import copy_schedule, launch
-from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces, CopyStep, PushTemplate
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.copy_times import CopyTimes, TimedKind
 from ep_kernels.transports.nvlink.host_page import HostPage, Mismatch
+from ep_kernels.transports.nvlink.repeat_records import DISTURBED, PushTemplate, Quiet
+from ep_kernels.types import LatencySample
 
 _NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
 _BEGUN, _ENDED, _SEEN = 0, 1, 2
+MAX_GRAPHS = 257
+"""Graphs take memory of the device: a program that repeats more places than these has the others as the first time."""
+_PUSH, _PULL = Algorithm.COPY_PUSH.value, Algorithm.COPY_PULL.value
 
 
 @dataclass(slots=True)
@@ -91,76 +98,118 @@ class CopyEngines:
         stream: CUstream of the copies.
         library: `launch.load()`.
         flags: this rank's own.
+        times: events around operations.
     """
 
     def __init__(
-        self, places: CopyPlaces, host: HostPage, timeout_s: float, stream: int, library: Any, flags: FlagMemory
+        self,
+        places: CopyPlaces,
+        host: HostPage,
+        timeout_s: float,
+        stream: int,
+        library: Any,
+        flags: FlagMemory,
+        times: CopyTimes,
     ) -> None:
         self._host, self._timeout_s = host, timeout_s
-        self._stream, self._library, self._flags = stream, library, flags
+        self._stream, self._library, self._flags, self._times = stream, library, flags, times
         size = len(places.active)
         self._pinned = torch.zeros(_SEEN + 2 * copy_schedule.SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
         self._words = (ctypes.c_int64 * self._pinned.numel()).from_address(self._pinned.data_ptr())
         base = self._pinned.data_ptr()
         begun, ended, seen = (base + copy_schedule.WORD_BYTES * word for word in (_BEGUN, _ENDED, _SEEN))
         self._places = replace(places, begun=begun, ended=ended, seen=seen)
+        self._peers = self._others()
         self.seq, self.has_pushed = 0, False
         self._looked = 0  # operations that had ended at the last look
         self._found: Mismatch | None = None
         self._open: deque[_Open] = deque()
         self._lock = threading.Condition()
         self._storing = threading.Lock()  # of whoever stores into this rank's flags
-        self._ends = False
+        self._graphs: list[int] = []  # that of `ready_flags`, then one for each template
+        self._ends = self._sleeps = False
         self._thread: threading.Thread | None = None
 
     # Operations; one thread calls these.
 
-    def all_gather(self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any) -> int:
-        """Put an all-gather on the stream; its number. `keep`: what holds the memory until it has ended. Raises
-        TransportError."""
-        steps_of = copy_schedule.push if pushes else copy_schedule.pull
-        steps = steps_of(self._places, self.seq + 1, signature, parts)
-        seq = self._begin(signature, pushes, keep)
-        launch.run_steps(steps, self._stream, self._library)
+    def all_gather(
+        self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any, behind: int | None = None
+    ) -> int:
+        """Put an all-gather on the stream; its number. Raises TransportError.
+
+        Args:
+            keep: what holds the memory until it has ended.
+            behind: CUstream whose present work comes before it; None: the copies' own.
+        """
+        places, seq = self._places, self.seq + 1
+        steps_of, mode = (copy_schedule.push, _PUSH) if pushes else (copy_schedule.pull, _PULL)
+        arrivals = copy_schedule.marked(places, parts) if pushes else tuple(places.others(1))
+        steps = steps_of(places, seq, signature, parts, self._times.marks(seq, arrivals))
+        self._times.note(seq, TimedKind(mode, sum(part.num_bytes for part in parts), arrivals, self._peers))
+        self._begin(signature, pushes, keep)
+        behind = self._stream if behind is None else behind
+        launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
         return seq
 
-    def template(self, parts: Sequence[CopyPart], signature: int) -> PushTemplate:
-        """A push to be begun many times, until `restart`."""
-        return PushTemplate(self._places, parts, signature)
+    def template(self, parts: Sequence[CopyPart], signature: int, quiet: Quiet) -> PushTemplate | None:
+        """A push to be begun many times, until `restart`, as long as all is quiet; None where there are MAX_GRAPHS.
+        Raises TransportError."""
+        if len(self._graphs) >= MAX_GRAPHS:
+            return None
+        if not self._graphs:
+            self._graphs.append(launch.graph_of(copy_schedule.ready_flags(self._places), self._library))
+        self._graphs.append(launch.graph_of(copy_schedule.all_shards(self._places, parts), self._library))
+        graphs = self._graphs[0], self._graphs[-1]
+        num_bytes, arrivals = sum(part.num_bytes for part in parts), copy_schedule.marked(self._places, parts)
+        kind = TimedKind(_PUSH, num_bytes, arrivals, self._peers)
+        return PushTemplate(self._places, kind, signature, graphs, self._stream, quiet)
 
-    def push_again(self, template: PushTemplate, keep: Any) -> int:
-        """As `all_gather`."""
-        words = template.words(self.seq + 1)
-        seq = self._begin(template.signature, True, keep)
-        launch.run_words(words, self._stream, self._library)
+    def push_again(self, template: PushTemplate, keep: Any, behind: int) -> int:
+        """As `all_gather`; 0: it is not quiet, and nothing was begun."""
+        seq = self.seq + 1
+        status = self._library.cd_repeat_copies(template.address, seq, behind, self._times.address(seq))
+        if status == DISTURBED:
+            return 0
+        self._times.note(seq, template.kind)
+        self._begin(template.signature, True, keep)
+        if status:
+            launch.raise_refused(launch.COPIES, status, self._library)
         return seq
 
-    def _begin(self, signature: int, pushes: bool, keep: Any) -> int:
+    def _begin(self, signature: int, pushes: bool, keep: Any) -> None:
         with self._lock:
-            self._forget_ended()
+            if self._open and self._words[_ENDED] > self._looked:
+                self._forget_ended()
             self.seq += 1
             self._open.append(_Open(self.seq, signature, pushes, keep))
             self.has_pushed = self.has_pushed or pushes
-            self._lock.notify()
+            if self._sleeps:
+                self._lock.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="crossdock-copies", daemon=True)
             self._thread.start()
-        return self.seq
 
     def graph_copies(self, parts: Sequence[CopyPart]) -> None:
         """Put the copies of a pull on the stream, which is being captured."""
-        self._run(copy_schedule.graph_copies(self._places, parts), self._stream)
+        launch.run_steps(copy_schedule.graph_copies(self._places, parts), self._stream, self._library)
 
     def await_shard(self, seq: int, peer: int, stream: int) -> None:
         """Let another CUstream wait for a peer's shard."""
-        self._run([copy_schedule.arrival(self._places, peer, seq)], stream)
+        launch.run_steps([copy_schedule.arrival(self._places, peer, seq)], stream, self._library)
+
+    def await_end(self, seq: int, stream: int) -> None:
+        """Let another CUstream wait for the end of an operation."""
+        status = self._library.cd_await(stream, self._times.end(seq))
+        if status:
+            launch.raise_refused("cuStreamWaitEvent", status, self._library)
 
     def arrivals(self) -> list[int]:
         """Active peers in the order in which their shards are expected."""
         return self._places.others(-1)
 
-    def _run(self, steps: Sequence[CopyStep], stream: int) -> None:
-        launch.run_steps(steps, stream, self._library)
+    def samples(self) -> list[LatencySample]:
+        """Latency records since the last call, oldest first. Any thread, one at a time."""
+        return self._times.take(self.has_ended)
 
     def has_ended(self, seq: int) -> bool:
         """Whether the stream is through with it. Any thread."""
@@ -188,8 +237,11 @@ class CopyEngines:
         while self._open and self._open[0].seq <= ended:
             done = self._open.popleft()
             start = _SEEN + 2 * (done.seq % copy_schedule.SEEN_SLOTS) * size
-            for peer in self._peers():
-                seq, theirs = self._words[start + 2 * peer : start + 2 * peer + 2]
+            row = self._words[start : start + 2 * size]
+            if row.count(done.signature) == size - 1:  # all peers' and, since nobody writes its own, no other
+                continue
+            for peer in self._peers:
+                seq, theirs = row[2 * peer : 2 * peer + 2]
                 if seq == done.seq and theirs not in (0, done.signature):
                     self._found = self._found or Mismatch("all_gather", peer, done.signature, theirs)
 
@@ -198,7 +250,9 @@ class CopyEngines:
             with self._lock:
                 self._forget_ended()
                 while not self._open and not self._ends:
+                    self._sleeps = True
                     self._lock.wait()
+                self._sleeps = False
                 if self._ends and not self._open:
                     return
             self._look()
@@ -212,7 +266,7 @@ class CopyEngines:
                 return
             first.since = first.since or time.monotonic()
         waited = time.monotonic() - first.since
-        lost = [peer for peer in self._peers() if self._host.is_given_up(peer)]
+        lost = [peer for peer in self._peers if self._host.is_given_up(peer)]
         fault = self._host.fault()
         if fault is None and waited <= self._timeout_s and not lost:
             return
@@ -223,7 +277,7 @@ class CopyEngines:
             self._host.fail(error)
         self._release()
 
-    def _peers(self) -> list[int]:
+    def _others(self) -> list[int]:
         return [peer for peer, active in enumerate(self._places.active) if active and peer != self._places.rank]
 
     def _error_of(self, open_: _Open, waited: float, lost: Sequence[int]) -> PeerTimeout | None:
@@ -236,7 +290,7 @@ class CopyEngines:
         for phase, row in (("credit", ready), ("shards", shard)):
             if phase == "credit" and not open_.pushes:
                 continue
-            missing = [peer for peer in self._peers() if row[peer] < open_.seq]
+            missing = [peer for peer in self._peers if row[peer] < open_.seq]
             silent = [peer for peer in missing if peer in lost] if waited <= self._timeout_s else missing
             if silent:
                 peer = silent[0]
@@ -276,6 +330,9 @@ class CopyEngines:
         with self._lock, self._storing:
             self._open.clear()
             self._places = replace(self._places, active=tuple(mask))
+            self._peers = self._others()
+            self._free_graphs()
+            self._times.restart()
             self.seq, self._found, self._looked = seq, None, seq
             self._words[_BEGUN] = self._words[_ENDED] = seq
             self._flags.fill(seq)
@@ -289,6 +346,14 @@ class CopyEngines:
                 self._ends = True
                 self._lock.notify()
             thread.join()
+        self._free_graphs()
+        self._times.close()
+
+    def _free_graphs(self) -> None:
+        """Nothing is under way."""
+        graphs, self._graphs = self._graphs, []
+        for graph in graphs:
+            launch.free_graph(graph, self._library)
 
 
 def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:

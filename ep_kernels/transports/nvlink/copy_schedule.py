@@ -2,14 +2,22 @@
 
 Push (outs registered), rank r of R, operation `seq`:
 
-    begun = seq                                         this rank's host hears that its stream has come here
     word = seq, signature; READY[r] of r + 1, r + 2, ... <- word "my outs are free"
+    begun = seq                                         this rank's host hears that its stream may have to wait
     for p in r + 1, r + 2, ...:  wait READY[p]; out of p, shard r <- x, part by part; SHARD[r] of p <- word
     for p in r - 1, r - 2, ...:  wait SHARD[p]
-    seen <- SHARD; ended = seq
+    the operation is over; seen <- SHARD; ended = seq
 
 All ranks send to the next rank at once, so no two send to one. A flag travels as a copy behind its shard, on one
 stream: a stream's write to a peer's memory is not supported by newer drivers. Waits and writes are of local memory.
+
+A push costs the host more than a small one's bytes cost the links: a copy is a call of the driver of 5 us. So where a
+push repeats, its copies are two graphs, of flags and of shards with their flags, each launched in 2 us, and the waits
+between them stand side by side, which makes them one call:
+
+    word; launch READY[r] of all p <- word
+    begun, wait READY[p] of all p; launch for all p: out of p, shard r <- x; SHARD[r] of p <- word
+    wait SHARD[p] of all p; ...
 
 Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of seq names. SHARD is sent first; then,
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
@@ -19,27 +27,29 @@ In a CUDA graph a pull whose waits are those of kernels/collectives/copy_wait.cu
 place, so nothing is staged.
 
 A flag is 16 bytes: seq, which is waited for, and the operation's signature (0: not known), which hosts compare when the
-operation has ended.
+operation has ended. Marks are events, from which copy_times.py makes latency records.
 """
 
 from __future__ import annotations
 
-import itertools
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FLAG_BYTES, WORD_BYTES = 16, 8
 SEEN_SLOTS = 64
 """Operations whose flags the host can still look at when they have ended."""
+SMALL_BYTES = 1 << 20
+"""Most bytes of a shard whose arrivals are not marked and waited for one by one, which would cost the host more than is
+gained: seven such shards take the links 20 us."""
 
 
-COPY, WAIT, WRITE = range(3)
+COPY, WAIT, WRITE, MARK, GRAPH = range(5)
 """Kinds of steps, as in native/launch.cpp."""
 
 CopyStep = tuple[int, int, int, int]
 """(kind, to, source, amount). COPY: `amount` bytes from `source` to `to`. WAIT: until the word at `to` is `amount` or
-more. WRITE: `amount` into the word at `to`. Plain tuples: a call makes dozens."""
+more. WRITE: `amount` into the word at `to`. MARK: the event `to`. GRAPH: all of the executable graph `to`. Plain
+tuples: a call makes dozens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +109,85 @@ def arrival(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
     return WAIT, places.regions[places.rank] + places.shard + FLAG_BYTES * peer, 0, seq
 
 
-def push(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+@dataclass(frozen=True, slots=True)
+class CopyMarks:
+    """Events that the stream passes; 0: none.
+
+    Attributes:
+        sent: behind this rank's last copy to a peer.
+        end: when all is there.
+        arrived: by peer, behind the wait for its shard.
+    """
+
+    sent: int = 0
+    end: int = 0
+    arrived: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(events: Sequence[int], arrivals: Sequence[int]) -> CopyMarks:
+        """Those events: sent, end, one for each peer of `arrivals`."""
+        return CopyMarks(events[0], events[1], dict(zip(arrivals, events[2:], strict=False)))
+
+    def listed(self) -> list[int]:
+        """The events, as `of` takes them."""
+        return [self.sent, self.end, *self.arrived.values()]
+
+
+NO_MARKS = CopyMarks()
+
+
+def is_small(parts: Sequence[CopyPart]) -> bool:
+    """Whether the shards of a push are not told apart."""
+    return sum(part.num_bytes for part in parts) <= SMALL_BYTES
+
+
+def marked(places: CopyPlaces, parts: Sequence[CopyPart]) -> tuple[int, ...]:
+    """Peers whose shards have a mark each in a push."""
+    return () if is_small(parts) else tuple(places.others(-1))
+
+
+def push(
+    places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
+) -> list[CopyStep]:
     """The steps of operation `seq`, in order."""
-    after, own, ready = places.others(1), FLAG_BYTES * places.rank, places.regions[places.rank] + places.ready
-    steps = _begin(places, seq, signature)
-    steps += [(COPY, places.regions[peer] + places.ready + own, places.word, FLAG_BYTES) for peer in after]
-    for peer in after:
-        region = places.regions[peer]
-        steps.append((WAIT, ready + FLAG_BYTES * peer, 0, seq))
-        for part in parts:
-            if part.num_bytes:
-                steps.append((COPY, region + part.out + places.rank * part.stride, part.x, part.num_bytes))
-        steps.append((COPY, region + places.shard + own, places.word, FLAG_BYTES))
-    steps += [arrival(places, peer, seq) for peer in places.others(-1)]
-    return steps + _end(places, seq)
+    steps = [*_word(places, seq, signature), *ready_flags(places), _begun(places, seq)]
+    for peer in places.others(1):
+        steps += [_permission(places, peer, seq), *_shard(places, peer, parts)]
+    return steps + _arrivals(places, seq, marks) + _end(places, seq, marks)
 
 
-def pull(places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def push_by_graphs(
+    places: CopyPlaces, seq: int, signature: int, ready: int, shards: int, marks: CopyMarks = NO_MARKS
+) -> list[CopyStep]:
+    """The same by graphs of `ready_flags` and of `all_shards`."""
+    steps = [*_word(places, seq, signature), (GRAPH, ready, 0, 0), _begun(places, seq)]
+    steps += [_permission(places, peer, seq) for peer in places.others(1)]
+    steps.append((GRAPH, shards, 0, 0))
+    return steps + _arrivals(places, seq, marks) + _end(places, seq, marks)
+
+
+def ready_flags(places: CopyPlaces) -> list[CopyStep]:
+    """To every peer: this rank's outs may be written."""
+    own = places.ready + FLAG_BYTES * places.rank
+    return [(COPY, places.regions[peer] + own, places.word, FLAG_BYTES) for peer in places.others(1)]
+
+
+def all_shards(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    """To every peer: this rank's shard, and its flag behind it."""
+    return [step for peer in places.others(1) for step in _shard(places, peer, parts)]
+
+
+def pull(
+    places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
+) -> list[CopyStep]:
     """The steps of operation `seq`, in order, once the shard lies in the slot."""
     after, own = places.others(1), FLAG_BYTES * places.rank
-    steps = _begin(places, seq, signature)
+    steps = _word(places, seq, signature)
     steps += [(COPY, places.regions[peer] + places.shard + own, places.word, FLAG_BYTES) for peer in after]
+    steps += [*_mark(marks.sent), _begun(places, seq)]
     for peer in after:
-        steps.append(arrival(places, peer, seq))
-        steps += _pulled(places, peer, parts)
-    return steps + _end(places, seq)
+        steps += [arrival(places, peer, seq), *_mark(marks.arrived.get(peer, 0)), *_pulled(places, peer, parts)]
+    return steps + _end(places, seq, marks)
 
 
 def graph_copies(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
@@ -140,42 +204,40 @@ def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[Co
     ]
 
 
-def _begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
-    word = places.word
-    return [(WRITE, places.begun, 0, seq), (WRITE, word, 0, seq), (WRITE, word + WORD_BYTES, 0, signature)]
+def _permission(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
+    return WAIT, places.regions[places.rank] + places.ready + FLAG_BYTES * peer, 0, seq
 
 
-def _end(places: CopyPlaces, seq: int) -> list[CopyStep]:
+def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    region = places.regions[peer]
+    copies = [
+        (COPY, region + part.out + places.rank * part.stride, part.x, part.num_bytes)
+        for part in parts
+        if part.num_bytes
+    ]
+    return [*copies, (COPY, region + places.shard + FLAG_BYTES * places.rank, places.word, FLAG_BYTES)]
+
+
+def _arrivals(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[CopyStep]:
+    steps = _mark(marks.sent)
+    for peer in places.others(-1):
+        steps += [arrival(places, peer, seq), *_mark(marks.arrived.get(peer, 0))]
+    return steps
+
+
+def _mark(event: int) -> list[CopyStep]:
+    return [(MARK, event, 0, 0)] if event else []
+
+
+def _word(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
+    return [(WRITE, places.word, 0, seq), (WRITE, places.word + WORD_BYTES, 0, signature)]
+
+
+def _begun(places: CopyPlaces, seq: int) -> CopyStep:
+    return WRITE, places.begun, 0, seq
+
+
+def _end(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[CopyStep]:
     num_bytes = FLAG_BYTES * len(places.active)
     seen, shards = places.seen + seq % SEEN_SLOTS * num_bytes, places.regions[places.rank] + places.shard
-    return [(COPY, seen, shards, num_bytes), (WRITE, places.ended, 0, seq)]
-
-
-_ANY_SEQ = 1 << 62
-"""Stands for the number of an operation in a template; no address, length or signature is it."""
-_STEP_WORDS = 4
-"""Of a step as the driver's caller takes it."""
-
-
-class PushTemplate:
-    """`push` for any number: what does not depend on it is packed once.
-
-    Args:
-        places, parts, signature: as in `push`.
-    """
-
-    def __init__(self, places: CopyPlaces, parts: Sequence[CopyPart], signature: int) -> None:
-        self.signature = signature
-        steps = push(places, _ANY_SEQ, signature, parts)
-        self._words = array("Q", itertools.chain.from_iterable(steps))
-        self._numbers = [i for i, word in enumerate(self._words) if word == _ANY_SEQ]
-        self._seen = (len(steps) - 2) * _STEP_WORDS + 1  # where the last copy but one, of `_end`, goes to
-        self._first, self._row = places.seen, FLAG_BYTES * len(places.active)
-
-    def words(self, seq: int) -> array[int]:
-        """The steps of operation `seq`, packed; good until the next call."""
-        words = self._words
-        for at in self._numbers:
-            words[at] = seq
-        words[self._seen] = self._first + seq % SEEN_SLOTS * self._row
-        return words
+    return [*_mark(marks.end), (COPY, seen, shards, num_bytes), (WRITE, places.ended, 0, seq)]

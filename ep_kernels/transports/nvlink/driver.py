@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 OLDEST_GPU = 9
 """Major compute capability: mbarriers with bulk copies, and launches that overlap, came with Hopper."""
 _ATTRIBUTE = cuda.CUdevice_attribute
+_EVENT_PATIENCE_S = 0.1
 
 
 def call(name: str, *args: Any) -> Any:
@@ -119,19 +120,61 @@ class Reader:
     def _copy(self, name: str, to: int, source: int, num_bytes: int, patience_s: float) -> bool:
         with _apart(self._context):
             call(name, to, source, num_bytes, self._stream)
-            deadline = time.monotonic() + patience_s
-            while True:
-                (status,) = cuda.cuStreamQuery(self._stream)
-                if status != cuda.CUresult.CUDA_ERROR_NOT_READY:
-                    _check("cuStreamQuery", status)
-                    return True
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-5)
+            return _passed(self._stream, patience_s)
 
     def write(self, address: int, source: int, num_bytes: int, patience_s: float) -> bool:
         """As `read`, the other way: pinned memory at `source` to the device."""
         return self._copy("cuMemcpyHtoDAsync", address, source, num_bytes, patience_s)
+
+
+class TimedEvents:
+    """See `copy_times.DeviceEvents`. Made where the device's context is current."""
+
+    def __init__(self) -> None:
+        self._context = call("cuCtxGetCurrent")
+        self._stream = call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._made: list[Any] = []
+
+    def create(self) -> int:
+        """See `copy_times.DeviceEvents`."""
+        made = call("cuEventCreate", cuda.CUevent_flags.CU_EVENT_DEFAULT)
+        self._made.append(made)
+        return int(made)
+
+    def pass_now(self, event: int) -> bool:
+        """See `copy_times.DeviceEvents`."""
+        with contextlib.suppress(TransportError), _apart(self._context):
+            call("cuEventRecord", event, self._stream)
+            return _passed(self._stream, _EVENT_PATIENCE_S)
+        return False
+
+    def between_ns(self, first: int, second: int) -> int | None:
+        """See `copy_times.DeviceEvents`."""
+        with contextlib.suppress(TransportError), _apart(self._context):
+            return int(call("cuEventElapsedTime", first, second) * 1e6)
+        return None
+
+    def close(self) -> None:
+        """See `copy_times.DeviceEvents`."""
+        made, self._made = self._made, []
+        with contextlib.suppress(TransportError), _apart(self._context):  # a device that is lost has none
+            for event in made:
+                call("cuEventDestroy", event)
+            if made:
+                call("cuStreamDestroy", self._stream)
+
+
+def _passed(stream: Any, patience_s: float) -> bool:
+    """Whether a stream has come to its end in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        (status,) = cuda.cuStreamQuery(stream)
+        if status != cuda.CUresult.CUDA_ERROR_NOT_READY:
+            _check("cuStreamQuery", status)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-5)
 
 
 @contextlib.contextmanager

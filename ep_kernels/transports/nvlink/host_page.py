@@ -98,6 +98,10 @@ class HostPage:
         """Whether there is no fault, and no mismatch that nobody has been told of."""
         return not (self._raw[_ABORT] or self._raw[_STATUS] or self._raw[_MISMATCH])
 
+    def quiet_words(self) -> list[tuple[int, int]]:
+        """(address, the most that it may be) of each word that `is_quiet` looks at."""
+        return [(self.address + 8 * word, 0) for word in (_ABORT, _STATUS, _MISMATCH)]
+
     def fault(self) -> TransportError | None:
         """The first wait that failed, as an error."""
         if not self._raw[_ABORT] and not self._raw[_STATUS]:

@@ -21,7 +21,7 @@ from ep_kernels.transports.nvlink.copy_schedule import CopyStep
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
-LAUNCH = "cuLaunchKernelEx"
+LAUNCH, COPIES = "cuLaunchKernelEx", "copies on a stream"
 _NAME, _TEXT = 0, 1
 _LIBRARY = native_of("nvlink")
 
@@ -44,6 +44,12 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
+    "cd_copies_behind": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p)),
+    "cd_graph": (c_int, (c_void_p, c_int, c_void_p)),
+    "cd_graph_free": (c_int, (c_void_p,)),
+    "cd_await": (c_int, (c_void_p, c_void_p)),
+    "cd_repeat_kernel": (c_int, (c_void_p, c_void_p, c_uint64, c_uint64)),
+    "cd_repeat_copies": (c_int, (c_void_p, c_uint64, c_void_p, c_void_p)),
     "cd_quick_open": (c_int, (c_void_p, c_void_p)),
     "cd_quick_plan_bytes": (c_size_t, ()),
 }
@@ -86,15 +92,34 @@ def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
     """Put copies, waits and writes on a CUstream, in order, by one call. Raises TransportError; then those behind the
     refused one are not there."""
-    run_words(array("Q", itertools.chain.from_iterable(steps)), stream, library)
+    words = array("Q", itertools.chain.from_iterable(steps))
+    raise_refused(COPIES, library.cd_copies(words.buffer_info()[0], len(steps), stream), library)
 
 
-def run_words(words: array[int], stream: int, library: ctypes.CDLL) -> None:
-    """As `run_steps`, of steps one behind the other: each is a `Step` of native/launch.cpp."""
-    address, length = words.buffer_info()
-    status = library.cd_copies(address, length // 4, stream)
-    if status:
-        raise refused("copies on a stream", status, library)
+def run_steps_behind(steps: Sequence[CopyStep], stream: int, behind: int, event: int, library: ctypes.CDLL) -> None:
+    """As `run_steps`, after what another CUstream has now; the event stands there."""
+    words = array("Q", itertools.chain.from_iterable(steps))
+    status = library.cd_copies_behind(words.buffer_info()[0], len(steps), stream, behind, event)
+    raise_refused(COPIES, status, library)
+
+
+def graph_of(steps: Sequence[CopyStep], library: ctypes.CDLL) -> int:
+    """A CUgraphExec of copies, to be given back by `free_graph`. Raises TransportError."""
+    words, made = array("Q", itertools.chain.from_iterable(steps)), c_void_p()
+    status = library.cd_graph(words.buffer_info()[0], len(steps), addressof(made))
+    raise_refused("a graph of copies", status, library)
+    return made.value or 0
+
+
+def free_graph(graph: int, library: ctypes.CDLL) -> None:
+    """Nothing of it runs any more."""
+    library.cd_graph_free(graph)
+
+
+def raise_refused(call: str, status: int, library: ctypes.CDLL) -> None:
+    """Raise TransportError where a driver's status is none of success."""
+    if status > 0:
+        raise refused(call, status, library)
 
 
 def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
@@ -106,6 +131,9 @@ def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
 class Kernel:
     """A loaded kernel as its callers see it.
 
+    Attributes:
+        library: `load()`.
+
     Args:
         function: CUfunction.
         shared_bytes: dynamic shared memory per block.
@@ -113,7 +141,7 @@ class Kernel:
     """
 
     def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
-        self._function, self._shared_bytes, self._library = function, shared_bytes, library
+        self._function, self._shared_bytes, self.library = function, shared_bytes, library
         self._prepared: dict[tuple[int, int, int], Prepared] = {}
 
     def launch(
@@ -132,9 +160,9 @@ class Kernel:
         """
         prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
         address = addressof(prepared)
-        status = self._library.cd_launch(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
+        status = self.library.cd_launch(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
         if status:
-            raise refused(LAUNCH, status, self._library)
+            raise refused(LAUNCH, status, self.library)
 
     def starter(
         self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool
@@ -143,7 +171,7 @@ class Kernel:
         CUDA graph captured the launch."""
         prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
         address = addressof(prepared)
-        library, launch_one = self._library, self._library.cd_launch_one
+        library, launch_one = self.library, self.library.cd_launch_one
 
         def start(stream: int, record: Any) -> bool:
             status = launch_one(address, stream, addressof(record))

@@ -55,12 +55,53 @@ constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ; as a write
 constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
 constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
 
+// CUstreamBatchMemOpParams: a wait or a write of 8 bytes.
+struct WordOp {
+  uint32_t kind, pad;
+  uint64_t address, value;
+  uint32_t flags, pad2;
+  uint64_t alias, rest;
+};
+static_assert(sizeof(WordOp) == 48 && offsetof(WordOp, value) == 16, "CUstreamBatchMemOpParams");
+constexpr uint32_t kWaitOp = 4, kWriteOp = 5;  // CU_STREAM_MEM_OP_WAIT_VALUE_64, ..._WRITE_VALUE_64
+
+using WordsFn = int (*)(void* stream, unsigned count, WordOp* ops, unsigned flags);
+using EventFn = int (*)(void* event, void* stream);
+using AwaitFn = int (*)(void* stream, void* event, unsigned flags);
+
 ContextFn get_context = nullptr;
 QueryFn query_stream = nullptr;
 CopyFn copy_async = nullptr;
 WordFn wait_value = nullptr, write_value = nullptr;
+WordsFn word_ops = nullptr;
+EventFn record_event = nullptr;
+AwaitFn await_event = nullptr;
 
-enum StepKind : uint64_t { kCopy = 0, kWait = 1, kWrite = 2 };
+enum StepKind : uint64_t { kCopy = 0, kWait = 1, kWrite = 2, kMark = 3, kGraph = 4 };
+
+constexpr int kAtOnce = 64;  // waits and writes of one call of the driver
+
+// Graphs of copies.
+using CreateStreamFn = int (*)(void** stream, unsigned flags);
+using StreamFn = int (*)(void* stream);
+using BeginFn = int (*)(void* stream, int mode);
+using EndFn = int (*)(void* stream, void** graph);
+using InstantiateFn = int (*)(void** exec, void* graph, unsigned long long flags);
+using LaunchGraphFn = int (*)(void* exec, void* stream);
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
+
+CreateStreamFn create_stream = nullptr;
+StreamFn destroy_stream = nullptr, destroy_graph = nullptr, destroy_exec = nullptr;
+BeginFn begin_capture = nullptr;
+EndFn end_capture = nullptr;
+InstantiateFn instantiate = nullptr;
+LaunchGraphFn launch_graph = nullptr;
+
+template <class Fn>
+void find(void* library, const char* name, Fn* function) {
+  *function = reinterpret_cast<Fn>(dlsym(library, name));
+}
 
 }  // namespace
 
@@ -78,12 +119,23 @@ CD_API const char* cd_open(const char* driver) {
   auto text = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorString"));
   if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
   launch_kernel = launch;
-  is_capturing = reinterpret_cast<CapturingFn>(dlsym(library, "cuStreamIsCapturing"));
-  get_context = reinterpret_cast<ContextFn>(dlsym(library, "cuCtxGetCurrent"));
-  query_stream = reinterpret_cast<QueryFn>(dlsym(library, "cuStreamQuery"));
-  copy_async = reinterpret_cast<CopyFn>(dlsym(library, "cuMemcpyAsync"));
-  wait_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWaitValue64_v2"));
-  write_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWriteValue64_v2"));
+  find(library, "cuStreamIsCapturing", &is_capturing);
+  find(library, "cuCtxGetCurrent", &get_context);
+  find(library, "cuStreamQuery", &query_stream);
+  find(library, "cuMemcpyAsync", &copy_async);
+  find(library, "cuStreamWaitValue64_v2", &wait_value);
+  find(library, "cuStreamWriteValue64_v2", &write_value);
+  find(library, "cuStreamBatchMemOp_v2", &word_ops);
+  find(library, "cuEventRecord", &record_event);
+  find(library, "cuStreamWaitEvent", &await_event);
+  find(library, "cuStreamCreate", &create_stream);
+  find(library, "cuStreamDestroy_v2", &destroy_stream);
+  find(library, "cuStreamBeginCapture_v2", &begin_capture);
+  find(library, "cuStreamEndCapture", &end_capture);
+  find(library, "cuGraphInstantiateWithFlags", &instantiate);
+  find(library, "cuGraphLaunch", &launch_graph);
+  find(library, "cuGraphDestroy", &destroy_graph);
+  find(library, "cuGraphExecDestroy", &destroy_exec);
   error_name = name;
   error_text = text;
   return nullptr;
@@ -127,21 +179,138 @@ int cd::copy(uint64_t to, uint64_t from, size_t num_bytes, void* stream) {
 
 bool cd::is_busy(void* stream) { return query_stream && query_stream(stream) == kNotReady; }
 
-// One thing that a stream does. kCopy: `amount` bytes from `from` to `to`. kWait: until the 8 bytes at `to` are
-// `amount` or more, modulo 2^64. kWrite: `amount` into the 8 bytes at `to`, after all that came before.
+// One thing that a stream does, in this order. kCopy: `amount` bytes from `from` to `to`. kWait: until the 8 bytes at
+// `to` are `amount` or more, modulo 2^64. kWrite: `amount` into the 8 bytes at `to`, after all that came before. kMark:
+// the event `to`. kGraph: the executable graph `to`.
 struct Step {
   uint64_t kind, to, from, amount;
 };
 static_assert(sizeof(Step) == 32, "Step: Python and C++ differ");
 
-// Copies, waits and writes of a stream, in order. The driver's status; on an error those behind it are left out.
+namespace {
+
+// Waits and writes, one behind the other.
+int run_words(const Step* step, int count, void* stream) {
+  if (count == 1 || !word_ops) {
+    int status = 0;
+    for (const Step* end = step + count; step < end && !status; ++step)
+      status = (step->kind == kWait ? wait_value : write_value)(stream, step->to, step->amount, kGreaterOrEqual);
+    return status;
+  }
+  WordOp ops[kAtOnce];
+  for (int i = 0; i < count; ++i)
+    ops[i] = {step[i].kind == kWait ? kWaitOp : kWriteOp, 0, step[i].to, step[i].amount, kGreaterOrEqual, 0, 0, 0};
+  return word_ops(stream, count, ops, 0);
+}
+
+int run_step(const Step& step, void* stream) {
+  if (step.kind == kCopy) return copy_async(step.to, step.from, step.amount, stream);
+  void* handle = reinterpret_cast<void*>(step.to);
+  return step.kind == kMark ? record_event(handle, stream) : launch_graph(handle, stream);
+}
+
+bool is_word(const Step& step) { return step.kind == kWait || step.kind == kWrite; }
+
+}  // namespace
+
+// The driver's status; on an error those behind the refused ones are left out.
 CD_API int cd_copies(const Step* steps, int count, void* stream) {
-  if (!copy_async || !wait_value || !write_value) return kNotSupported;
-  for (const Step* step = steps; step < steps + count; ++step) {
-    const int status = step->kind == kCopy   ? copy_async(step->to, step->from, step->amount, stream)
-                       : step->kind == kWait ? wait_value(stream, step->to, step->amount, kGreaterOrEqual)
-                                             : write_value(stream, step->to, step->amount, kGreaterOrEqual);
+  if (!copy_async || !wait_value || !write_value || !record_event || !launch_graph) return kNotSupported;
+  for (int i = 0, n = 0, status = 0; i < count; i += n) {
+    for (n = 0; i + n < count && n < kAtOnce && is_word(steps[i + n]);) ++n;
+    status = n ? run_words(steps + i, n, stream) : run_step(steps[i], stream);
     if (status) return status;
+    n = n ? n : 1;
   }
   return 0;
+}
+
+// An executable graph of copies, one after the other: a launch of it costs the host less than one of them. The driver's
+// status.
+CD_API int cd_graph(const Step* steps, int count, void** exec) {
+  if (!create_stream || !destroy_stream || !begin_capture || !end_capture || !instantiate || !destroy_graph)
+    return kNotSupported;
+  void *stream = nullptr, *graph = nullptr;
+  int status = create_stream(&stream, kNonBlocking);
+  if (status) return status;
+  status = begin_capture(stream, kRelaxed);
+  if (!status) {
+    const int copied = cd_copies(steps, count, stream), ended = end_capture(stream, &graph);
+    status = copied ? copied : ended;
+  }
+  if (!status) status = instantiate(exec, graph, 0);
+  if (graph) destroy_graph(graph);
+  destroy_stream(stream);
+  return status;
+}
+
+// Nothing of it runs any more.
+CD_API int cd_graph_free(void* exec) { return destroy_exec ? destroy_exec(exec) : kNotSupported; }
+
+// A stream goes on when another has passed the event.
+CD_API int cd_await(void* stream, void* event) { return await_event ? await_event(stream, event, 0) : kNotSupported; }
+
+// The same as cd_copies, behind what the stream `behind` has now; `event` stands there.
+CD_API int cd_copies_behind(const Step* steps, int count, void* stream, void* behind, void* event) {
+  if (!record_event || !await_event) return kNotSupported;
+  int status = record_event(event, behind);
+  if (!status && behind != stream) status = await_event(stream, event, 0);
+  return status ? status : cd_copies(steps, count, stream);
+}
+
+// Words that say whether somebody has to look: each is quiet up to a number.
+struct QuietWord {
+  const volatile int64_t* word;
+  int64_t most;
+};
+
+// An operation that repeats does nothing where a word is not.
+struct Quiet {
+  const QuietWord* words;
+  int64_t count;
+};
+
+constexpr int kDisturbed = -2;
+
+static bool is_quiet(const Quiet* quiet) {
+  for (int64_t i = 0; i < quiet->count; ++i)
+    if (*quiet->words[i].word > quiet->words[i].most) return false;
+  return true;
+}
+
+// A kernel of one argument, in whose record the addresses at `x` and `out` change.
+struct KernelRepeat {
+  const Quiet* quiet;
+  const Prepared* prepared;
+  void* argument;
+  uint64_t *x, *out;
+};
+
+// The driver's status, kCaptured, or kDisturbed: nothing was launched.
+CD_API int cd_repeat_kernel(const KernelRepeat* again, void* stream, uint64_t x, uint64_t out) {
+  if (!is_quiet(again->quiet)) return kDisturbed;
+  *again->x = x;
+  *again->out = out;
+  return cd_launch_one(again->prepared, stream, again->argument);
+}
+
+// Copies of which the words at `numbers` are the operation's number, those at `marks` its events, and the one at
+// `seen_at` the place that it has among `seen_slots`.
+struct CopyRepeat {
+  const Quiet* quiet;
+  uint64_t* steps;
+  const int64_t *numbers, *marks;
+  int64_t count, num_numbers, num_marks, seen_at;
+  uint64_t seen_first, seen_bytes, seen_slots;
+  void* stream;
+};
+
+// As cd_copies_behind, or kDisturbed. `events`: the first stands behind what `behind` has now, the others are marks.
+CD_API int cd_repeat_copies(const CopyRepeat* again, uint64_t seq, void* behind, const uint64_t* events) {
+  if (!is_quiet(again->quiet)) return kDisturbed;
+  for (int64_t i = 0; i < again->num_numbers; ++i) again->steps[again->numbers[i]] = seq;
+  for (int64_t i = 0; i < again->num_marks; ++i) again->steps[again->marks[i]] = events[1 + i];
+  again->steps[again->seen_at] = again->seen_first + seq % again->seen_slots * again->seen_bytes;
+  return cd_copies_behind(reinterpret_cast<const Step*>(again->steps), static_cast<int>(again->count), again->stream,
+                          behind, reinterpret_cast<void*>(events[0]));
 }

@@ -1,0 +1,145 @@
+"""All-gathers by copy engines: what their parts are, what is staged, and the two kernels between the copies of a graph.
+
+Under capture a kernel of two warps waits between the copies: a stream's own wait could not count at a replay, nor be
+released at a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
+from ep_kernels.kernels import collective_abi
+from ep_kernels.transports.collective_base import GatherPart
+from ep_kernels.transports.nvlink import collective_plan as plan
+from ep_kernels.transports.nvlink import copies, copy_schedule
+from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine
+from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, PlanOwner
+from ep_kernels.transports.nvlink.collective_work import CopyWork
+from ep_kernels.transports.nvlink.copies import CopyEngines
+from ep_kernels.transports.nvlink.copy_schedule import CopyPart
+from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.memory import Mapping
+from ep_kernels.transports.nvlink.repeat_records import Quiet
+from ep_kernels.transports.nvlink.signature import signature
+
+
+class GatherCopies:
+    """All-gathers of one rank.
+
+    Args:
+        owner: the transport.
+        engine, engines: of this rank.
+        stream: of the copies.
+        region: of this rank.
+        offset_of: of a tensor in the region; None where it is not registered.
+    """
+
+    def __init__(
+        self,
+        owner: PlanOwner,
+        engine: CollectiveEngine,
+        engines: CopyEngines,
+        stream: torch.cuda.Stream,
+        region: Mapping,
+        offset_of: Callable[[torch.Tensor], int | None],
+    ) -> None:
+        self._owner, self._engine, self._engines = owner, engine, engines
+        self._stream, self._offset_of = stream, offset_of
+        self._rank, self._size = engine.group.rank, engine.group.size
+        self._slot_bytes = int(engine.map.slot_stride)
+        slots = [engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [engine.graph_slot]
+        self._slots = [region.view(slot, (self._slot_bytes,), torch.uint8) for slot in slots]
+
+    def push(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+        """Into registered outs."""
+        listed, word = self._pushed(parts, tag)
+        behind = torch.cuda.current_stream().cuda_stream
+        seq = self._engines.all_gather(listed, word, True, list(parts), behind)
+        return self._work(parts, seq, not copy_schedule.is_small(listed))
+
+    def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+        """Into any outs."""
+        word = self._signature(parts, Algorithm.COPY_PULL, None, tag)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        rounds = list(plan.gather_rounds([part.x.numel() for part in parts], self._slot_bytes))
+        seq = 0
+        for ranges in rounds:
+            seq = self._pull_round(parts, ranges, word)
+        return self._work(parts, seq, len(rounds) == 1)
+
+    def capture(self, parts: Sequence[GatherPart], tag: int, launch: Callable[[torch.cuda.Stream, Call], None]) -> None:
+        """Under capture: a pull, on a branch of the graph, by `launch` of kernels on the stream of the copies."""
+        offsets = [self._offset_of(part.out) for part in parts]
+        in_place = all(self.own(part).data_ptr() == part.x.data_ptr() for part in parts)
+        direct = [
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.pitch(self._size), part.pitch(self._size))
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
+        ]  # fmt: skip
+        whole = len(direct) == len(parts)
+        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None, tag)
+        lengths = [part.x.numel() for part in parts]
+        rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, self._slot_bytes))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for each in rounds:
+                listed = each if whole else self._stage(parts, each, self._engine.graph_slot, self._slots[-1])
+                launch(self._stream, self._engine.copy_wait(word, 0))
+                self._engines.graph_copies(listed)
+                launch(self._stream, self._engine.copy_wait(word, 1))
+            for part in parts:
+                copies.copy_by_kernel(self.own(part), part.x)
+
+    def plan_for(self, part: GatherPart, tag: int, quiet: Quiet) -> CopyPlan | None:
+        """Of a push of one part in its place; None elsewhere."""
+        if self.own(part).data_ptr() != part.x.data_ptr():
+            return None
+        listed, word = self._pushed([part], tag)
+        return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
+
+    def own(self, part: GatherPart) -> torch.Tensor:
+        """This rank's place in the out."""
+        return part.out[self._rank * part.pitch(self._size) :][: part.x.numel()]
+
+    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any, tag: int) -> int:
+        lengths = [part.x.numel() for part in parts]
+        more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
+        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
+
+    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
+        """(parts as copy engines push them, signature)."""
+        offsets = [self._offset_of(part.out) for part in parts]
+        listed = [
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size))
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None
+        ]  # fmt: skip
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+
+    def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
+        seq = self._engines.seq + 1
+        with torch.cuda.stream(self._stream):
+            listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
+        return self._engines.all_gather(listed, word, False, list(parts))
+
+    def _stage(
+        self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
+    ) -> list[CopyPart]:
+        """Copy this rank's shards into a slot, on the current stream."""
+        listed, at = [], 0
+        for each in ranges:
+            part = parts[each.index]
+            copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
+            out = part.out.data_ptr() + each.begin
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
+            at += -(-each.num_bytes // 16) * 16
+        return listed
+
+    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
+        apart = [part for part in parts if self.own(part).data_ptr() != part.x.data_ptr()]
+        for part in apart:
+            copies.copy_by_kernel(self.own(part), part.x)
+        placed = torch.cuda.current_stream().record_event() if apart else None
+        return CopyWork(self._owner, seq, self._rank, self._engines.arrivals(), splits, placed, self._owner.epoch)

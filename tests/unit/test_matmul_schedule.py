@@ -1,0 +1,78 @@
+"""Which shards `all_gather_matmul` multiplies together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ep_kernels.collectives import matmul
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "columns", "sizes"),
+    [
+        (8, 0, [1] * 8),
+        (8, 1792, [1] * 8),
+        (8, 3584, [1, 1, 2, 4]),
+        (8, 6656, [1, 3, 4]),
+        (8, 1 << 20, [1, 7]),
+        (2, 6656, [1, 1]),
+        (1, 6656, [1]),
+    ],
+)
+def test_as_many_as_have_come(num_shards: int, columns: int, sizes: list[int]) -> None:
+    assert matmul.group_sizes(num_shards, columns) == sizes
+
+
+def test_each_shard_is_in_one_group_and_never_waited_for_with_others() -> None:
+    """A group of several has come by the time that the products before are done."""
+    for num_shards, columns in itertools.product(range(1, 20), (100, 2000, 2500, 5000, 9999)):
+        sizes = matmul.group_sizes(num_shards, columns)
+        assert sum(sizes) == num_shards
+        now, come = sizes[0] * columns / matmul.COLUMNS, 0
+        for size in sizes[1:]:
+            come += size
+            assert size == 1 or come <= now, (num_shards, columns)
+            now = max(now, come) + size * columns / matmul.COLUMNS
+
+
+class Pending:
+    """Shards in an order, some together; asserts that each product waits for its own alone."""
+
+    def __init__(self, order: list[list[int]]) -> None:
+        self.order, self.num_given = order, 0
+
+    def shards(self) -> Iterator[list[int]]:
+        for together in self.order:
+            self.num_given += 1
+            yield together
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "order", [[[5], [4], [3], [2], [1], [0], [7], [6]], [[0, 1, 2, 3, 4, 5, 6, 7]], [[2], [0, 7, 1]]]
+)
+@pytest.mark.parametrize("columns", [0, 3584, 6656])
+def test_every_row_is_multiplied_once(monkeypatch: pytest.MonkeyPatch, order: list[list[int]], columns: int) -> None:
+    """Whatever the groups; rows of ranks that take no part, too."""
+    sizes = matmul.group_sizes
+    monkeypatch.setattr(matmul, "group_sizes", lambda num_shards, _: sizes(num_shards, columns))
+    here = {rank for together in order for rank in together}
+    x, w = torch.randn(8 * 3, 5), [torch.randn(5, 4), torch.randn(5, 2)]
+    rows: list[int] = []
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: (rows.append(len(a)), multiply(a, b, out=out)))
+    twice = torch.bmm  # of two places at once
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out: (rows.append(2 * a.shape[1]), twice(a, b, out=out)))
+    ys = matmul.follow(Pending(order), x, w, 8, [rank in here for rank in range(8)])
+    assert sum(rows) == 2 * len(x)
+    for y, each in zip(ys, w, strict=True):
+        torch.testing.assert_close(y, x @ each)
