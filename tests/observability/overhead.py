@@ -94,7 +94,7 @@ def ranks_of(library: Native, tokens: int, mode: str) -> Iterator[list[MoECommun
 def _config(group: StoreGroup, tokens: int, mode: str) -> MoEConfig:
     return MoEConfig(
         group=group, num_experts=EXPERTS, hidden_size=HIDDEN, topk=TOPK, max_tokens_per_rank=tokens, mode=Mode(mode),
-        layout=Layout.GROUPED, timeout_s=100.0,
+        layout=Layout.FLAT, timeout_s=100.0,
     )  # fmt: skip
 
 
@@ -175,18 +175,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measured: dict[str, object] = {}
+    measured: dict[str, object] = {"ranks": RANKS}
     if options.device == "cuda":
         from tests.observability import overhead_gpu
 
-        rows, measured = list(overhead_gpu.rows()), {"globaltimer": overhead_gpu.globaltimer()}
+        rows, measured["ranks"] = list(overhead_gpu.rows()), overhead_gpu.RANKS
+        measured["globaltimer"] = overhead_gpu.globaltimer()
     else:
         rows = list(cpu_rows())
     for row in rows:
         print(row, flush=True)
-    print(measured or "")
+    print(measured)
     if options.out:
-        config = {"ranks": RANKS, "hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "rounds": ROUNDS, **measured}
+        config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "rounds": ROUNDS, **measured}
         facts.keep(options.out, "overhead", Row, rows, facts.of_this_run(config, module="tests.observability.overhead"))
 
 
