@@ -169,9 +169,9 @@ def run(options: argparse.Namespace, stack: ExitStack) -> tuple[list[dict[str, A
     rows = [inject(where, server, fault, random.randrange(options.ranks)) for fault in options.only]
     drawn = [row.pop("drawn") for row in rows]
     if options.hosts == 1:
+        wrong += traces(server, spans) if options.traces else []
         drawn.append(killed(where, random.randrange(options.ranks)))
         time.sleep(15)
-        wrong += traces(server, spans) if options.traces else []
         if options.out:
             answers = picture.ask(server, begin_s, time.time(), drawn)
             picture.keep(answers, options.out / "answers.json.gz")
