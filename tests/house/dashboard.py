@@ -59,7 +59,7 @@ _LATE = f"clamp_min({_WAITS} - on (job, instance) group_left quantile by (job, i
 _STATES = {"FORMING": ("orange", 1), "EXCHANGING": ("yellow", 2), "SERVING": ("green", 3), "FAILED": ("red", 4)}
 _MOVED = "rate(crossdock_wire_bytes_total{}[$__rate_interval])"
 _TAKEN = 'rate(crossdock_operation_duration_seconds_sum{phase="total"}[$__rate_interval])'
-_PEAK = "on (job, instance) group_left (crossdock_transport_peak_bytes_per_second{} > 0)"
+_PEAK = "on (job, instance) group_left () (crossdock_transport_peak_bytes_per_second{} > 0)"
 _DISPATCHES = 'crossdock_operation_duration_seconds_bucket{op="dispatch", phase="total"}'
 
 

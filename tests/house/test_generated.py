@@ -35,6 +35,18 @@ def test_every_metric_that_people_watch_is_on_the_dashboard() -> None:
     }  # fmt: skip
 
 
+def test_a_grouping_is_told_from_an_expression_in_parentheses() -> None:
+    """`group_left (metric > 0)` is no PromQL: what follows group_left are labels."""
+    expressions = [
+        target["expr"]
+        for panel in json.loads(dashboard.dashboard_json())["panels"]
+        for target in panel.get("targets", ())
+    ]
+    assert len(expressions) > 60
+    wrong = [one for one in expressions if re.search(r"group_(left|right) \((?![\w, ]*\))", one)]
+    assert not wrong, wrong
+
+
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
     panels = json.loads(dashboard.dashboard_json())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -2,8 +2,8 @@
 
     python -m tests.observability.overhead [--device cpu|cuda] [--out DIR]       (make bench-overhead)
 
-cpu     ranks are threads, and so are two kinds of communicators: `off` has a library whose sample ring takes nothing,
-        and nobody collects; `on` is as in a worker, with its telemetry collecting every quarter of a second
+cpu     each rank is a process with two communicators: one has a library whose sample ring takes nothing, and nobody
+        collects; of the other a worker's telemetry collects the samples every quarter of a second
 cuda    ranks of one GPU by loop-back, kernels with `common/trace.cuh` and with one that records nothing; and how far
         apart two values of `%globaltimer` are
 
@@ -16,13 +16,12 @@ import argparse
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 from benchmarks import facts
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.cpu import native
@@ -41,6 +40,7 @@ CASES = {"ll": (128, 40), "ht": (4096, 3)}
 """Tokens of a rank, and pairs of operations in a round."""
 ROUNDS = 12
 WARMUP = 2
+_load = native.load
 PUSH = "void SampleRing::push(const Sample& sample) {"
 
 
@@ -77,63 +77,76 @@ def library_without_records(folder: Path) -> Native:
     return made
 
 
-@contextmanager
-def ranks_of(library: Native, tokens: int, mode: str) -> Iterator[list[MoECommunicator]]:
-    """A group of threads' communicators over this library."""
-    store = dist.HashStore()
-    with mock.patch.object(native, "load", partial(native.load, library)), ThreadPoolExecutor(RANKS) as pool:
-        made = list(
-            pool.map(lambda rank: MoECommunicator(_config(StoreGroup(store, rank, RANKS), tokens, mode)), range(RANKS))
-        )
-        try:
-            yield made
-        finally:
-            list(pool.map(MoECommunicator.close, made))
-
-
-def _config(group: StoreGroup, tokens: int, mode: str) -> MoEConfig:
-    return MoEConfig(
+def communicator(library: Native, store: Path, rank: int, tokens: int, mode: str) -> MoECommunicator:
+    """One over this library."""
+    group = StoreGroup(dist.FileStore(str(store), RANKS), rank, RANKS)  # type: ignore[attr-defined]
+    config = MoEConfig(
         group=group, num_experts=EXPERTS, hidden_size=HIDDEN, topk=TOPK, max_tokens_per_rank=tokens, mode=Mode(mode),
-        layout=Layout.GROUPED, timeout_s=100.0,
+        layout=Layout.FLAT, timeout_s=100.0,
     )  # fmt: skip
+    with mock.patch.object(native, "load", partial(_load, library)):
+        return MoECommunicator(config)
 
 
 @dataclass
-class Worker:
-    """One rank's inputs, communicator, and telemetry (None: off)."""
+class Ranked:
+    """One rank's communicator of a kind, its inputs, and what collects its samples (None: nothing)."""
 
     comm: MoECommunicator
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     telemetry: WorkerTelemetry | None
 
     def pair(self) -> float:
-        """Seconds of a dispatch and a combine, and of what a worker does for its telemetry."""
+        """Seconds of a dispatch and a combine, and of having the samples collected."""
         began = time.perf_counter()
-        out, handle = self.comm.dispatch(*self.inputs)
+        _, handle = self.comm.dispatch(*self.inputs)
         self.comm.combine(self.comm.combine_input(handle), handle)
         if self.telemetry is not None:
-            counts = out.counts.int().clone()
-            self.telemetry.step(StepRecord(len(self.inputs[0]), counts, 1, 1, 1, 1))
             self.telemetry.collect(self.comm)
         return time.perf_counter() - began
 
 
+def times_of(rank: int, folder: Path) -> dict[str, dict[bool, list[float]]]:
+    """Seconds of the pairs of one rank, in a process of its own, by mode."""
+    torch.set_num_threads(1)
+    without = Native(folder / "native", folder / "_native.so", native_of("cpu").included)
+    found = {}
+    for mode, (tokens, pairs) in CASES.items():
+        ids = torch.rand(tokens, EXPERTS).topk(TOPK).indices.int()
+        inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
+        kinds = {
+            on: Ranked(
+                communicator(native_of("cpu") if on else without, folder / f"{mode}-{on}", rank, tokens, mode),
+                inputs,
+                WorkerTelemetry(WorkerMetrics(), (HIDDEN * 2, HIDDEN * 2)) if on else None,
+            )
+            for on in (True, False)
+        }
+
+        def measured(on: bool, kinds: dict[bool, Ranked] = kinds, pairs: int = pairs) -> list[float]:
+            return [kinds[on].pair() for _ in range(pairs)]
+
+        found[mode] = alternate(measured)
+        telemetry = kinds[True].telemetry
+        assert telemetry is not None
+        telemetry.close()
+        assert telemetry.recent(), "nothing was recorded"
+        assert not kinds[False].comm.samples(), "something was"
+        for kind in kinds.values():
+            kind.comm.close()
+    return found
+
+
 def cpu_rows() -> Iterator[Row]:
-    """Pairs of operations on this host."""
-    with tempfile.TemporaryDirectory() as folder:
-        libraries = {True: native_of("cpu"), False: library_without_records(Path(folder))}
-        for mode, (tokens, pairs) in CASES.items():
-            with ranks_of(libraries[True], tokens, mode) as on, ranks_of(libraries[False], tokens, mode) as off:
-                workers = {
-                    kind: [_worker(comm, tokens, kind) for comm in comms] for kind, comms in ((True, on), (False, off))
-                }
-                times = alternate(lambda kind, workers=workers, pairs=pairs: _round(workers[kind], pairs))
-                for worker in workers[True]:
-                    assert worker.telemetry is not None
-                    worker.telemetry.close()
-                    assert worker.telemetry.recent(), "nothing was recorded"
-                assert not any(worker.comm.samples() for worker in workers[False])
-            yield row_of("cpu", "pair", mode, tokens, times)
+    """Pairs of operations on this host, of the slowest rank."""
+    with tempfile.TemporaryDirectory() as name:
+        library_without_records(Path(name))
+        with ProcessPoolExecutor(RANKS, get_context("spawn")) as pool:
+            ranks = list(pool.map(times_of, range(RANKS), [Path(name)] * RANKS))
+    for mode, (tokens, _) in CASES.items():
+        both = [rank[mode] for rank in ranks]
+        times = {on: [max(pair) for pair in zip(*(one[on] for one in both), strict=True)] for on in (True, False)}
+        yield row_of("cpu", "pair", mode, tokens, times)
 
 
 def alternate(measured: Callable[[bool], Sequence[float]]) -> dict[bool, list[float]]:
@@ -146,28 +159,6 @@ def alternate(measured: Callable[[bool], Sequence[float]]) -> dict[bool, list[fl
     return times
 
 
-def _worker(comm: MoECommunicator, tokens: int, on: bool) -> Worker:
-    ids = torch.rand(tokens, EXPERTS).topk(TOPK).indices.int()
-    inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
-    row_bytes = HIDDEN * 2, HIDDEN * 2
-    return Worker(comm, inputs, WorkerTelemetry(WorkerMetrics(), row_bytes) if on else None)
-
-
-def _round(workers: list[Worker], pairs: int) -> list[float]:
-    """Seconds of each pair, of the slowest rank."""
-    found: list[list[float]] = [[] for _ in workers]
-
-    def run(rank: int) -> None:
-        found[rank] = [workers[rank].pair() for _ in range(pairs)]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [max(both) for both in zip(*found, strict=True)]
-
-
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
@@ -175,18 +166,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measured: dict[str, object] = {}
+    measured: dict[str, object] = {"ranks": RANKS}
     if options.device == "cuda":
         from tests.observability import overhead_gpu
 
-        rows, measured = list(overhead_gpu.rows()), {"globaltimer": overhead_gpu.globaltimer()}
+        rows, measured["ranks"] = list(overhead_gpu.rows()), overhead_gpu.RANKS
+        measured["globaltimer"] = overhead_gpu.globaltimer()
     else:
         rows = list(cpu_rows())
     for row in rows:
         print(row, flush=True)
-    print(measured or "")
+    print(measured)
     if options.out:
-        config = {"ranks": RANKS, "hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "rounds": ROUNDS, **measured}
+        config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "rounds": ROUNDS, **measured}
         facts.keep(options.out, "overhead", Row, rows, facts.of_this_run(config, module="tests.observability.overhead"))
 
 

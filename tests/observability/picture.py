@@ -180,12 +180,14 @@ def _epochs(axes: Any, answers: Answers) -> None:
 def _matrices(figure: Any, answers: Answers) -> None:
     """Rank by peer, for each fault."""
     found = {name: cells for name, cells in answers["matrices"].items() if cells}
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    panels = figure.subplots(1, max(5, len(found)), squeeze=False)[0]
+    for empty in panels[len(found) :]:
+        empty.set_axis_off()
     figure.suptitle("Who waits for whom: share of its time that a rank (row) waits for a peer (column)",
                     x=0.008, ha="left", fontsize=10, fontweight="bold")  # fmt: skip
     size = 1 + max(max(rank, peer) for cells in found.values() for rank, peer, _ in cells)
     ranks = {one["name"]: one["rank"] for one in answers["faults"]}
-    for axes, (name, cells) in zip(panels, found.items(), strict=True):
+    for axes, (name, cells) in zip(panels, found.items(), strict=False):
         grid = [[0.0] * size for _ in range(size)]
         for rank, peer, share in cells:
             grid[rank][peer] = share

@@ -73,13 +73,14 @@ def wait_for(path: Path, wanted: Callable[[list[Span]], bool]) -> list[Span]:
 
 
 @contextlib.contextmanager
-def receiver(path: Path) -> Iterator[str]:
-    """A receiver in a process of its own, which writes to `path`; gives its address."""
+def receiver(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A receiver in a process of its own: its address, and the file to which it writes."""
+    path = folder / "spans"
     command = [sys.executable, "-m", "tests.services.otlp", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().strip(), path
         finally:
             process.terminate()
 

@@ -16,6 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from crossdock.client import Client
 from crossdock.common.settings import TracingConfig
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from tests.deploy.bed import tools
+from tests.observability.collector import collector
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.otlp import Span, receiver, spans_of, wait_for
 
@@ -39,11 +41,13 @@ class Traced:
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """The OpenTelemetry Collector where the test bed has built it, else a process of ours."""
     folder = tmp_path_factory.mktemp("traces")
-    with receiver(folder / "spans") as address:
+    is_built = (tools.MODULES["otelcol"].folder() / "otelcol").exists()
+    with collector(folder / "collector") if is_built else receiver(folder) as (address, path):
         tracing = TracingConfig(endpoint=f"http://{address}")
         for made in cluster(folder, num_workers=2, max_tokens_per_step=M, tracing=tracing):
-            yield Traced(made, folder / "spans")
+            yield Traced(made, path)
 
 
 def one_request(group: Traced, batch: Batch, metadata: str = "", own: str = "") -> expert_pb2.ForwardResponse:
