@@ -184,6 +184,10 @@ class ControlPlaneClient:
             if stream == self._num_streams:
                 return answer
 
+    def know_checkpoints(self, checkpoints: control_pb2.Checkpoints) -> None:
+        """Tell them to whatever control plane this worker registers with."""
+        self._registration.checkpoints.CopyFrom(checkpoints)
+
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves, to report it to a restarted control plane."""
         if self._prior is not None and self._prior.epoch == epoch:
