@@ -1,5 +1,6 @@
-"""Another checkpoint for a group that serves, with real processes: no request fails, none is wrong, and whatever dies in
-between, all layers end on one checkpoint.
+"""Another checkpoint for a group that serves, with real processes.
+
+No request fails, none is wrong, and whatever dies in between, all layers end on one checkpoint.
 """
 
 from __future__ import annotations
@@ -49,20 +50,24 @@ class World:
         checkpoint.close()
 
     def until_settled(self) -> str:
-        """The outcome, once all ranks say that all their layers are of one checkpoint."""
-        deadline = time.monotonic() + FORM_S
+        """The outcome, once nothing is under way and all ranks have said twice that all their layers are of one
+        checkpoint."""
+        deadline, times = time.monotonic() + FORM_S, 0
         while True:
             assert time.monotonic() < deadline
             try:
-                change = self.call("Experts", pb.ExpertsRequest()).last_change  # type: ignore[attr-defined]
+                found = self.call("Experts", pb.ExpertsRequest())
                 members = self.group.look().members
             except rpc.CallError:
                 time.sleep(0.1)
                 continue
-            held = [tuple(one.fingerprint for one in member.stats.models) for member in members]
-            if change and not change.startswith("loading") and len(held) == 2 and len({*held}) == 1 == len(held[0]):
-                return str(change)
-            time.sleep(0.05)
+            assert isinstance(found, pb.ExpertsResponse)
+            known, held = found.checkpoints, [[one.fingerprint for one in m.stats.models] for m in members]
+            settled = found.version and not found.layers_moving and known.settled == known.wanted
+            times = times + 1 if settled and len(held) == 2 and held[0] == held[1] and len(held[0]) == 1 else 0
+            if times == 2:
+                return found.last_change
+            time.sleep(1.2 if times else 0.05)  # longer than between two heartbeats
 
 
 @pytest.fixture(scope="module")

@@ -237,6 +237,7 @@ class PlacementService:
         response = pb.ExpertsResponse(
             version=self.version, world_size=manager.world_size, last_change=manager.last_change
         )
+        response.checkpoints.CopyFrom(manager.checkpoints.message())
         if manager.kind is None or not self.version:
             return response
         response.layers_switched, response.layers_moving = manager.moving

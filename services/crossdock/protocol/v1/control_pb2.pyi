@@ -525,7 +525,7 @@ class ExpertsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertsResponse(_message.Message):
-    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "domain_imbalance")
+    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "checkpoints", "domain_imbalance")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -539,6 +539,7 @@ class ExpertsResponse(_message.Message):
     WOULD_MOVE_FIELD_NUMBER: _ClassVar[int]
     RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
     DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_experts: int
@@ -553,8 +554,9 @@ class ExpertsResponse(_message.Message):
     would_move: int
     rank_loads: _containers.RepeatedScalarFieldContainer[float]
     domains: _containers.RepeatedScalarFieldContainer[int]
+    checkpoints: Checkpoints
     domain_imbalance: float
-    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
     __slots__ = ("layer", "slots", "load", "imbalance", "imbalance_if_moved", "slots_if_moved")
