@@ -6,6 +6,7 @@ Nothing is checked again later: a rank that fails alone in the middle of a step 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ class RequestValidator:
         if low < -1 or high >= self.spec.num_experts:
             got = low if low < -1 else high
             raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
-        if not bool(weights.isfinite().all()):
+        if not all(math.isfinite(float(value)) for value in weights.aminmax()):  # a NaN anywhere makes both NaN
             raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
 
 
