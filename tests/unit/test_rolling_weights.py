@@ -188,3 +188,26 @@ def test_wrong_messages_are_refused(message: pb.Checkpoints) -> None:
 def test_a_message_comes_back() -> None:
     known = Checkpoints(7, 1, 2, (Ref(1, "/a", "x"), Ref(2, "/b", "y")))
     assert Checkpoints.parse(known.message(), 7) == known
+
+
+@pytest.mark.parametrize("heard", [(1, 0), (0, 1)])
+def test_a_new_leader_of_ranks_that_heard_different_things(heard: tuple[int, int]) -> None:
+    """The old one died while it told them: the ranks alone never come to agree."""
+    made = group()
+    before, version = made.manager.tables, made.manager.version
+    made.manager.load(*NEW, 1.0)
+    new = PlacementManager(PlacementConfig(), R)
+    new.set_kind(Kind(E, LAYERS))
+    new.learn(made.manager.checkpoints)
+    new.recovered(["a", "b"])
+    for second in (1.0, 2.0, 4.0):
+        for rank in range(R):
+            layers = tuple(table[rank] for table in before)
+            told = Report(version + heard[rank], 0, 3 * heard[rank], "", layers, ((),) * 3)
+            new.record_report(rank, told, second)
+            assert (new.version > 0) == (second > 3.0 and new.is_moving)
+    assert new.version == made.manager.version + 1
+    assert new.tables == before
+    made.manager, made.held, made.known = new, before, new.checkpoints
+    made.arrive()
+    assert new.numbers == (1, 1, 1)

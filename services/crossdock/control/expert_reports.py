@@ -1,4 +1,4 @@
-"""What ranks report of their experts, and the goals they are given. Values only."""
+"""What ranks report of their experts, the goals they are given, and the ways there. Values only."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ class Goal:
 
     version: int
     tables: tuple[Table, ...]
+
+
+@dataclass(slots=True)
+class Move:
+    """The current move."""
+
+    before: tuple[Table, ...]
+    began: float
+    rolling_back: bool = False
+    loading: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a move ended: result is "done" or "rolled_back"."""
+
+    result: str
+    text: str

@@ -29,31 +29,13 @@ from dataclasses import dataclass, field
 from crossdock.common.config import PlacementConfig
 from crossdock.control.balancer import check, filled, first_table
 from crossdock.control.checkpoints import NO_CHECKPOINTS, Checkpoints, experts_of, number_of, weights_of
-from crossdock.control.expert_reports import Goal, Kind, Report
+from crossdock.control.expert_reports import Goal, Kind, Move, Outcome, Report
 from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.tables import Shape, Table
 
 _MAX_WEIGHT = 1e9
 _SETTLE_S = 2.0
 """Pause between attempts to make all layers have one checkpoint."""
-
-
-@dataclass(slots=True)
-class _Move:
-    """The current move."""
-
-    before: tuple[Table, ...]
-    began: float
-    rolling_back: bool = False
-    loading: bool = False
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a move ended: result is "done" or "rolled_back"."""
-
-    result: str
-    text: str
 
 
 @dataclass(slots=True)
@@ -81,7 +63,7 @@ class PlacementManager:
     _highest: int = 0
     _tables: tuple[Table, ...] = ()
     _domains: tuple[int, ...] = ()
-    _move: _Move | None = None
+    _move: Move | None = None
     _reports: dict[int, Report] = field(default_factory=dict)
     _missing: frozenset[int] = frozenset()
     """Inactive ranks of the recovered group, until the group re-forms."""
@@ -92,6 +74,7 @@ class PlacementManager:
     _searched_at: float = -math.inf
     checkpoints: Checkpoints = NO_CHECKPOINTS
     _settled_at: float = -math.inf
+    _apart_since: float = math.inf
 
     # The group.
 
@@ -166,6 +149,7 @@ class PlacementManager:
         self._reports[rank] = report
         if self._move is None:
             self._adopt()
+            self._take_over(now)
             return None
         return self._follow(rank, report, now)
 
@@ -233,7 +217,7 @@ class PlacementManager:
         assert self.kind is not None
         size = self.kind.num_experts
         after = [weights_of(table, size, number) for table, number in zip(plan.after, self.numbers, strict=True)]
-        self._move = _Move(self._tables, now)
+        self._move = Move(self._tables, now)
         self._set_goal(self._highest + 1, tuple(after))
         self.last_change = (
             f"moving {plan.moves} copies: imbalance {plan.imbalance:.3f}, then {plan.imbalance_after:.3f}"
@@ -278,7 +262,7 @@ class PlacementManager:
 
     def _move_to_wanted(self, now: float) -> None:
         assert self.kind is not None
-        self._move = _Move(self._tables, now, loading=True)
+        self._move = Move(self._tables, now, loading=True)
         goal = [weights_of(table, self.kind.num_experts, self.checkpoints.wanted) for table in self._tables]
         self._set_goal(self._highest + 1, tuple(goal))
 
@@ -318,7 +302,7 @@ class PlacementManager:
         reached = self._reached()
         if self._move.loading:
             self.checkpoints = self.checkpoints.given_up(self._highest + 1)
-        self._move = _Move(reached, now, rolling_back=True)
+        self._move = Move(reached, now, rolling_back=True)
         self._set_goal(self._highest + 1, reached)
         self.last_change = f"rolled back: {why}"
         return Outcome("rolled_back", self.last_change)
@@ -348,16 +332,35 @@ class PlacementManager:
             return
         if done[0].version < self.version or not self._domains:
             return
-        tables = tuple(self._table_of(number) for number in range(len(self.kind.layers)))
-        if tables == self._tables and done[0].version == self.version:
+        tables = self._held()
+        if tables and (tables != self._tables or done[0].version != self.version):
+            self._set_goal(done[0].version, tables)
+
+    def _take_over(self, now: float) -> None:
+        """After a restart, if the ranks do not come to agree since some heard of a move and others did not: what they
+        hold becomes a new goal for all."""
+        expected = self.world_size - len(self._missing)
+        if self.version or self.kind is None or len(self._reports) < expected or not self._domains:
+            self._apart_since = math.inf
             return
+        self._apart_since = min(self._apart_since, now)
+        if now - self._apart_since >= _SETTLE_S and (tables := self._held()):
+            known = max(self._highest, *(report.version for report in self._reports.values()))
+            self._move = Move(tables, now, rolling_back=True)
+            self._set_goal(known + 1, tables)
+
+    def _held(self) -> tuple[Table, ...]:
+        """What all ranks hold; empty if it is no valid table (they switched between two reports)."""
+        assert self.kind is not None
+        tables, size = tuple(self._table_of(number) for number in range(len(self.kind.layers))), self.kind.num_experts
         try:
             for table in tables:
-                size = self.kind.num_experts
                 check(experts_of(table, size), Shape(size, _slots(table), self._domains))
+                if weights_of(table, size, number_of(table, size)) != table:
+                    return ()
         except ValueError:
-            return
-        self._set_goal(done[0].version, tables)
+            return ()
+        return tables
 
     def _set_goal(self, version: int, tables: tuple[Table, ...]) -> None:
         self.version, self._tables, self._highest = version, tables, max(version, self._highest)

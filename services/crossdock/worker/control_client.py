@@ -182,11 +182,8 @@ class ControlPlaneClient:
                 "Placement", request, self._group_call_s, retry_s=self._group_call_s
             )
             if stream == self._num_streams:
+                self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
                 return answer
-
-    def know_checkpoints(self, checkpoints: control_pb2.Checkpoints) -> None:
-        """Tell them to whatever control plane this worker registers with."""
-        self._registration.checkpoints.CopyFrom(checkpoints)
 
     def serving(self, epoch: int) -> None:
         """Remember that the group of `epoch` serves, to report it to a restarted control plane."""

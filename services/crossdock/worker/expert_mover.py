@@ -44,7 +44,6 @@ class ExpertMover:
         if not self._control.view.placement:
             return Placement.blocks(spec.num_experts, seat.size, spec.moe_layers)
         message = await self._control.placement(seat.epoch)
-        self._control.know_checkpoints(message.checkpoints)
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
 
     async def run(self, seat: Seat, tables: ExpertTables) -> None:
