@@ -60,6 +60,15 @@ def test_ranks_that_share_memory_are_told_from_those_that_a_network_joins() -> N
     assert "shared memory among ranks 0-2 on node-0; nobody is reached by tcp" in rendered(alone)
 
 
+def test_the_ways_of_clients_are_counted() -> None:
+    what = view()
+    assert "clients:" not in rendered(what)
+    what.members[0].stats.streams, what.members[1].stats.request_buffers = 2, 3
+    assert "clients: 3 request buffers (shared memory), 2 gRPC streams" in rendered(what)
+    told = as_dict(what)["members"]
+    assert [(one["request_buffers"], one["streams"]) for one in told] == [(0, 2), (3, 0)]  # type: ignore[attr-defined]
+
+
 def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
     what = view()
     assert sorted(plain_text(what, "127.0.0.1:7400")) == ["a:1", "a:3"]
