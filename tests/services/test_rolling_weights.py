@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -138,11 +140,27 @@ def test_another_shape_is_refused_with_expected_and_got(world: World) -> None:
     write_model(path)
     config = (path / "config.json").read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 3')
     (path / "config.json").write_text(config)
-    world.load(path)
-    said = world.until_settled()
-    assert said.startswith("rolled back")
-    assert "topk: expected 2 as in the model that is served, got 3" in said
+    done = command(world, path)
+    assert done.returncode == 1, done.stderr
+    assert "topk: expected 2 as in the model that is served, got 3" in done.stdout
+    assert world.until_settled().startswith("rolled back")
     check_all(world, world.tensors)
+
+
+def command(world: World, path: Path) -> subprocess.CompletedProcess[str]:
+    """`crossdock load`."""
+    words = ["load", "--model", str(path), "--target", world.group.supervisor.control_address]
+    return subprocess.run(
+        [sys.executable, "-m", "crossdock", *words], capture_output=True, text=True, timeout=FORM_S, check=False
+    )
+
+
+def test_the_command_waits_until_all_layers_have_it(world: World) -> None:
+    path, tensors = world.checkpoint()
+    done = command(world, path)
+    assert done.returncode == 0, done.stderr
+    assert "loaded in" in done.stdout
+    check_all(world, tensors)
 
 
 def test_other_weights_than_the_fingerprint_says_are_refused(world: World) -> None:
