@@ -182,10 +182,12 @@ def test_whatever_dies_in_between_all_layers_end_on_one_checkpoint(world: World,
     pid = supervisor.worker_pids()[group.place(1)]
     with Asking(supervisor.control_address, world.tensors, tensors) as asking:
         os.kill(pid, signal.SIGSTOP)  # so it has not loaded what the other has
-        world.load(path)
-        if victim != "rank":
-            os.kill(supervisor.control_pid(), signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL if victim != "leader" else signal.SIGCONT)
+        try:
+            world.load(path)
+            if victim != "rank":
+                os.kill(supervisor.control_pid, signal.SIGKILL)
+        finally:
+            os.kill(pid, signal.SIGKILL if victim != "leader" else signal.SIGCONT)
         world.group.now()
         world.until_settled()
     assert not asking.wrong
