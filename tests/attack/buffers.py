@@ -17,7 +17,7 @@ from tests.attack.attacks import CALL_S, HOLD_S, channels, counted, together, wo
 from tests.attack.scene import Scene
 from tests.services.cluster import E, H, K
 
-NUM, BUFFER_BYTES, TOKENS, ROUNDS = 100, 1 << 20, 1500, 3
+NUM, BUFFER_BYTES, TOKENS, ROUNDS = 64, 1 << 20, 1500, 2
 
 
 class Held:
@@ -98,6 +98,6 @@ async def _buffers(scene: Scene) -> str:
 
 
 def request_buffers(scene: Scene) -> str:
-    """300 request buffers of 1 MiB: requests without reading, changed while they are read, memory kept after the end;
+    """128 request buffers of 1 MiB: requests without reading, changed while they are read, memory kept after the end;
     tickets that nobody redeems; 300 connections without one."""
     return together(_buffers(scene))

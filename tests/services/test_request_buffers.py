@@ -15,7 +15,8 @@ import grpc
 import pytest
 import torch
 
-from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Unavailable, direct
+from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, direct
+from crossdock.client.retry import RetryBudget
 from crossdock.common import rpc
 from crossdock.common.access import METHODS, RateLimiter
 from crossdock.common.config import WorkerConfig
@@ -29,7 +30,7 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.engine import Engine
 from crossdock.worker.service import ExpertService
-from crossdock.worker.work import Done, Work
+from crossdock.worker.work import Done, Failure, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, E, H, K, write_model
 from tests.services.control_world import TIMEOUT_S
@@ -408,6 +409,22 @@ async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.Mon
             await client.forward(1, *_tensors(Batch.random(3)))
         assert not probes
         await until(lambda: made.engine.seen[-1].answered)
+
+
+async def test_a_refusal_counts_as_one_however_it_came(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+        await warm(client, made)
+        client._budget = RetryBudget(most=0.0, per_s=0.0)
+        sent: list[Work] = []
+
+        def refuse(work: Work) -> None:
+            sent.append(work)
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+
+        made.engine.submit = refuse  # type: ignore[method-assign]
+        with pytest.raises(Overloaded, match="full"):
+            await client.forward(1, *_tensors(Batch.random(3)), timeout_s=0.3)
+        assert len(sent) == 1, "without a token of the budget it is not sent again"
 
 
 async def test_deadlines_and_wrong_requests(tmp_path: Path) -> None:

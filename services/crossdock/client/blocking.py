@@ -80,7 +80,7 @@ class Client:
         call = self._client.begin(batch)
         out = self._read(call) if call is not None else None
         if out is None:
-            out = self._run(self._client.by_stream(batch))
+            out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
         return out.to(x.device)
 
     def _read(self, call: DirectCall) -> torch.Tensor | None:

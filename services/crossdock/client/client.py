@@ -138,7 +138,7 @@ class AsyncClient:
         call = self.begin(batch)
         out = await self.finish(call) if call is not None else None
         if out is None:
-            out = await self.by_stream(batch)
+            out = await self.by_stream(batch, call.refused if call is not None else None)
         return out.to(x.device)
 
     def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> ForwardCall:
@@ -175,12 +175,12 @@ class AsyncClient:
         self._budget.answered()
         return call.out
 
-    async def by_stream(self, batch: ForwardCall) -> torch.Tensor:
-        """The rows of a batch over gRPC, with retries."""
+    async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
+        """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
         parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
         service, out = await self._until(self._service, left_s), torch.empty_like(parts[0])
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
-        await _all([self._share(batch, share, out) for share in shares])
+        await _all([self._share(batch, share, out, refused) for share in shares])
         return out
 
     async def close(self) -> None:
@@ -193,10 +193,12 @@ class AsyncClient:
         if self._directory is not None:
             await self._directory.close()
 
-    async def _until(self, attempt: Callable[[float], Awaitable[Result]], timeout_s: float) -> Result:
-        """Call attempt(seconds left) until it succeeds, fails permanently, or the deadline passes."""
+    async def _until(
+        self, attempt: Callable[[float], Awaitable[Result]], timeout_s: float, last: ClientError | None = None
+    ) -> Result:
+        """Call attempt(seconds left) until it succeeds, fails permanently, or the deadline passes. last: the error of
+        an attempt before."""
         deadline = time.monotonic() + timeout_s
-        last: ClientError | None = None
 
         async def once() -> Result:
             nonlocal last
@@ -226,7 +228,7 @@ class AsyncClient:
         )
         return await policy(once)
 
-    async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor) -> None:
+    async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor, refused: Overloaded | None) -> None:
         """Compute some rows; each retry goes to the next worker."""
         rows, tries = slice(share.start, share.stop), 0
 
@@ -239,7 +241,7 @@ class AsyncClient:
             tensors = dict(zip(("x", "topk_ids", "topk_weights"), (part[rows] for part in batch.parts), strict=True))
             return await self._stream(service, worker).forward(self._request(batch.layer, left_s), tensors, left_s)
 
-        response = await self._until(attempt, batch.deadline - time.monotonic())
+        response = await self._until(attempt, batch.deadline - time.monotonic(), refused)
         self._budget.answered()
         read_rows(response, out[rows])
 
@@ -285,7 +287,10 @@ class AsyncClient:
 
     async def _is_alive(self, address: str) -> bool:
         stream = self._streams.get(address)
-        return stream is not None and await stream.is_alive()
+        alive = stream is not None and await stream.is_alive()
+        if stream is not None and not alive:
+            stream.broken_at = time.monotonic()
+        return alive
 
     def _stream(self, service: ServingWorkers, worker: int) -> WorkerStream:
         rank, address = service.workers[worker]

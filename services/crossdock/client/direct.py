@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import torch
 
-from crossdock.client.errors import DeadlineExceeded, Unavailable, from_answer
+from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_answer
 from crossdock.client.shares import Parts, Share
 from crossdock.client.stream import WorkerStream
 from crossdock.common.tasks import background, call_in_loop
@@ -167,7 +167,7 @@ class BufferPool:
             async with asyncio.timeout(_OPEN_S):
                 await self._open(stream, min(size, MAX_BUFFER_BYTES))
         except (OSError, TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
-            code = error.code() if isinstance(error, grpc.RpcError) else None  # type: ignore[attr-defined]
+            code = error.code() if isinstance(error, grpc.RpcError) else None
             never = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
             self._not_before[address] = float("inf") if code in never else time.monotonic() + _AGAIN_S
         finally:
@@ -222,6 +222,8 @@ class BufferPool:
         finally:
             self._all.discard(buffer)
             buffer.close()
+            with contextlib.suppress(ValueError, IndexError):  # not idle, or taken meanwhile
+                self._idle[address].remove(buffer)
             call.cancel()
 
 
@@ -229,11 +231,17 @@ async def readable(sock: Any) -> None:
     """Wait until a socket has something to read, or is at its end."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock.fileno(), lambda: ready.done() or ready.set_result(None))
+    number = sock.fileno()
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(number, set_ready)
     try:
         await ready
     finally:
-        loop.remove_reader(sock.fileno())
+        loop.remove_reader(number)
 
 
 class DirectCall:
@@ -243,9 +251,13 @@ class DirectCall:
         pool: of the buffers.
         out: [T, H], filled.
         deadline: monotonic seconds.
+
+    Attributes:
+        refused: the worker had no room for it.
     """
 
     def __init__(self, pool: BufferPool, out: torch.Tensor, deadline: float) -> None:
+        self.refused: Overloaded | None = None
         self._pool, self.out, self._deadline = pool, out, deadline
         self._waiting: list[tuple[Share, RequestBuffer]] = []
 
@@ -282,7 +294,8 @@ class DirectCall:
                     return False
                 self._waiting.pop()
                 self._pool.give_back(buffer)
-        except BaseException:
+        except BaseException as error:
+            self.refused = error if isinstance(error, Overloaded) else None
             self.abandon()
             raise
         return True

@@ -117,7 +117,7 @@ class WorkerStream:
         try:
             outbox.put_nowait((request.id, packed(request, tensors)))
             async with asyncio.timeout(timeout_s):
-                response = await answer
+                response: Response = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s") from None
         finally:
@@ -160,7 +160,7 @@ class WorkerStream:
         self._version = self._security.version if self._security is not None else 0
         self._channel = self._channel_to_it()
         self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
-        self._open = self._channel.stream_stream(_FORWARD, response_deserializer=response_of)
+        self._open = self._channel.stream_stream(_FORWARD, None, response_of)
 
     def _channel_to_it(self) -> grpc.aio.Channel:
         name = self._security.config.worker_name if self._security is not None else ""

@@ -16,6 +16,7 @@ Letters: T tokens, H hidden size, K experts per token.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -97,7 +98,8 @@ class SharedMemory:
 
     def give_back(self) -> None:
         """Free the pages, whoever else maps them still."""
-        self._mapping.madvise(mmap.MADV_REMOVE)
+        with contextlib.suppress(OSError):  # then they go with the last mapping
+            self._mapping.madvise(mmap.MADV_REMOVE)
 
 
 def described(dtype: torch.dtype, shape: tuple[int, int]) -> expert_pb2.Tensor:

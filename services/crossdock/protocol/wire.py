@@ -60,7 +60,7 @@ def name_of(dtype: torch.dtype) -> str:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def decode(

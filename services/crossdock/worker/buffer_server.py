@@ -183,7 +183,7 @@ class RequestBuffers:
             memory, fd = SharedMemory.make(offer.num_bytes)
             socket.send_fds(sock, [b"."], [fd])
         except OSError as error:
-            _log.info("no request buffer", why=str(error))
+            _log.debug("no request buffer", why=str(error))
             sock.close()
             if offer is not None:
                 call_in_loop(offer.loop, offer.ended.set)
