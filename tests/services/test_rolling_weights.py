@@ -75,7 +75,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("rolling")
-    for group in cluster(folder, num_workers=2, lease_s=3.0):
+    for group in cluster(folder, num_workers=2, lease_s=3.0, recover_s=3.0):
         yield World(group, folder)
 
 
