@@ -192,8 +192,16 @@ class Bench:
         row = self._row(path, "open" if job.rate else "closed", job, got)
         rest = parts["request"] - sum(parts[phase] for phase in PHASES)
         outside = 1e3 * statistics.fmean(got.took) - parts["request"]
-        names = {f"{phase}_ms": round(parts[phase], 3) for phase in PHASES}
-        return replace(row, **names, agree_ms=round(rest, 3), outside_ms=round(outside, 3))
+        queue, dispatch, experts, combine = (round(parts[phase], 3) for phase in PHASES)
+        return replace(
+            row,
+            queue_ms=queue,
+            dispatch_ms=dispatch,
+            experts_ms=experts,
+            combine_ms=combine,
+            agree_ms=round(rest, 3),
+            outside_ms=round(outside, 3),
+        )
 
     def _row(self, path: str, loop: str, job: Job, got: Measured) -> Row:
         ordered = sorted(1e3 * seconds for seconds in got.took)

@@ -96,7 +96,8 @@ class InProcess:
 
 def tokens_per_s(model: Path, target: str, shared: bool) -> tuple[float, float]:
     """Of a `transformers` model that generates: with its own experts, and attached to the service."""
-    made = AutoModelForCausalLM.from_pretrained(model).eval()
+    made: Any = AutoModelForCausalLM.from_pretrained(model)
+    made.eval()
     ids = torch.randint(0, 256, (BATCH, PROMPT))
 
     def generate() -> float:

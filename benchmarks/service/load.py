@@ -85,7 +85,7 @@ class LoadProcesses:
 
     def __init__(self, number: int) -> None:
         context = mp.get_context("spawn")
-        self._started = []
+        self._started = list[tuple[Any, Connection]]()
         for index in range(number):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, index), daemon=True)
@@ -96,7 +96,7 @@ class LoadProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for process, _ in self._started:
             process.kill()
             process.join()
@@ -106,14 +106,15 @@ class LoadProcesses:
         parts = min(job.clients, len(self._started))
         for index in range(parts):
             self._started[index][1].send((job, len(range(index, job.clients, parts)), parts))
-        got = []
+        got: list[Measured | str] = []
         for _, pipe in self._started[:parts]:
             if not pipe.poll(DEADLINE_S + job.seconds):
                 raise RuntimeError("a load process is silent")
             got.append(pipe.recv())
         if failed := [one for one in got if isinstance(one, str)]:
             raise RuntimeError(f"{job}: {failed[0]}")
-        return Measured([took for one in got for took in one.took], max(one.elapsed for one in got))
+        measured = [one for one in got if isinstance(one, Measured)]
+        return Measured([took for one in measured for took in one.took], max(one.elapsed for one in measured))
 
 
 def _serve(pipe: Connection, index: int) -> None:
@@ -175,7 +176,7 @@ async def _echo(job: Job, clients: int) -> Measured:
     sent, took = answer.to_bytes(8, "little") + bytes(request - 8), list[float]()
     options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(job.target, options=options) for _ in range(clients)]
-    streams = [channel.stream_stream(ECHO)() for channel in channels]
+    streams: list[Any] = [channel.stream_stream(ECHO, None, None)(None) for channel in channels]
     for stream in streams:
         await stream.write(sent)
         await stream.read()
@@ -191,7 +192,7 @@ async def _echo(job: Job, clients: int) -> Measured:
     await asyncio.gather(*map(ask, streams))
     elapsed = time.monotonic() - began
     for channel in channels:
-        await channel.close()
+        await channel.close(None)
     return Measured(took, elapsed)
 
 
