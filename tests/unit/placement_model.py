@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.expert_reports import Move
+from crossdock.control.expert_reports import Goal, Kind, Move, Report
 from crossdock.control.group_state import Group
-from crossdock.control.placement_manager import Goal, Kind, PlacementManager, Report
+from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.placement_service import PlacementService, _CachedPlan
 from crossdock.control.plans import Plan
 from crossdock.protocol.v1 import control_pb2 as pb

@@ -34,11 +34,12 @@ def load(
     checkpoint.close()
 
     def experts() -> ExpertsResponse:
-        return call_leader(
+        found: ExpertsResponse = call_leader(
             target,
             guards,
             lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
         )
+        return found
 
     call_leader(
         target, guards, lambda channel: rpc.call_sync(ControlPlaneStub(channel).Load, request, timeout_s=timeout_s)

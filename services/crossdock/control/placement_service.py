@@ -24,8 +24,9 @@ from crossdock.control.checkpoints import (
     number_of,
     weights_of,
 )
+from crossdock.control.expert_reports import Goal, Kind, Outcome, Report
 from crossdock.control.group_state import Group, Phase
-from crossdock.control.placement_manager import Goal, Kind, Outcome, PlacementManager, Report
+from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
